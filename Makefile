@@ -1,0 +1,32 @@
+# `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
+.DEFAULT_GOAL := help
+.PHONY: help setup lint format type test demo clean
+
+VENV := .venv/bin
+READY := .venv/.ready
+
+help:     ## what there is
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+$(READY): pyproject.toml scripts/setup.sh scripts/requirements-cpu.txt scripts/requirements-cuda.txt
+	@bash scripts/setup.sh
+
+setup: $(READY) ## install rlgen and the vLLM of this machine into .venv
+
+lint: $(READY) ## check style
+	$(VENV)/ruff check . && $(VENV)/ruff format --check .
+
+format: $(READY) ## apply style
+	$(VENV)/ruff check --fix . && $(VENV)/ruff format .
+
+type: $(READY) ## check types
+	$(VENV)/mypy
+
+test: $(READY) ## all tests, real vLLM included
+	$(VENV)/pytest
+
+demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online DPO on vLLM, check what was learned
+	$(VENV)/python scripts/demo.py
+
+clean:    ## remove what make and the runs left
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,5 @@
+"""`python -m rlgen`, the form that torchrun and accelerate launch."""
+
+from rlgen.cli.app import main
+
+main()

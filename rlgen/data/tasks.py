@@ -1,0 +1,109 @@
+"""Built-in tasks: `task:NAME` needs no file and no network. The same options and seed give the same rows everywhere.
+
+A row depends on the seed, its index and the rows before it: a larger size keeps the rows of a smaller one.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions
+
+Row = dict[str, Any]
+
+# A prompt is repeated only after so many draws in a row gave nothing new.
+MAX_DRAWS = 1000
+
+
+def generate(name: str, options: Any, seed: int) -> list[Row]:
+    """The rows of task `name`: columns `prompt` and `answer`, both text; countdown adds `numbers` and `target`.
+
+    Args:
+        name: a key of TASKS.
+        options: the task's option model, from the recipe.
+        seed: the run's seed.
+    """
+    draw = TASKS[name]
+    rows: list[Row] = []
+    seen: set[str] = set()
+    exhausted = False
+    for index in range(options.size):
+        rng = Random(f"{name}/{seed}/{index}")
+        row = draw(rng, options)
+        if not exhausted:
+            draws = 1
+            while row["prompt"] in seen and draws < MAX_DRAWS:
+                row, draws = draw(rng, options), draws + 1
+            exhausted = row["prompt"] in seen
+        seen.add(row["prompt"])
+        rows.append(row)
+    return rows
+
+
+def arithmetic(rng: Random, options: ArithmeticOptions) -> Row:
+    """{"prompt": "37+15*2=", "answer": "67"}: numbers of exactly `digits` digits; a product binds before a sum."""
+    low = 10 ** (options.digits - 1) if options.digits > 1 else 0
+    numbers = [rng.randint(low, 10**options.digits - 1) for _ in range(options.terms)]
+    operators = [rng.choice(options.operators) for _ in range(options.terms - 1)]
+    question, summands = str(numbers[0]), [numbers[0]]
+    for operator, number in zip(operators, numbers[1:], strict=True):
+        question += f"{operator}{number}"
+        if operator == "*":
+            summands[-1] *= number
+        else:
+            summands.append(number if operator == "+" else -number)
+    return {"prompt": f"{question}=", "answer": str(sum(summands))}
+
+
+def reverse(rng: Random, options: ReverseOptions) -> Row:
+    """{"prompt": "reverse: abcd", "answer": "dcba"}"""
+    text = word(rng, options.min_length, options.max_length, options.alphabet)
+    return {"prompt": f"reverse: {text}", "answer": text[::-1]}
+
+
+def sort(rng: Random, options: SortOptions) -> Row:
+    """{"prompt": "sort: 5291", "answer": "1259"}: characters in the order of their code points."""
+    text = word(rng, options.min_length, options.max_length, options.alphabet)
+    return {"prompt": f"sort: {text}", "answer": "".join(sorted(text))}
+
+
+def word(rng: Random, min_length: int, max_length: int, alphabet: str) -> str:
+    """Each length is equally likely, though there are fewer short words."""
+    return "".join(rng.choices(alphabet, k=rng.randint(min_length, max_length)))
+
+
+def countdown(rng: Random, options: CountdownOptions) -> Row:
+    """{"prompt": ..., "answer": "(25-3)*2", "numbers": [3, 25, 2], "target": 44}: one of perhaps many answers.
+
+    The target comes from an expression that uses every number once, so it can be reached with + - * alone. It lies between
+    1 and `numbers` times `largest`.
+    """
+    numbers = [rng.randint(1, options.largest) for _ in range(options.numbers)]
+    target, answer = 0, ""
+    while not 1 <= target <= options.numbers * options.largest:
+        target, answer = expression(rng, numbers)
+    listed = ", ".join(map(str, numbers))
+    prompt = f"Use each of the numbers {listed} exactly once with + - * and parentheses to make {target}."
+    return {"prompt": prompt, "answer": answer, "numbers": numbers, "target": target}
+
+
+def expression(rng: Random, numbers: list[int]) -> tuple[int, str]:
+    """(44, "(25-3)*2"): joins two parts at random until one is left. No part is negative."""
+    parts = [(number, str(number)) for number in numbers]
+    while len(parts) > 1:
+        (a, a_text), (b, b_text) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        if a < b:
+            a, a_text, b, b_text = b, b_text, a, a_text
+        operator = rng.choice("+-*")
+        value = a + b if operator == "+" else a - b if operator == "-" else a * b
+        parts.append((value, f"({a_text}{operator}{b_text})"))
+    value, text = parts[0]
+    return value, text[1:-1] if len(numbers) > 1 else text
+
+
+TASKS: dict[str, Callable[[Random, Any], Row]] = {
+    "arithmetic": arithmetic,
+    "reverse": reverse,
+    "sort": sort,
+    "countdown": countdown,
+}

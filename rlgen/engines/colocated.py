@@ -1,0 +1,177 @@
+"""vLLM in this process."""
+
+import gc
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from rlgen.engines import vllm_compat
+from rlgen.errors import EngineError, SetupError
+from rlgen.types import Completion, Request, Sampling
+
+GIB = 1 << 30
+# Shares of a GPU's memory and bytes of main memory for the KV cache, where the recipe names neither.
+GPU_SHARE = 0.45
+CPU_KV_LIMIT = 4 * GIB
+CPU_BLOCK = 128  # tokens of a KV block on the CPU
+
+
+class ColocatedEngine:
+    """vLLM's offline engine beside the trainer: a weight sync is a copy within the process.
+
+    Args:
+        model: folder or hub id that vLLM opens.
+        revision: of a hub id.
+        dtype: of weights and activations, `float32` or `bfloat16`; never guessed.
+        fp32_head: compute logits in float32 whatever the dtype, as the trainer does.
+        max_model_len: longest prompt and completion together, in tokens.
+        max_num_seqs: completions decoded at the same time.
+        kv_cache_gib: memory of the KV cache. None: on the CPU what `max_num_seqs` full sequences need, at most 4 GiB; on a
+            GPU what `gpu_memory_utilization` leaves.
+        gpu_memory_utilization: share of the GPU's memory for weights and cache together. None: 0.45.
+        tensor_parallel_size: GPUs that share one copy of the model.
+        sleep: free weights and cache while the trainer works. Needs a GPU.
+        model_impl: vLLM's own model code, that of transformers, or `auto`.
+        quantization: a method of vLLM for the weights, or None.
+        structured_outputs: open the tokenizer that a `Sampling.regex` is compiled against.
+        enforce_eager: no graph capture. None: eager on the CPU, graphs on a GPU.
+        extra: further arguments of vLLM; the recipe refuses those that are set here.
+
+    Raises:
+        SetupError: vLLM is missing.
+        EngineError: vLLM did not start.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        revision: str | None,
+        dtype: str,
+        fp32_head: bool,
+        max_model_len: int,
+        max_num_seqs: int,
+        kv_cache_gib: float | None,
+        gpu_memory_utilization: float | None,
+        tensor_parallel_size: int,
+        sleep: bool,
+        model_impl: str,
+        quantization: str | None,
+        structured_outputs: bool,
+        enforce_eager: bool | None,
+        extra: dict[str, Any],
+    ) -> None:
+        on_gpu = torch.cuda.is_available()
+        if sleep and not on_gpu:
+            raise SetupError("engine.sleep: the CPU engine cannot sleep; remove it, it frees memory on GPUs only")
+        arguments: dict[str, Any] = {
+            **extra,
+            "model": model,
+            "revision": revision,
+            "dtype": dtype,
+            # The trainer computes logits in float32; so must the engine.
+            "hf_overrides": {"head_dtype": "float32"} if fp32_head and dtype != "float32" else {},
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "tensor_parallel_size": tensor_parallel_size,
+            "enable_sleep_mode": sleep,
+            "model_impl": model_impl,
+            "quantization": quantization,
+            "enforce_eager": not on_gpu if enforce_eager is None else enforce_eager,
+            # The default mode reports log-probs of the raw logits, whatever the temperature.
+            "logprobs_mode": "processed_logprobs",
+            # A checkpoint's own sampling defaults stay out; its EOS ids still end a completion.
+            "generation_config": "vllm",
+            # Ids in, ids out. A regular expression is compiled against the tokenizer.
+            "skip_tokenizer_init": not structured_outputs,
+            "seed": 0,
+        }
+        if on_gpu:
+            arguments["gpu_memory_utilization"] = gpu_memory_utilization or GPU_SHARE
+        else:
+            # A seeded request whose prompt is split over two steps crashes the CPU engine.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(4096, max_model_len)
+        if kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+        elif not on_gpu:
+            arguments["kv_cache_memory_bytes"] = _kv_bytes(model, revision, dtype, max_num_seqs, max_model_len)
+
+        self._sleeps = sleep
+        self._version = 0
+        self._syncs = 0
+        with vllm_compat.process_kept_as_is():
+            self._vllm = vllm_compat.import_vllm()
+            self._llm = vllm_compat.open_llm(self._vllm, arguments)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
+        with vllm_compat.process_kept_as_is():
+            params = [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
+            try:
+                outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            except Exception as error:  # vLLM raises whatever its parts raise
+                raise EngineError(f"vLLM failed while generating {len(requests)} completions: {error}") from error
+        if len(outputs) != len(requests):
+            raise EngineError(f"vLLM answered {len(outputs)} of {len(requests)} requests")
+        return [self._completion(request, output) for request, output in zip(requests, outputs, strict=True)]
+
+    def _completion(self, request: Request, output: Any) -> Completion:
+        if tuple(output.prompt_token_ids) != request.prompt_ids:
+            raise EngineError("vLLM answered for another prompt than it was asked for: the order of requests was lost")
+        answer = output.outputs[0]
+        if answer.finish_reason not in ("stop", "length"):
+            raise EngineError(f"vLLM ended a completion with finish_reason {answer.finish_reason!r}, not stop or length")
+        completion = Completion(
+            token_ids=tuple(answer.token_ids),
+            logp=tuple(answer.logprobs.logprobs),
+            finish_reason=answer.finish_reason,
+            weight_version=self._version,
+        )
+        if len(completion.token_ids) != len(completion.logp):
+            raise EngineError(f"vLLM gave {len(completion.logp)} log-probs for {len(completion.token_ids)} tokens")
+        return completion
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with vllm_compat.process_kept_as_is():
+            try:
+                if self._sleeps:
+                    self._llm.wake_up(["weights"])
+                vllm_compat.load_weights(self._llm, weights)
+                if self._sleeps:
+                    self._llm.wake_up(["kv_cache"])
+            except EngineError:
+                raise
+            except Exception as error:  # vLLM raises whatever its parts raise
+                raise EngineError(f"vLLM did not take the weights of version {version}: {error}") from error
+        self._version = version
+        self._syncs += 1
+
+    def sleep(self) -> None:
+        if self._sleeps:
+            with vllm_compat.process_kept_as_is():
+                self._llm.sleep(level=2)  # the next sync brings all weights, so none need be kept
+
+    def close(self) -> None:
+        with vllm_compat.process_kept_as_is():
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm
+            gc.collect()
+
+
+def _kv_bytes(model: str, revision: str | None, dtype: str, max_num_seqs: int, max_model_len: int) -> int:
+    """Bytes for `max_num_seqs` sequences of full length: 2 * layers * kv_heads * head_dim * size of a number, a token."""
+    config = AutoConfig.from_pretrained(model, revision=revision).get_text_config()
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    a_token = 2 * config.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
+    tokens = (max_num_seqs + 1) * math.ceil(max_model_len / CPU_BLOCK) * CPU_BLOCK
+    return min(a_token * tokens, CPU_KV_LIMIT)

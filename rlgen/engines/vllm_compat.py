@@ -1,0 +1,160 @@
+"""Everything that depends on vLLM's version: arguments, environment, patches. Tried with 0.32 (CPU); window 0.28-0.33.
+
+Each patch says what it cures; `tests/engines/test_vllm_compat.py` fails when upstream changes under it.
+"""
+
+import importlib
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from rlgen.errors import EngineError, SetupError
+from rlgen.types import Request, Sampling
+
+OLDEST, NEWEST = (0, 28), (0, 33)
+
+ENVIRONMENT = {
+    # Engine and worker live in this process: a sync needs no transport.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The default attention kernel splits long sequences by load, so that a completion depends on its neighbours.
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    # The threads of this process belong to the trainer: no binding.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # rlgen's handlers receive vLLM's records.
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TQDM_DISABLE": "1",
+}
+
+# Arguments that may never be dropped because an older vLLM does not know them: without them the numbers mean
+# something else.
+INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "generation_config", "max_model_len"}
+
+
+@contextmanager
+def process_kept_as_is() -> Iterator[None]:
+    """vLLM runs with its environment inside the block; random states, threads and environment are restored after it.
+
+    Measured: building or running an engine in this process advances torch's and Python's random states, sets LD_PRELOAD
+    and LOCAL_WORLD_SIZE, and replaces `torch.set_num_threads` by a function that does nothing.
+    """
+    environment = dict(os.environ)
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+
+def import_vllm() -> Any:
+    """The vllm module, patched. Call inside `process_kept_as_is`; costs seconds, so only when an engine is built.
+
+    Raises:
+        SetupError: vLLM is missing, broken, or of a version rlgen was not made for.
+    """
+    try:
+        vllm = importlib.import_module("vllm")
+    except ImportError as error:
+        raise SetupError(
+            f"engine.kind: colocated needs vLLM, which cannot be imported ({error}); install rlgen[cuda] on a machine with"
+            " an NVIDIA GPU, rlgen[cpu] without, or set engine.kind: transformers"
+        ) from error
+    # `importlib.metadata` knows the CPU build under another name; the module knows itself.
+    version = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
+    if not OLDEST <= version <= NEWEST:
+        raise SetupError(f"vLLM {vllm.__version__} is installed; rlgen works with 0.{OLDEST[1]} to 0.{NEWEST[1]}")
+    if not torch.cuda.is_available():
+        _count_ranks_without_compiler()
+    return vllm
+
+
+def _count_ranks_without_compiler() -> None:
+    """Asking for log-probs compiles a rank count that nobody reads here: about 28 s on a fresh machine."""
+    sampler = importlib.import_module("vllm.v1.sample.sampler")
+    sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)  # type: ignore[attr-defined]
+
+
+def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
+    """`vllm.LLM(**arguments)`, without the arguments this version does not know.
+
+    Raises:
+        EngineError: an argument that rlgen cannot do without is unknown, or the engine does not start.
+    """
+    known = {field.name for field in fields(vllm.EngineArgs)}
+    if unknown := sorted(set(arguments) & INDISPENSABLE - known):
+        raise EngineError(f"vLLM {vllm.__version__} has no argument {', '.join(unknown)}; use another version")
+    if unknown := sorted(set(arguments) - known):
+        raise EngineError(
+            f"vLLM {vllm.__version__} has no argument {', '.join(unknown)}; correct engine.extra, or use another version"
+        )
+    try:
+        return vllm.LLM(**arguments)
+    except Exception as error:  # vLLM raises whatever its parts raise
+        raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {error}") from error
+
+
+def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
+    """vLLM's settings for one completion: ids only, one log-prob a token, every stop id kept in the answer."""
+    structured = None
+    if sampling.regex is not None:
+        structured = importlib.import_module("vllm.sampling_params").StructuredOutputsParams(regex=sampling.regex)
+    return vllm.SamplingParams(
+        n=1,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        seed=request.seed,
+        stop_token_ids=list(sampling.stop_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        structured_outputs=structured,
+    )
+
+
+def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Replaces all weights of the engine and empties its caches. Names are those of the checkpoint.
+
+    Raises:
+        EngineError: the prefix cache could not be emptied.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    llm.apply_model(repack_heads)
+    if not llm.reset_prefix_cache():
+        raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
+
+
+def repack_heads(model: nn.Module) -> int:
+    """Refreshes the copy of the head's weight that the CPU kernels multiply with.
+
+    On the CPU a head keeps its weight *and* a packed copy. A reload of a model whose head is tied to its embedding
+    refreshes the embedding alone: log-probs are then wrong by nats, silently. Harmless where it is not needed.
+    """
+    heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
+    for head in heads:
+        head.quant_method.process_weights_after_loading(head)  # type: ignore[union-attr,operator]
+    return len(heads)
+
+
+def prompts_of(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
+    """The salt keeps activations of one weight version from serving another, should a cache outlive its reset."""
+    return [{"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt} for request in requests]

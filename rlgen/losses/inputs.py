@@ -1,0 +1,54 @@
+"""What a loss takes and what it returns."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Denominators: counts of the whole window (all rows of one optimizer step), over micro-batches and processes.
+
+    Because they do not depend on the split, the sum of the micro-batches' losses is the loss of the window.
+    A loss clamps the ones it divides by to at least 1. Totals(sequences=64, tokens=9132, pairs=0)
+    """
+
+    sequences: int  # rows, those with an empty mask included
+    tokens: int  # true positions of the masks
+    pairs: int  # preference pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """The rows of one micro-batch. Only `policy_logp` receives gradient; positions outside `mask` may hold NaN or inf."""
+
+    policy_logp: Tensor  # [B, T] current weights, with gradient
+    old_logp: Tensor  # [B, T] trainer, the weights that sampled; frozen at the first update
+    sampler_logp: Tensor  # [B, T] reported by the engine; NaN: not reported
+    ref_logp: Tensor | None  # [B, T] frozen reference; None: the recipe has none
+    mask: Tensor  # [B, T] bool, true on sampled tokens, the stop token included
+    advantages: Tensor  # [B]; of preferences only the sign counts: > 0 chosen, < 0 rejected
+    weight: Tensor  # [B, T] importance weight sampler -> old; ones when there is none
+    pair_id: Tensor  # [B] long, shared by the two rows of a pair; -1: in no pair
+    totals: Totals
+    max_tokens: int  # `rollout.max_completion_tokens`: the M of aggregation `fixed`
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that adds over micro-batches and processes: sum of totals by sum of counts. Mean(total=3.0, count=4.0)"""
+
+    total: float
+    count: float
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float | None:
+        """None when there is nothing to average."""
+        return self.total / self.count if self.count else None
+
+
+Stats: TypeAlias = dict[str, Mean]

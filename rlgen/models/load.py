@@ -1,0 +1,77 @@
+"""From `model.path` to a tokenizer, a policy's weights and the ids that end a completion."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlgen.errors import SetupError
+from rlgen.models.tiny import build_tiny
+
+
+def locate(path: str) -> str:
+    """The folder or hub id behind `model.path`; a tiny model is built on first use.
+
+    Raises:
+        SetupError: an unknown tiny model, or a folder that is not there.
+    """
+    if path.startswith("tiny:"):
+        return str(build_tiny(path.removeprefix("tiny:")))
+    if path.startswith("/") and not (Path(path) / "config.json").is_file():
+        raise SetupError(f"model.path: {path} holds no config.json; name a folder that save_pretrained wrote, or a hub id")
+    return path
+
+
+def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBase:
+    """Raises SetupError where there is none to load."""
+    try:
+        return AutoTokenizer.from_pretrained(location, revision=revision)
+    except (OSError, ValueError) as error:
+        raise SetupError(f"model.path: no tokenizer can be loaded from {location}: {error}") from error
+
+
+def load_model(
+    location: str, revision: str | None, dtype: torch.dtype, attention: str, device: torch.device
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode: no dropout, so that a forward is a function of ids and weights.
+
+    Raises:
+        SetupError: missing files, unknown architecture, or weights that are neither safetensors nor complete.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            location,
+            revision=revision,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,  # pickled weights are never opened
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise SetupError(f"model.path: {location} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
+    return model.to(device).eval()
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, location: str, revision: str | None) -> tuple[int, ...]:
+    """Every id that ends a completion: the tokenizer's and those of the checkpoint's generation config.
+
+    Raises:
+        SetupError: there is none, so that no completion could end.
+    """
+    try:
+        configured = GenerationConfig.from_pretrained(location, revision=revision).eos_token_id
+    except OSError:  # many checkpoints have no generation config
+        configured = None
+    listed = [configured] if isinstance(configured, int) else list(configured or [])
+    found = sorted({tokenizer.eos_token_id, *listed} - {None})
+    if not found:
+        raise SetupError(f"model.path: neither tokenizer nor generation config of {location} names an EOS token")
+    return tuple(found)

@@ -1,0 +1,121 @@
+"""Rewards that come with rlgen. Each is called by parameter name, as a user's own, and gives a finite number for any text.
+
+Every one takes time linear in the length of the completion, so none can be stalled by what a model writes.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+# A number as models write it: -1,234.5  $3  .5  2/3  1e-3. A minus after a digit or a bracket subtracts, it is no sign.
+NUMBER = re.compile(
+    r"""(?P<minus>(?<![\w)\]}.])-)? \\?\$?
+        (?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)
+        (?P<tail>/\d+|[eE][+-]?\d{1,3}(?!\w))?""",
+    re.ASCII | re.VERBOSE,
+)
+LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", re.ASCII)
+# Longer literals are no answers: exact arithmetic on them would take more than linear time.
+MAX_LITERAL = 300
+THINK_ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def exact_match(completion: str, answer: object) -> float:
+    """1.0 where the completion is the answer, white space around both aside; else 0.0.
+
+    Raises:
+        ValueError: there is no answer.
+    """
+    if answer is None:
+        raise ValueError("the answer is empty; name the data set's column of answers in data.columns.answer")
+    return float(completion.strip() == str(answer).strip())
+
+
+def numeric_match(completion: str, answer: object, tolerance: float = 1e-6) -> float:
+    """1.0 where the last number of the completion is the last number of the answer, else 0.0.
+
+    A number right behind `####` goes before the last one. `$`, `%` and thousands separators are dropped; fractions, also
+    LaTeX's, are values: 1/2 equals 0.5.
+
+    Args:
+        completion: a text without a number earns 0.0.
+        answer: text or number.
+        tolerance: largest absolute difference of equal numbers.
+
+    Raises:
+        ValueError: the answer holds no number.
+    """
+    expected = last_number(str(answer))
+    if expected is None:
+        raise ValueError(f"the answer {str(answer)[:80]!r} holds no number; exact_match compares texts")
+    found = last_number(completion)
+    return float(found is not None and abs(found - expected) <= Fraction(tolerance))
+
+
+def regex_match(completion: str, pattern: str, full: bool = False) -> float:
+    """1.0 where `pattern` is found in the completion (`full`: where it matches all of it), else 0.0."""
+    return float(bool(re.fullmatch(pattern, completion) if full else re.search(pattern, completion)))
+
+
+def length(completion_ids: Sequence[int], target: int) -> float:
+    """0.0 at `target` tokens, falling by 1 for every `target` tokens more or less: -|n - target| / target.
+
+    Raises:
+        ValueError: the target is not positive.
+    """
+    if target < 1:
+        raise ValueError(f"target is {target}; it counts tokens and is at least 1")
+    return -abs(len(completion_ids) - target) / target
+
+
+def layout(completion: str, pattern: str | None = None) -> float:
+    """1.0 where the completion is `<think>...</think><answer>...</answer>`, each tag once; else 0.0.
+
+    Args:
+        completion: white space around it and between the two parts is allowed.
+        pattern: a regular expression that matches the whole completion instead; the dot matches line ends too.
+    """
+    if pattern is not None:
+        return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+    text = completion.strip()
+    # Counted tags instead of a pattern: `.*?` twice would take quadratic time on a text full of tags.
+    if any(text.count(tag) != 1 for tag in THINK_ANSWER_TAGS):
+        return 0.0
+    between = text[text.index("</think>") + len("</think>") :].lstrip()
+    return float(text.startswith("<think>") and between.startswith("<answer>") and text.endswith("</answer>"))
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text, exactly; that behind the last `####` if one stands there. None where there is none.
+
+    last_number("so 3 apples cost $1,234.50.") -> Fraction(2469, 2)
+    """
+    text = LATEX_FRACTION.sub(r" \1/\2", text.replace("−", "-").replace("{,}", ","))
+    _, marker, rest = text.rpartition("####")
+    match = NUMBER.match(rest.lstrip()) if marker else None
+    if match is None:
+        last = deque(NUMBER.finditer(text), maxlen=1)
+        if not last:
+            return None
+        match = last[0]
+    if len(match[0]) > MAX_LITERAL:
+        return None
+    literal, tail = match["digits"].replace(",", ""), match["tail"] or ""
+    if not tail.startswith("/"):
+        value = Fraction(literal + tail)
+    elif int(tail[1:]) == 0:
+        return None
+    else:
+        value = Fraction(literal) / int(tail[1:])
+    return -value if match["minus"] else value
+
+
+BUILTIN: dict[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "numeric_match": numeric_match,
+    "regex_match": regex_match,
+    "length": length,
+    "format": layout,
+}

@@ -1,0 +1,1 @@
+"""Prompts to groups of sampled completions, and samples to micro-batches."""

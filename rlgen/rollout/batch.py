@@ -1,0 +1,68 @@
+"""Samples to micro-batches with little padding: sorted by length, cut where cutting pays, within the token budget."""
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlgen.types import Batch, Sample
+
+# What one more micro-batch costs, in tokens: the launch of a forward and a backward on a small model on two cores. For large
+# windows a share of all tokens instead, so that the number of micro-batches stays bounded. Measured with lengths
+# exponential, log-normal and uniform up to 480: padding stays below 7 % of the completion tokens.
+LAUNCH_TOKENS = 48
+LAUNCH_SHARE = 0.005
+
+
+def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Splits rows into micro-batches so that padding and launches together cost least.
+
+    Denominators are global, so the gradient does not depend on this split.
+
+    Args:
+        units: rows that must stay together: single rows, or the two rows of a preference pair. All of one size.
+        lengths: tokens of each row, prompt included.
+        budget: most tokens of a micro-batch, padding included (`optim.micro_batch_tokens`). A single unit may exceed it.
+
+    Returns:
+        The rows of each micro-batch; every row of `units` once.
+    """
+    if not units:
+        return []
+    size = len(units[0])
+    ordered = sorted(units, key=lambda unit: max(lengths[row] for row in unit))
+    width = numpy.array([max(lengths[row] for row in unit) for unit in ordered])
+    launch = max(LAUNCH_TOKENS, LAUNCH_SHARE * size * width.sum())
+    # best[e]: least cost of the first e units; the last micro-batch of that solution starts at cut[e].
+    best, cut = numpy.zeros(len(ordered) + 1), numpy.zeros(len(ordered) + 1, dtype=int)
+    for end in range(1, len(ordered) + 1):
+        first = max(0, end - max(1, budget // int(size * width[end - 1])))
+        starts = numpy.arange(first, end)
+        cost = best[starts] + (end - starts) * size * width[end - 1] + launch
+        best[end], cut[end] = cost.min(), starts[cost.argmin()]
+    micro_batches: list[list[int]] = []
+    end = len(ordered)
+    while end:
+        micro_batches.append([row for unit in ordered[cut[end] : end] for row in unit])
+        end = cut[end]
+    return micro_batches
+
+
+def collate(samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -> Batch:
+    """Pads the samples at `rows` on the right."""
+    chosen = [samples[row] for row in rows]
+    return Batch(
+        rows=tuple(rows),
+        input_ids=pad_rows([torch.tensor(s.prompt_ids + s.completion_ids) for s in chosen], 0).to(device),
+        prompt_lengths=torch.tensor([len(s.prompt_ids) for s in chosen], device=device),
+        completion_ids=pad_rows([torch.tensor(s.completion_ids) for s in chosen], 0).to(device),
+        mask=pad_rows([torch.tensor(s.loss_mask) for s in chosen], False).to(device),
+        sampler_logp=pad_rows([torch.tensor(s.sampler_logp) for s in chosen], 0.0).to(device),
+    )
+
+
+def pad_rows(rows: Sequence[Tensor], value: float) -> Tensor:
+    """[L] tensors of unequal lengths to one [B, longest]."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)

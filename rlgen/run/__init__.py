@@ -1,0 +1,1 @@
+"""The run directory: everything a run leaves behind."""

