@@ -8,7 +8,6 @@ import csv
 import glob
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,7 +18,7 @@ import datasets
 
 from rlgen.data.tasks import Row, generate
 from rlgen.errors import DataError, SetupError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.models import TASKS, DataRecipe
 
 # Of a data set that `save_to_disk` wrote: facts about it, not rows.
 SIDECARS = {"dataset_info.json", "state.json"}
@@ -63,9 +62,9 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
     for key, column in (("prompt", data.columns.prompt), ("answer", data.columns.answer)):
         if column is not None and column not in rows.columns:
             close = get_close_matches(column, rows.columns, n=1)
-            guess = f"; did you mean `{close[0]}`?" if close else ""
+            guess = f"did you mean `{close[0]}`? " if close else ""
             raise DataError(
-                f"data.columns.{key}: {data.source} has no column `{column}`{guess} There are: {', '.join(rows.columns)}"
+                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}It has {', '.join(rows.columns)}"
             )
     return rows
 
@@ -82,7 +81,8 @@ def is_local(source: str) -> bool:
 
 def task_rows(data: DataRecipe, seed: int) -> Rows:
     """The rows of `task:NAME`."""
-    rows = generate(data.source.removeprefix("task:"), data.task_options, seed)[: data.limit]
+    name = data.source.removeprefix("task:")
+    rows = generate(name, TASKS[name].model_validate(data.options), seed)[: data.limit]
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return Rows(rows=rows, columns=tuple(rows[0]), kind="task", source=data.source, fingerprint=digest)
 

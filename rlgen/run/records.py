@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from rlgen.types import Sample
@@ -13,7 +13,12 @@ def rollout_records(
 ) -> list[dict[str, Any]]:
     """One object a sample for `rollouts/`: its record, its advantage, and whether it was trained on."""
     return [
-        {"step": step, **asdict(sample), "advantage": advantage, "trained": was_trained}
+        {
+            "step": step,
+            **{field.name: getattr(sample, field.name) for field in fields(Sample)},
+            "advantage": advantage,
+            "trained": was_trained,
+        }
         for sample, advantage, was_trained in zip(samples, advantages, trained, strict=True)
     ]
 

@@ -75,7 +75,7 @@ class Trainer:
                 self.engine.sync(self.policy.model.named_parameters(), version=step)
             last = step == recipe.run.steps or stop.requested
             with clock("save"):
-                self.directory.write_rollouts(step, rollout_records(step, samples, signal))
+                self.directory.write_rollouts(step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist()))
                 if last or step % recipe.checkpoint.every == 0:
                     self.save(step)
             self.report(step, samples, learned, clock)

@@ -112,7 +112,7 @@ class Updater:
         sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in window.samples], 0.0)
         mask = pad_rows([torch.tensor(sample.loss_mask) for sample in window.samples], False)
         weight = importance_weight(old_logp, sampler_logp, mask, self.algorithm.cap)
-        measured = mismatch(old_logp, sampler_logp, weight, mask)
+        measured = mismatch(old_logp, sampler_logp, weight, mask, corrected=self.algorithm.cap is not None)
         if self.bounds is not None:
             self.bounds.check(
                 f"sentinel, batch of step {step}",

@@ -1,0 +1,308 @@
+"""The recipe: what a user can say, with every bound and every default. Each default exists once, here.
+
+Torch-free: `rlgen --help` and `rlgen validate` answer at once.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+
+class Strict(BaseModel):
+    """Unknown keys, NaN and infinities are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+Text = Annotated[StrictStr, Field(min_length=1, max_length=4096)]
+Count = Annotated[StrictInt, Field(ge=1, le=10**9)]
+Scalar = StrictBool | StrictInt | Annotated[float, Field(strict=True)] | StrictStr
+Dtype = Literal["float32", "bfloat16"]
+
+
+def number(low: float, high: float, *, open_low: bool = False) -> Any:
+    """A float within bounds; an integer is fine, a string or a bool is not."""
+    bounds = Field(gt=low, le=high, strict=True) if open_low else Field(ge=low, le=high, strict=True)
+    return Annotated[float, bounds]
+
+
+class RunRecipe(Strict):
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    """Name of the run; the recipe's file name unless said."""
+    dir: Text = "runs"
+    """Folder that holds the run's folder; relative to the working directory."""
+    seed: Annotated[StrictInt, Field(ge=0, le=2**31 - 1)] = 0
+    """Every random choice follows from it and from a position."""
+    steps: Count = 100
+    """Rollouts to sample and train on."""
+
+
+class ModelRecipe(Strict):
+    path: Text
+    """Hub id, folder, or tiny:NAME."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub id."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of the forward pass. The weights that are trained are float32 always."""
+    fp32_head: StrictBool = True
+    """Compute logits in float32 whatever the dtype, in trainer and engine."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention of the trainer."""
+    gradient_checkpointing: StrictBool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+
+
+class ColumnsRecipe(Strict):
+    prompt: Text = "prompt"
+    """Column of prompts: texts, or lists of messages."""
+    answer: Text | None = None
+    """Column that rewards receive as `answer`, besides its own name."""
+
+
+class DataRecipe(Strict):
+    source: Text
+    """Hub id, path or glob of jsonl, json, csv, parquet or arrow files, or task:NAME."""
+    subset: Text | None = None
+    """Configuration of a hub data set."""
+    split: Text = "train"
+    """Split of a hub data set."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub data set."""
+    columns: ColumnsRecipe = ColumnsRecipe()
+    chat: StrictBool = False
+    """Put a text prompt into the chat template, as the user's message."""
+    system: Text | None = None
+    """System message before the user's; implies `chat`."""
+    template_args: dict[StrictStr, Scalar] = {}
+    """Arguments of the chat template, such as enable_thinking."""
+    max_prompt_tokens: Count = 512
+    """Longest prompt, template included."""
+    overlong: Literal["filter", "error"] = "filter"
+    """What happens to a longer one; filtered ones are counted."""
+    limit: Count | None = None
+    """Use the first rows only."""
+    shuffle: StrictBool = True
+    """A new order each epoch, from the seed."""
+    options: dict[StrictStr, Any] = {}
+    """Parameters of a task: source."""
+
+
+class ArithmeticOptions(Strict):
+    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    digits: Annotated[StrictInt, Field(ge=1, le=9)] = 2
+    terms: Annotated[StrictInt, Field(ge=2, le=6)] = 2
+    operators: Annotated[StrictStr, Field(pattern=r"^[-+*]+$", max_length=3)] = "+-"
+
+
+class ReverseOptions(Strict):
+    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    min_length: Annotated[StrictInt, Field(ge=1, le=100)] = 3
+    max_length: Annotated[StrictInt, Field(ge=1, le=100)] = 5
+    alphabet: Text = "abcdefghij"
+
+
+class SortOptions(ReverseOptions):
+    alphabet: Text = "0123456789"
+
+
+class CountdownOptions(Strict):
+    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    numbers: Annotated[StrictInt, Field(ge=2, le=6)] = 3
+    largest: Annotated[StrictInt, Field(ge=2, le=100)] = 20
+
+
+TaskOptions = ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions
+TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions]] = {
+    "arithmetic": ArithmeticOptions,
+    "reverse": ReverseOptions,
+    "sort": SortOptions,
+    "countdown": CountdownOptions,
+}
+
+BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "format")
+
+
+class RewardRecipe(Strict):
+    use: Text
+    """Built-in name, file.py:function, or pkg.mod:function."""
+    weight: number(-1e6, 1e6) = 1.0
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    """Name in metrics and rollouts; the function's unless said."""
+    args: dict[StrictStr, Any] = {}
+    """Further arguments of the function, by name."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.use.rpartition(":")[2]
+
+
+class RolloutRecipe(Strict):
+    prompts_per_step: Count = 8
+    group_size: Count = 8
+    """Completions of each prompt."""
+    max_completion_tokens: Count = 512
+    temperature: number(0.01, 2.0) = 1.0
+
+
+class ColocatedEngineRecipe(Strict):
+    kind: Literal["colocated"] = "colocated"
+    dtype: Dtype | None = None
+    """None: model.dtype."""
+    max_model_len: Count | None = None
+    """None: max_prompt_tokens + max_completion_tokens."""
+    max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
+    """Completions decoded at the same time."""
+    kv_cache_gib: number(0, 10000, open_low=True) | None = None
+    """Memory of the KV cache. None: on the CPU what is needed, at most 4 GiB; on a GPU what the share below leaves."""
+    gpu_memory_utilization: number(0, 1, open_low=True) | None = None
+    """Share of the GPU for weights and KV cache. None: 0.45."""
+    tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
+    sleep: StrictBool = False
+    """Free the engine's memory while the trainer works. GPU only."""
+    model_impl: Literal["auto", "vllm", "transformers"] = "auto"
+    quantization: Text | None = None
+    structured_regex: Text | None = None
+    """Restrict completions to this regular expression."""
+    enforce_eager: StrictBool | None = None
+    """No graph capture. None: eager on the CPU, graphs on a GPU."""
+    extra: dict[StrictStr, Any] = {}
+    """Further arguments of vLLM; those that rlgen relies on are refused."""
+
+
+# What rlgen's promise rests on, or sets from another key.
+RESERVED_ENGINE_ARGUMENTS = frozenset(
+    """model tokenizer revision skip_tokenizer_init dtype seed max_model_len max_num_seqs max_num_batched_tokens
+    enable_chunked_prefill kv_cache_memory_bytes gpu_memory_utilization logprobs_mode generation_config
+    tensor_parallel_size enable_sleep_mode model_impl quantization enforce_eager trust_remote_code hf_overrides load_format
+    distributed_executor_backend async_scheduling enable_lora max_logprobs""".split()
+)
+
+
+class TransformersEngineRecipe(Strict):
+    kind: Literal["transformers"]
+    dtype: Dtype | None = None
+    """None: model.dtype."""
+    max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 64
+    """Completions decoded at the same time."""
+
+
+class CorrectionRecipe(Strict):
+    mode: Literal["token_truncate", "none"] = "token_truncate"
+    """Importance weight between the engine's and the trainer's log-probs."""
+    max: number(1, 1e6) = 2.0
+    """Cap of a token's weight."""
+
+    @property
+    def cap(self) -> float | None:
+        return self.max if self.mode == "token_truncate" else None
+
+
+class GRPORecipe(Strict):
+    kind: Literal["grpo"] = "grpo"
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """Aggregation over tokens: mean over all (dapo), over each completion (grpo), by a fixed length (dr_grpo)."""
+    beta: number(0, 1000) = 0.0
+    """Weight of the KL to a reference in the loss; a reference is held only above 0."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Standard deviation that advantages are divided by. None: as the loss's paper has it, none for dr_grpo, else group."""
+    clip_low: number(0, 1) = 0.2
+    """The ratio is clipped below 1 - clip_low. Acts from the second update of a rollout on."""
+    clip_high: number(0, 100) = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+    updates_per_rollout: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
+    """Optimizer steps on each rollout, all of its rows in each."""
+    correction: CorrectionRecipe = CorrectionRecipe()
+
+    @property
+    def scale(self) -> Literal["group", "batch", "none"]:
+        return self.scale_rewards or ("none" if self.loss == "dr_grpo" else "group")
+
+
+class RLOORecipe(Strict):
+    kind: Literal["rloo"]
+    beta: number(0, 1000) = 0.0
+    """Weight of the KL to a reference, taken from the reward; a reference is held only above 0."""
+    clip_low: number(0, 1) = 0.2
+    clip_high: number(0, 100) = 0.2
+    updates_per_rollout: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
+    correction: CorrectionRecipe = CorrectionRecipe()
+
+
+class OnlineDPORecipe(Strict):
+    kind: Literal["online_dpo"]
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    beta: number(0, 1000, open_low=True) = 0.1
+    """How strongly the reference holds."""
+    min_margin: number(0, 1e6) = 0.0
+    """The rewards of a pair differ by more than this."""
+    ties: Literal["skip", "first"] = "skip"
+    """A group of equal rewards: no pair, or its first against its last."""
+    updates_per_rollout: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
+
+
+class OptimRecipe(Strict):
+    learning_rate: number(0, 10, open_low=True) = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up; linear and cosine end at 0 with the run."""
+    warmup_steps: Annotated[StrictInt, Field(ge=0, le=10**9)] = 0
+    weight_decay: number(0, 10) = 0.0
+    max_grad_norm: number(0, 1e6, open_low=True) = 1.0
+    micro_batch_tokens: Count = 16384
+    """Most tokens that go through the model together, padding included. Changes memory and speed, never the result."""
+
+
+class CheckpointRecipe(Strict):
+    every: Count = 20
+    """Steps between checkpoints; the last step is saved always."""
+    keep: Count = 2
+    """The newest ones that stay."""
+
+
+class SentinelRecipe(Strict):
+    max_delta: number(0, 100, open_low=True) | None = None
+    """Most that engine and trainer may differ on any sampled token, in nats. Both None: the dtype's own bounds."""
+    mean_delta: number(0, 100, open_low=True) | None = None
+    """Most that they may differ on average."""
+
+
+EngineRecipe = Annotated[ColocatedEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
+TrainerRecipe = Annotated[GRPORecipe | RLOORecipe | OnlineDPORecipe, Field(discriminator="kind")]
+
+
+class Recipe(Strict):
+    """A whole recipe: frozen, validated, nothing looked up."""
+
+    run: RunRecipe
+    model: ModelRecipe
+    data: DataRecipe
+    rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)]
+    rollout: RolloutRecipe = RolloutRecipe()
+    engine: EngineRecipe = ColocatedEngineRecipe()
+    trainer: TrainerRecipe = GRPORecipe()
+    optim: OptimRecipe = OptimRecipe()
+    checkpoint: CheckpointRecipe = CheckpointRecipe()
+    sentinel: SentinelRecipe = SentinelRecipe()
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run.dir).expanduser() / self.run.name
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Longest prompt and completion together."""
+        return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def task(self) -> str | None:
+        """The NAME of a task:NAME source."""
+        return self.data.source.removeprefix("task:") if self.data.source.startswith("task:") else None
+
+    @property
+    def task_options(self) -> TaskOptions | None:
+        """The options of a task: source, with its defaults."""
+        return TASKS[self.task](**self.data.options) if self.task else None
