@@ -70,7 +70,9 @@ def permutation(seed: int, epoch: int, n: int) -> Sequence[int]:
     return order
 
 
-def build_prompts(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptStream:
+def build_prompts(
+    data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PromptStream:
     """Templates and tokenises every row.
 
     A row of messages goes through the chat template, and so does a text if `data.chat` or `data.system` makes it the user's
@@ -90,7 +92,8 @@ def build_prompts(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBa
     inputs = prompt_inputs(data, rows, counts)
     while batch := list(islice(inputs, TOKENIZER_BATCH)):
         rendered = [
-            prompt if isinstance(prompt, str) else render(prompt, tokenizer, data, row) for row, prompt in batch
+            prompt if isinstance(prompt, str) else render(prompt, tokenizer, data, row)
+            for row, prompt in batch
         ]
         tokenised = tokenise(tokenizer, rendered, [not isinstance(prompt, str) for _, prompt in batch])
         for (row, prompt), text, prompt_ids in zip(batch, rendered, tokenised, strict=True):
@@ -110,7 +113,9 @@ def build_prompts(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBa
     counts["used"], counts["duplicates"] = len(kept), len(kept) - len(set(texts))
     check_counts(data, counts)
     if data.template_args and not chats:
-        raise DataError("data.template_args: no prompt is a chat, so they do nothing; remove them, or set data.chat: true")
+        raise DataError(
+            "data.template_args: no prompt is a chat, so they do nothing; remove them, or set data.chat: true"
+        )
     return PromptStream(
         rows=rows.rows,
         kept=kept,
@@ -124,11 +129,13 @@ def build_prompts(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBa
     )
 
 
-def prompt_inputs(data: DataRecipe, rows: Rows, counts: dict[str, int]) -> Iterator[tuple[int, str | Messages]]:
+def prompt_inputs(
+    data: DataRecipe, rows: Rows, counts: dict[str, int]
+) -> Iterator[tuple[int, str | Messages]]:
     """(index, text or checked messages) of each row that has a prompt and an answer; counts the others."""
     for row, columns in enumerate(rows.rows):
         prompt = columns[data.columns.prompt]
-        if prompt is None or not (prompt.strip() if isinstance(prompt, str) else prompt):
+        if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
             counts["empty"] += 1
         elif data.columns.answer is not None and columns[data.columns.answer] is None:
             counts["no_answer"] += 1
@@ -149,11 +156,15 @@ def to_messages(prompt: Any, data: DataRecipe, row: int) -> Messages:
         if role not in ROLES:
             raise DataError(f"{where}: message {place} has the role {role!r}; known are {', '.join(ROLES)}")
         if message.get("tool_calls"):
-            raise DataError(f"{where}: message {place} calls tools, which prompts cannot; remove it from the data")
+            raise DataError(
+                f"{where}: message {place} calls tools, which prompts cannot; remove it from the data"
+            )
         if not isinstance(content, str) or not content.strip():
             raise DataError(f"{where}: message {place} ({role}) has no text as its `content`")
     if messages[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the last message is the assistant's; a prompt ends before the model's turn")
+        raise DataError(
+            f"{where}: the last message is the assistant's; a prompt ends before the model's turn"
+        )
     if data.system is None:
         return messages
     if messages[0]["role"] in ("system", "developer"):
@@ -173,7 +184,9 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, data: DataRec
             messages, add_generation_prompt=True, tokenize=False, **data.template_args
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise DataError(f"{data.source}: row {row}: the chat template refuses the messages: {error}") from error
+        raise DataError(
+            f"{data.source}: row {row}: the chat template refuses the messages: {error}"
+        ) from error
 
 
 def tokenise(
@@ -216,7 +229,9 @@ def refuse_overlong(data: DataRecipe, row: int, tokens: int) -> None:
 
 def check_counts(data: DataRecipe, counts: Mapping[str, int]) -> None:
     """Raises DataError where no row is left, or too many have no answer."""
-    listed = ", ".join(f"{counts[name]} {name}" for name in ("read", "empty", "no_answer", "over_long", "used"))
+    listed = ", ".join(
+        f"{counts[name]} {name}" for name in ("read", "empty", "no_answer", "over_long", "used")
+    )
     if counts["no_answer"] > MAX_NO_ANSWER * counts["read"]:
         raise DataError(
             f"data.columns.answer: {data.source}: `{data.columns.answer}` is empty in {counts['no_answer']} of "

@@ -32,7 +32,9 @@ class Rows:
          fingerprint="9f86d0...", files=("/data/train.jsonl",))
     """
 
-    rows: Sequence[Mapping[str, Any]]  # after `data.limit`; each has every column, None where the source has no value
+    rows: Sequence[
+        Mapping[str, Any]
+    ]  # after `data.limit`; each has every column, None where the source has no value
     columns: tuple[str, ...]
     kind: Literal["task", "file", "hub"]
     source: str
@@ -57,6 +59,16 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
         rows = file_rows(data)
     else:
         rows = hub_rows(data)
+    if rows.kind != "hub":
+        for key, value, default in (
+            ("subset", data.subset, None),
+            ("split", data.split, "train"),
+            ("revision", data.revision, None),
+        ):
+            if value != default:
+                raise DataError(
+                    f"data.{key}: {value} does nothing, as {data.source} is no data set of the hub; remove it"
+                )
     if not len(rows.rows):
         raise DataError(f"data.source: {data.source} holds no row")
     for key, column in (("prompt", data.columns.prompt), ("answer", data.columns.answer)):
@@ -103,7 +115,9 @@ def file_rows(data: DataRecipe) -> Rows:
             table = datasets.load_dataset(TABLE_FORMATS[suffixes.pop()], data_files=names, split="train")
         # Whatever a damaged file makes pyarrow raise is a fault of the file.
         except Exception as error:
-            raise DataError(f"data.source: {', '.join(names)} cannot be read: {error.__cause__ or error}") from error
+            raise DataError(
+                f"data.source: {', '.join(names)} cannot be read: {error.__cause__ or error}"
+            ) from error
         columns, rows = tuple(table.column_names), head(table, data.limit)
     else:
         known = " ".join((*TEXT_READERS, *TABLE_FORMATS))
@@ -201,7 +215,11 @@ def parse_row(line: str, path: Path, number: int) -> Row:
     return row
 
 
-TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".jsonl": read_lines, ".json": read_json, ".csv": read_csv}
+TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": read_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+}
 TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
 
 

@@ -1,0 +1,194 @@
+"""What no single field can know: contradictions between fields, and fields without an effect."""
+
+from dataclasses import dataclass
+
+from rlgen.recipe.models import (
+    RESERVED_ENGINE_ARGUMENTS,
+    ColocatedEngineRecipe,
+    GRPORecipe,
+    OnlineDPORecipe,
+    Recipe,
+    RLOORecipe,
+)
+
+LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about the field at `path` ("trainer.clip_low")."""
+
+    path: str
+    what: str
+    hint: str | None = None
+
+
+def is_local_source(source: str) -> bool:
+    """Whether `data.source` names files rather than a task or a hub id."""
+    return not source.startswith("task:") and (
+        source.startswith(("/", "./", "../", "~")) or source.endswith(LOCAL_SUFFIXES) or any(c in source for c in "*?[")
+    )
+
+
+def is_local_model(path: str) -> bool:
+    """Whether `model.path` says that it is a folder."""
+    return path.startswith(("/", "./", "../", "~"))
+
+
+def contradictions(recipe: Recipe) -> list[Finding]:
+    """Each names both fields and the nearest valid value."""
+    found: list[Finding] = []
+    rollout, trainer, engine, longest = recipe.rollout, recipe.trainer, recipe.engine, recipe.max_row_tokens
+    both = f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}"
+    if rollout.group_size < 2:
+        found.append(
+            Finding(
+                "rollout.group_size",
+                f"rollout.group_size is 1, but trainer.kind {trainer.kind} compares completions of one prompt",
+                "set rollout.group_size to 2 or more",
+            )
+        )
+    if recipe.optim.micro_batch_tokens < longest:
+        found.append(
+            Finding(
+                "optim.micro_batch_tokens",
+                f"optim.micro_batch_tokens is {recipe.optim.micro_batch_tokens}: the longest row would not fit, {both}",
+                f"set optim.micro_batch_tokens to {longest} or more",
+            )
+        )
+    if recipe.optim.warmup_steps >= recipe.run.steps:
+        found.append(
+            Finding(
+                "optim.warmup_steps",
+                f"optim.warmup_steps is {recipe.optim.warmup_steps}, but run.steps is {recipe.run.steps}",
+                f"set optim.warmup_steps to {recipe.run.steps - 1} or less",
+            )
+        )
+    if isinstance(trainer, GRPORecipe | RLOORecipe) and trainer.clip_low > trainer.clip_high:
+        found.append(
+            Finding(
+                "trainer.clip_low",
+                f"trainer.clip_low {trainer.clip_low} is above trainer.clip_high {trainer.clip_high}",
+                f"set trainer.clip_low to {trainer.clip_high} or less",
+            )
+        )
+    weights = [reward.weight for reward in recipe.rewards]
+    if not any(weights):
+        found.append(Finding("rewards", "every weight in rewards is 0, so that nothing is learned", "set one above 0"))
+    labels = [reward.label for reward in recipe.rewards]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            found.append(
+                Finding(f"rewards.{index}", f"two rewards are called `{label}`", f"set rewards.{index}.name to another name")
+            )
+    if isinstance(engine, ColocatedEngineRecipe):
+        found += _engine_contradictions(recipe, engine, both)
+    if (options := recipe.task_options) is not None:
+        low, high = getattr(options, "min_length", 0), getattr(options, "max_length", 0)
+        if low > high:
+            found.append(
+                Finding(
+                    "data.options.min_length",
+                    f"data.options.min_length {low} is above data.options.max_length {high}",
+                    f"set data.options.min_length to {high} or less",
+                )
+            )
+    return found
+
+
+def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: str) -> list[Finding]:
+    found: list[Finding] = []
+    longest, trainer = recipe.max_row_tokens, recipe.trainer
+    if engine.max_model_len is not None and engine.max_model_len < longest:
+        found.append(
+            Finding(
+                "engine.max_model_len",
+                f"engine.max_model_len is {engine.max_model_len}, but {both}",
+                f"set engine.max_model_len to {longest} or more, or remove it",
+            )
+        )
+    if engine.kv_cache_gib is not None and engine.gpu_memory_utilization is not None:
+        found.append(
+            Finding(
+                "engine.gpu_memory_utilization",
+                "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib",
+                "remove one of them",
+            )
+        )
+    if engine.structured_regex is not None and (
+        isinstance(trainer, OnlineDPORecipe) or trainer.correction.mode != "none"
+    ):
+        found.append(
+            Finding(
+                "engine.structured_regex",
+                "engine.structured_regex samples from a part of the vocabulary, so that the engine's log-probs are not the"
+                " policy's and trainer.correction would correct nonsense",
+                "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex",
+            )
+        )
+    for name in sorted(set(engine.extra) & RESERVED_ENGINE_ARGUMENTS):
+        found.append(
+            Finding(f"engine.extra.{name}", f"engine.extra.{name} is set by rlgen: its promise rests on it", "remove it")
+        )
+    return found
+
+
+def inert(recipe: Recipe) -> list[Finding]:
+    """Fields without an effect in this recipe. Set by the user they are refused; the resolved recipe leaves them out."""
+    found: list[Finding] = []
+    trainer, data, model = recipe.trainer, recipe.data, recipe.model
+    if isinstance(trainer, GRPORecipe | RLOORecipe):
+        if trainer.updates_per_rollout == 1:
+            why = "has no effect when trainer.updates_per_rollout is 1: the ratio is 1 until the weights have moved"
+            hint = "remove it, or set trainer.updates_per_rollout to 2 or more"
+            found += [Finding(f"trainer.{key}", f"trainer.{key} {why}", hint) for key in ("clip_low", "clip_high")]
+        if trainer.correction.mode == "none":
+            why = "trainer.correction.max has no effect when trainer.correction.mode is none"
+            found.append(Finding("trainer.correction.max", why, "remove it, or set the mode to token_truncate"))
+    task, local = recipe.task, is_local_source(data.source)
+    if task is None:
+        found.append(Finding("data.options", "data.options has an effect only with a task: source", "remove it"))
+    useless = ["columns", "subset", "split", "revision"] if task else ["subset", "split", "revision"] if local else []
+    kind = "a task: source" if task else "local files"
+    found += [Finding(f"data.{key}", f"data.{key} has no effect with {kind}", "remove it") for key in useless]
+    if task and not (data.chat or data.system):
+        why = "data.template_args has no effect: the prompts of a task are texts, and no template is applied"
+        found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
+    if data.system:
+        found.append(Finding("data.chat", "data.chat has no effect beside data.system, which implies it", "remove it"))
+    if model.path.startswith("tiny:") or is_local_model(model.path):
+        found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
+    return found
+
+
+def notices(recipe: Recipe) -> list[str]:
+    """What is announced: harmless, and often in templates."""
+    said: list[str] = []
+    if recipe.checkpoint.every > recipe.run.steps:
+        said.append(
+            f"checkpoint.every {recipe.checkpoint.every} is above run.steps {recipe.run.steps}: only the end is saved"
+        )
+    if recipe.engine.kind == "colocated" and recipe.engine.structured_regex is not None:
+        said.append(
+            "engine.structured_regex: the sentinel checks the engine before step 1 without it; batches cannot be compared"
+        )
+    return said
+
+
+# Keys that people look for and rlgen does not have on purpose.
+REFUSED = {
+    "rollout.top_p": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
+    "rollout.top_k": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
+    "rollout.min_p": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
+    "rollout.repetition_penalty": "rlgen samples the model's own distribution, which a penalty changes",
+    "rollout.num_generations": "say rollout.group_size",
+    "rollout.batch_size": "say rollout.prompts_per_step and rollout.group_size",
+    "trainer.num_generations": "say rollout.group_size",
+    "trainer.epsilon": "say trainer.clip_low and trainer.clip_high",
+    "optim.batch_size": "say rollout.prompts_per_step and rollout.group_size; micro-batches follow from micro_batch_tokens",
+    "optim.per_device_train_batch_size": "say rollout.prompts_per_step; micro-batches follow from micro_batch_tokens",
+    "optim.gradient_accumulation_steps": "micro-batches follow from optim.micro_batch_tokens and change no result",
+    "optim.lr": "did you mean `learning_rate`?",
+    "engine.url": "an engine of this kind has no server",
+}
+REFUSED_BY_KIND = {"online_dpo": {"trainer.correction": "a preference loss has no importance weight; the gap is still measured"}}
