@@ -1,4 +1,4 @@
-"""A data source to rows, and rows to prompts: templated and tokenised once."""
+"""Data sets to prompts."""
 
 from rlgen.data.prompts import PromptStream, build_prompts
 from rlgen.data.source import Rows, load_rows

@@ -1,7 +1,7 @@
-"""`data.source` to rows: a built-in task, local files or a data set of the hub. No code that comes with a data set runs.
+"""`data.source` to rows: a built-in task, local files or a data set of the hub. No code of a data set runs.
 
-JSON and CSV are read here, value by value as the file says: the loaders of `datasets` guess types, which makes a date of the
-text "2024-01-01", a number of the answer "07" and nothing of the answer "NA".
+JSON and CSV are read here, value by value as the file says: the loaders of `datasets` guess types, which
+makes a date of the text "2024-01-01", a number of the answer "07" and nothing of the answer "NA".
 """
 
 import csv
@@ -19,6 +19,7 @@ import datasets
 from rlgen.data.tasks import Row, generate
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.models import TASKS, DataRecipe
+from rlgen.recipe.rules import is_local_source
 
 # Of a data set that `save_to_disk` wrote: facts about it, not rows.
 SIDECARS = {"dataset_info.json", "state.json"}
@@ -28,8 +29,8 @@ SIDECARS = {"dataset_info.json", "state.json"}
 class Rows:
     """A data set as it was read, with what the run's record says of it.
 
-    Rows(rows=[{"question": "1+1", "answer": "2"}], columns=("question", "answer"), kind="file", source="/data/train.jsonl",
-         fingerprint="9f86d0...", files=("/data/train.jsonl",))
+    Rows(rows=[{"question": "1+1", "answer": "2"}], columns=("question", "answer"), kind="file",
+         source="/data/train.jsonl", fingerprint="9f86d0...", files=("/data/train.jsonl",))
     """
 
     rows: Sequence[
@@ -55,20 +56,10 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
     """
     if data.source.startswith("task:"):
         rows = task_rows(data, seed)
-    elif is_local(data.source):
+    elif is_local_source(data.source):
         rows = file_rows(data)
     else:
         rows = hub_rows(data)
-    if rows.kind != "hub":
-        for key, value, default in (
-            ("subset", data.subset, None),
-            ("split", data.split, "train"),
-            ("revision", data.revision, None),
-        ):
-            if value != default:
-                raise DataError(
-                    f"data.{key}: {value} does nothing, as {data.source} is no data set of the hub; remove it"
-                )
     if not len(rows.rows):
         raise DataError(f"data.source: {data.source} holds no row")
     for key, column in (("prompt", data.columns.prompt), ("answer", data.columns.answer)):
@@ -76,19 +67,10 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
             close = get_close_matches(column, rows.columns, n=1)
             guess = f"did you mean `{close[0]}`? " if close else ""
             raise DataError(
-                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}It has {', '.join(rows.columns)}"
+                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}"
+                f"It has {', '.join(rows.columns)}"
             )
     return rows
-
-
-def is_local(source: str) -> bool:
-    """Whether `source` is a path or a glob rather than a hub id."""
-    return (
-        source.startswith(("/", ".", "~"))
-        or any(sign in source for sign in "*?[")
-        or Path(source).suffix.lower() in (*TEXT_READERS, *TABLE_FORMATS)
-        or Path(source).exists()
-    )
 
 
 def task_rows(data: DataRecipe, seed: int) -> Rows:
@@ -188,8 +170,8 @@ def read_csv(path: Path) -> Iterator[Row]:
         for row in lines:
             if None in row or None in row.values():
                 raise DataError(
-                    f"data.source: {path}:{lines.line_num}: the record has not {len(lines.fieldnames or ())} values, "
-                    "one for each column; put values with a comma in double quotes"
+                    f"data.source: {path}:{lines.line_num}: the record has not {len(lines.fieldnames or ())} "
+                    "values, one for each column; put values with a comma in double quotes"
                 )
             yield row
     except csv.Error as error:
@@ -226,6 +208,11 @@ TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
 def hub_rows(data: DataRecipe) -> Rows:
     """The rows of a data set of the hub, of one commit."""
     name = data.source + (f" (revision {data.revision})" if data.revision else "")
+    if Path(data.source).exists():
+        # `datasets` would read it instead, and nothing would say which rows were meant.
+        raise DataError(
+            f"data.source: {data.source} is a folder here and a name of the hub; write ./{data.source}"
+        )
     datasets.disable_progress_bars()
     try:
         builder = datasets.load_dataset_builder(data.source, data.subset, revision=data.revision)
@@ -233,8 +220,8 @@ def hub_rows(data: DataRecipe) -> Rows:
         table = builder.as_dataset(split=data.split)
     except OSError as error:  # no network, no such repository or revision, no access, too many requests
         raise SetupError(
-            f"data.source: the hub gives no {name}: {error}. "
-            "Check the name and the network; for a gated data set accept its terms and log in with `hf auth login`"
+            f"data.source: the hub gives no {name}: {error}. Check the name and the network; "
+            "for a gated data set accept its terms and log in with `hf auth login`"
         ) from error
     except RuntimeError as error:  # the data set is a script
         raise SetupError(f"data.source: {name} cannot be loaded without running its code: {error}") from error

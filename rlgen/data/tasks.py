@@ -1,4 +1,4 @@
-"""Built-in tasks: `task:NAME` needs no file and no network. The same options and seed give the same rows everywhere.
+"""Built-in tasks: `task:NAME` needs no file and no network. Options and seed decide the rows, everywhere.
 
 A row depends on the seed, its index and the rows before it: a larger size keeps the rows of a smaller one.
 """
@@ -16,7 +16,7 @@ MAX_DRAWS = 1000
 
 
 def generate(name: str, options: Any, seed: int) -> list[Row]:
-    """The rows of task `name`: columns `prompt` and `answer`, both text; countdown adds `numbers` and `target`.
+    """The rows of task `name`: text columns `prompt` and `answer`; countdown adds `numbers` and `target`.
 
     Args:
         name: a key of TASKS.
@@ -41,7 +41,7 @@ def generate(name: str, options: Any, seed: int) -> list[Row]:
 
 
 def arithmetic(rng: Random, options: ArithmeticOptions) -> Row:
-    """{"prompt": "37+15*2=", "answer": "67"}: numbers of exactly `digits` digits; a product binds before a sum."""
+    """{"prompt": "37+15*2=", "answer": "67"}: numbers have exactly `digits` digits; * binds first."""
     low = 10 ** (options.digits - 1) if options.digits > 1 else 0
     numbers = [rng.randint(low, 10**options.digits - 1) for _ in range(options.terms)]
     operators = [rng.choice(options.operators) for _ in range(options.terms - 1)]
@@ -73,10 +73,10 @@ def word(rng: Random, min_length: int, max_length: int, alphabet: str) -> str:
 
 
 def countdown(rng: Random, options: CountdownOptions) -> Row:
-    """{"prompt": ..., "answer": "(25-3)*2", "numbers": [3, 25, 2], "target": 44}: one of perhaps many answers.
+    """{"prompt": ..., "answer": "(25-3)*2", "numbers": [3, 25, 2], "target": 44}: one answer of perhaps many.
 
-    The target comes from an expression that uses every number once, so it can be reached with + - * alone. It lies between
-    1 and `numbers` times `largest`.
+    The target comes from an expression that uses every number once, so it can be reached with + - * alone. It
+    lies between 1 and `numbers` times `largest`.
     """
     numbers = [rng.randint(1, options.largest) for _ in range(options.numbers)]
     target, answer = 0, ""

@@ -83,9 +83,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     if problems or recipe is None:
         raise RecipeError(_in_line_order(problems))
     recipe = _absolute(recipe, path.resolve().parent)
-    origins = {
-        ".".join(map(str, leaf)): _place(places, leaf) or "default" for leaf in _leaves(recipe.model_dump(mode="json"))
-    }
+    origins = {".".join(map(str, leaf)): _origin(places, leaf) for leaf in _leaves(recipe.model_dump(mode="json"))}
     return LoadedRecipe(recipe, path, text, origins, tuple(notices(recipe)))
 
 
@@ -266,11 +264,14 @@ def _short(value: Any) -> str:
 
 
 def _place(places: dict[yaml.Path, str], loc: tuple[str | int, ...]) -> str | None:
-    """The place of the nearest key above `loc`; of the root none, so that defaults have no place."""
-    for end in range(len(loc), 0, -1):
-        if loc[:end] in places and (end == len(loc) or end > 0):
-            return places[loc[:end]]
-    return None
+    """The place of the key, or of the nearest one above it."""
+    return next((places[loc[:end]] for end in range(len(loc), 0, -1) if loc[:end] in places), None)
+
+
+def _origin(places: dict[yaml.Path, str], leaf: yaml.Path) -> str:
+    """Where a value comes from: its own place, or an override that brought the whole section."""
+    above = _place(places, leaf) or ""
+    return places.get(leaf) or (above if above.startswith("--set") else "default")
 
 
 def _locate(finding: Finding, places: dict[yaml.Path, str], path: Path) -> Problem:

@@ -1,4 +1,4 @@
-"""Rewards: functions of completions, the user's or built in, called by parameter name."""
+"""Rewards: functions of a completion, or of a group of them, called by parameter name."""
 
 from rlgen.rewards.resolve import RewardFunction, resolve
 from rlgen.rewards.score import Scorer

@@ -1,6 +1,7 @@
-"""Rewards that come with rlgen. Each is called by parameter name, as a user's own, and gives a finite number for any text.
+"""Rewards that come with rlgen. Each is called by parameter name, as a user's own, and gives a finite number.
 
-Every one takes time linear in the length of the completion, so none can be stalled by what a model writes.
+Every one takes time linear in the length of the completion, so none can be stalled by what a model writes. A
+`pattern` of the user's is the exception: it takes the time that it takes.
 """
 
 import re
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-# A number as models write it: -1,234.5  $3  .5  2/3  1e-3. A minus after a digit or a bracket subtracts, it is no sign.
+# A number as models write it: -1,234.5  $3  .5  2/3  1e-3. A minus behind a digit or a bracket is no sign.
 NUMBER = re.compile(
     r"""(?P<minus>(?<![\w)\]}.])-)? \\?\$?
         (?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)
@@ -36,8 +37,8 @@ def exact_match(completion: str, answer: object) -> float:
 def numeric_match(completion: str, answer: object, tolerance: float = 1e-6) -> float:
     """1.0 where the last number of the completion is the last number of the answer, else 0.0.
 
-    A number right behind `####` goes before the last one. `$`, `%` and thousands separators are dropped; fractions, also
-    LaTeX's, are values: 1/2 equals 0.5.
+    A number right behind `####` goes before the last one. `$`, `%` and thousands separators are dropped;
+    fractions, also LaTeX's, are values: 1/2 equals 0.5.
 
     Args:
         completion: a text without a number earns 0.0.
@@ -75,7 +76,7 @@ def layout(completion: str, pattern: str | None = None) -> float:
 
     Args:
         completion: white space around it and between the two parts is allowed.
-        pattern: a regular expression that matches the whole completion instead; the dot matches line ends too.
+        pattern: a regular expression for the whole completion instead; its dot matches line ends too.
     """
     if pattern is not None:
         return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
@@ -88,7 +89,7 @@ def layout(completion: str, pattern: str | None = None) -> float:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text, exactly; that behind the last `####` if one stands there. None where there is none.
+    """The last number of a text, exactly; that behind the last `####` if one stands there. None: no number.
 
     last_number("so 3 apples cost $1,234.50.") -> Fraction(2469, 2)
     """

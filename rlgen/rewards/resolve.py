@@ -1,4 +1,4 @@
-"""From `rewards[].use` to a function: a built-in, `file.py:function` or `pkg.mod:function`, and what each parameter gets."""
+"""From an entry of `rewards` to a function and the names it is called with."""
 
 import hashlib
 import importlib
@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,177 +17,119 @@ from rlgen.errors import RewardError
 from rlgen.recipe.models import RewardRecipe
 from rlgen.rewards.builtin import BUILTIN
 
-# What a reward of one sample, and one of a whole group, can ask for beside columns and the entry's `args`.
-SAMPLE_NAMES = frozenset(("prompt", "completion", "prompt_ids", "completion_ids", "finish_reason", "step"))
-GROUP_NAMES = frozenset(
-    ("prompts", "completions", "prompt_ids", "completion_ids", "finish_reason", "finish_reasons", "step")
-)
-# One of these in the signature makes a function a reward of a group.
-GROUP_MARKS = ("completions", "prompts")
-FILLED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# What rlgen gives to a reward, besides the data set's columns: for one sample, and for a group as lists.
+SAMPLE_NAMES = frozenset({"prompt", "completion", "prompt_ids", "completion_ids", "finish_reason", "step"})
+GROUP_NAMES = frozenset({"prompts", "completions", "prompt_ids", "completion_ids", "finish_reason", "step"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """A reward that can be called: every parameter without a default is known to be provided.
+    """A reward that is ready to be called."""
 
-    RewardFunction(name="brevity", weight=0.1, function=<brevity>, args={"limit": 200}, wants=frozenset({"completion"}),
-                   takes_rest=False, of_group=False, is_async=False, file="/x/rewards.py", sha256="9f86d0...")
-    """
-
-    name: str  # of its metrics
+    label: str
     weight: float
     function: Callable[..., Any]
-    args: Mapping[str, Any]  # from the recipe entry
-    wants: frozenset[str]  # parameters that samples and columns fill
-    takes_rest: bool  # **kwargs: it gets all there is
-    of_group: bool
+    of_group: bool  # takes lists over a group and returns a list
     is_async: bool
-    file: str | None  # source of the function
-    sha256: str | None  # of that file
+    names: frozenset[str] | None  # parameters to fill; None: all there are (`**kwargs`)
+    args: Mapping[str, Any]  # from the recipe
+    sha256: str | None  # of the user's file
 
-    def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of a call: of `available` what the function wants, and the entry's `args` before all."""
-        return {k: v for k, v in available.items() if self.takes_rest or k in self.wants} | dict(self.args)
+    def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `available` that the function takes, and the recipe's."""
+        taken = available if self.names is None else {n: v for n, v in available.items() if n in self.names}
+        return {**taken, **self.args}
 
 
-def resolve(entry: RewardRecipe, columns: frozenset[str]) -> RewardFunction:
-    """Finds, imports and checks the function of a recipe entry. Importing runs the user's code.
-
-    A parameter is filled from the entry's `args`, else from the sample (SAMPLE_NAMES, GROUP_NAMES), else from the column of
-    that name.
+def resolve(entry: RewardRecipe, columns: Collection[str]) -> RewardFunction:
+    """Finds the function and checks that every parameter will be filled.
 
     Args:
-        entry: the path of a file in `use` is absolute.
-        columns: names of the data set's columns.
+        columns: of the data set, `answer` included if the recipe maps it.
 
     Raises:
-        RewardError: no such function, its import failed, a parameter that nothing fills, an argument it does not take.
+        RewardError: not found, cannot be imported, or a parameter that nobody provides.
     """
-    target, colon, name = entry.use.rpartition(":")
-    if not colon:
-        function = lookup(BUILTIN, entry.use, "built-in rewards", entry.use)
-    else:
-        module = load_file(Path(target)) if target.endswith(".py") else load_module(target)
-        function = lookup(vars(module), name, f"functions of {target}", entry.use)
+    function, sha256 = find(entry.use)
     try:
-        parameters = inspect.signature(function).parameters
-        file = inspect.getsourcefile(inspect.unwrap(function))
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise RewardError(f"rewards: {entry.use} is not a function with a signature: {error}") from error
-    of_group = any(mark in parameters for mark in GROUP_MARKS)
-    provided = (GROUP_NAMES if of_group else SAMPLE_NAMES) | columns
-    check_parameters(entry, parameters, provided, of_group)
+        raise RewardError(f"rewards: {entry.use} is not a function that can be called by name: {error}") from error
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    of_group = bool({"completions", "prompts"} & set(named))
+    given = (GROUP_NAMES if of_group else SAMPLE_NAMES) | set(columns)
+    where = f"rewards: {entry.use}"
+    if unknown := sorted(set(entry.args) - set(named)) if not takes_all else []:
+        raise RewardError(f"{where} has no parameter `{unknown[0]}`; it has {', '.join(named)}")
+    if both := sorted(set(entry.args) & given):
+        raise RewardError(f"{where}: `{both[0]}` in args is given by rlgen or a column of the data already; rename it")
+    required = {name for name, p in named.items() if p.default is p.empty}
+    if missing := sorted(required - given - set(entry.args)):
+        close = get_close_matches(missing[0], given, n=1)
+        hint = f"did you mean `{close[0]}`? " if close else ""
+        raise RewardError(
+            f"{where} needs `{missing[0]}`, which is no column of the data; {hint}there are {', '.join(sorted(given))},"
+            " and what `args` gives"
+        )
     return RewardFunction(
-        name=entry.label,
+        label=entry.label,
         weight=entry.weight,
         function=function,
-        args=entry.args,
-        wants=frozenset(p.name for p in parameters.values() if p.kind in FILLED) & provided,
-        takes_rest=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()),
         of_group=of_group,
         is_async=inspect.iscoroutinefunction(function),
-        file=file,
-        sha256=hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None,
+        names=None if takes_all else frozenset(named),
+        args=entry.args,
+        sha256=sha256,
     )
 
 
-def check_parameters(
-    entry: RewardRecipe, parameters: Mapping[str, inspect.Parameter], provided: frozenset[str], of_group: bool
-) -> None:
-    """Raises RewardError unless every required parameter is filled and every key of `args` is taken."""
-    takes_rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    taken = {p.name for p in parameters.values() if p.kind in FILLED}
-    for p in parameters.values():
-        if p.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise RewardError(
-                f"rewards: {entry.use}: `{p.name}` is positional-only; parameters are filled by name"
-            )
-        required = p.kind in FILLED and p.default is inspect.Parameter.empty
-        if required and p.name not in provided and p.name not in entry.args:
-            kind = "of a group" if of_group else "of one sample"
-            raise RewardError(
-                f"rewards: {entry.use} needs `{p.name}`, which nothing provides{did_you_mean(p.name, provided)}. "
-                f"As a reward {kind} it can have {', '.join(sorted(provided))}; "
-                f"or set args: {{{p.name}: ...}} in its entry, or give the parameter a default"
-            )
-    for key in entry.args:
-        if key not in taken and not takes_rest:
-            raise RewardError(
-                f"rewards: {entry.use} takes no argument `{key}`{did_you_mean(key, taken)}. "
-                f"It takes {', '.join(sorted(taken))}"
-            )
-        if key in SAMPLE_NAMES | GROUP_NAMES:
-            raise RewardError(
-                f"rewards: {entry.use}: args: `{key}` comes from the sample and cannot be set; rename it"
-            )
-
-
-def lookup(functions: Mapping[str, Any], name: str, where: str, use: str) -> Callable[..., Any]:
-    """Raises RewardError, naming the closest, where `functions` has no function of that name."""
-    function = functions.get(name)
-    if callable(function):
-        return function  # type: ignore[no-any-return]
-    known = sorted(
-        key for key, value in functions.items() if inspect.isroutine(value) and not key.startswith("_")
-    )
-    raise RewardError(
-        f"rewards: {use}: there is no function `{name}`{did_you_mean(name, known)}. "
-        f"The {where} are {', '.join(known) or 'none'}"
-    )
-
-
-def did_you_mean(name: str, known: "frozenset[str] | set[str] | list[str]") -> str:
-    """ "; did you mean `clip_high`?" or nothing."""
-    close = get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean `{close[0]}`?" if close else ""
-
-
-def load_file(path: Path) -> ModuleType:
-    """Imports a file as a module of its own; a file that two entries name is imported once.
+def find(use: str) -> tuple[Callable[..., Any], str | None]:
+    """The function behind `use`, and the hash of its file if it is the user's.
 
     Raises:
-        RewardError: no such file, or its code failed; names the line.
+        RewardError: there is no such module or function.
     """
-    try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise RewardError(
-            f"rewards: {path} cannot be read: {error.strerror}; paths are relative to the recipe"
-        ) from error
-    name = f"rlgen_reward_{hashlib.sha256(f'{path}:{digest}'.encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
+    if use in BUILTIN:
+        return BUILTIN[use], None
+    source, _, name = use.rpartition(":")
+    sha256 = None
+    if source.endswith(".py"):
+        path = Path(source)
+        if not path.is_file():
+            raise RewardError(f"rewards: {path} does not exist; a path in a recipe starts at the recipe's folder")
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        module = run_module(source, lambda: load_file(path, f"rlgen_reward_{sha256[:16]}"))
+    else:
+        module = run_module(source, lambda: importlib.import_module(source))
+    function = vars(module).get(name)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        close = get_close_matches(name, functions, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(functions) or 'none'}"
+        raise RewardError(f"rewards: {source} has no function `{name}`; {hint}")
+    return function, sha256
+
+
+def load_file(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # the name ends in .py
+    assert spec is not None and spec.loader is not None  # a file whose name ends in .py
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, as `import` does: dataclasses look their module up.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RewardError(f"rewards: importing {path} failed: {describe(error, str(path))}") from error
+    sys.modules[name] = module  # as for any module: dataclasses and pickles look it up
+    spec.loader.exec_module(module)
     return module
 
 
-def load_module(name: str) -> ModuleType:
-    """Imports `pkg.mod`. Raises RewardError where that fails; names the line."""
+def run_module(source: str, load: Callable[[], ModuleType]) -> ModuleType:
+    """Imports the user's code; whatever it raises is located there."""
     try:
-        return importlib.import_module(name)
+        return load()
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise RewardError(
-                f"rewards: there is no module `{error.name}`; install it, or name a file: path/to/file.py:function"
-            ) from error
-        raise RewardError(f"rewards: importing {name} failed: {describe(error, None)}") from error
+        raise RewardError(f"rewards: {source} cannot be imported: {type(error).__name__}: {error} {user_line(error)}") from error
 
 
-def describe(error: BaseException, file: str | None) -> str:
-    """ "/x/rewards.py:12: ValueError: no digits": the deepest line in `file`, else the deepest of all."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if file is not None and frame.filename == file] or list(frames)
-    place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
-    return f"{place}{type(error).__name__}: {error}"
+def user_line(error: BaseException) -> str:
+    """"(rewards.py:12)": the innermost line of the user's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename and f.filename[0] != "<"]
+    own = [f for f in frames if f"{Path('rlgen') / 'rewards'}" not in f.filename] or frames
+    return f"({own[-1].filename}:{own[-1].lineno})" if own else ""

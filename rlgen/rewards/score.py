@@ -1,196 +1,148 @@
-"""Groups in, scored groups out: every reward of every sample by name, and their weighted sum."""
+"""Samples to rewards by name and their weighted sum."""
 
 import asyncio
-import dataclasses
 import math
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
-from types import TracebackType
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlgen.errors import RewardError
-from rlgen.rewards.resolve import RewardFunction, describe
-from rlgen.types import Group
+from rlgen.rewards.resolve import RewardFunction, user_line
+from rlgen.types import Group, Sample
 
-MAX_CONCURRENT = 64
-
-
-def weighted_sums(
-    rewards: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]
-) -> list[float | None]:
-    """The reward of each sample of one group: the weighted sum of the rewards that apply (algorithms.md 1.1, exclude).
-
-    A reward that is None for the whole group is left out for that group. Where one is None for a part of the group, those
-    samples cannot be compared with the others: their reward is None. So it is where no reward applies.
-
-    weighted_sums([{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 2.0}], {"a": 1.0, "b": 0.5}) -> [1.25, 1.0]
-    """
-    active = [name for name in weights if any(row[name] is not None for row in rewards)]
-    sums: list[float | None] = []
-    for row in rewards:
-        values = [(weights[name], value) for name in active if (value := row[name]) is not None]
-        complete = bool(active) and len(values) == len(active)
-        sums.append(math.fsum(weight * value for weight, value in values) if complete else None)
-    return sums
+CONCURRENT = 64  # calls of async rewards under way at once
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a reward: of one sample of a group, or of the whole group."""
+    """One call of a reward: for one sample, or for all of a group."""
 
     reward: RewardFunction
-    group: int  # index in the list of groups
-    sample: int | None  # index in the group; None: of the group
-    arguments: Mapping[str, Any]
-    place: str  # for messages: "group 17, sample 0"
+    group: Group
+    samples: tuple[Sample, ...]
+    arguments: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class Scorer:
-    """Calls the rewards of a recipe. Use it as a context manager: it owns the event loop of async rewards.
+    """All rewards of a recipe."""
 
-    The loop lives as long as the scorer, so that a reward's HTTP client can too.
-
-    Raises:
-        RewardError: two rewards have one name.
-    """
-
-    def __init__(self, rewards: Sequence[RewardFunction], max_concurrent: int = MAX_CONCURRENT) -> None:
-        names = [reward.name for reward in rewards]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise RewardError(f"rewards: two have the name {', '.join(twice)}; give each a `name` of its own")
-        self.rewards = tuple(rewards)
-        self._max_concurrent = max_concurrent
-        self._loop = asyncio.Runner()
-
-    def __enter__(self) -> "Scorer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the event loop. A second call does nothing."""
-        self._loop.close()
+    rewards: tuple[RewardFunction, ...]
 
     def score(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """The same groups with `rewards` and `reward` in each sample.
-
-        Rewards that are not async are called one after the other; the calls of all async ones run together, at most
-        `max_concurrent` at a time.
+        """The same groups with `rewards` and `reward` of every sample filled in.
 
         Raises:
-            RewardError: a reward raised, or returned something else than a finite number or None (of a group: a list of as
-                many); names the reward, the group, the sample and the line.
+            RewardError: a function failed, or returned something that is neither a finite number nor None.
         """
-        calls = [call for reward in self.rewards for call in plan_calls(reward, groups, step)]
-        waiting = [call for call in calls if call.reward.is_async]
-        # Outside the event loop: a reward may run one of its own.
-        outcomes = [(call, call_now(call)) for call in calls if not call.reward.is_async]
-        if waiting:
-            outcomes += zip(waiting, self._loop.run(gather(waiting, self._max_concurrent)), strict=True)
-        table: list[list[dict[str, float | None]]] = [[{} for _ in group.samples] for group in groups]
-        for call, outcome in outcomes:
-            members = range(len(table[call.group])) if call.sample is None else (call.sample,)
-            for member, value in zip(members, check_outcome(call, outcome, len(members)), strict=True):
-                table[call.group][member][call.reward.name] = value
-        return [self._scored(group, rows) for group, rows in zip(groups, table, strict=True)]
+        calls = [call for group in groups for reward in self.rewards for call in calls_of(reward, group, step)]
+        values: dict[tuple[int, int], dict[str, float | None]] = {}
+        for call, answer in zip(calls, asyncio.run(run_all(calls)), strict=True):
+            for sample, value in zip(call.samples, answers(call, answer), strict=True):
+                values.setdefault((sample.group_id, sample.sample_index), {})[call.reward.label] = value
+        weights = {reward.label: reward.weight for reward in self.rewards}
+        scored: list[Group] = []
+        for group in groups:
+            table = [values[sample.group_id, sample.sample_index] for sample in group.samples]
+            totals = weighted_sums(table, weights)
+            samples = tuple(
+                replace(sample, rewards=rewards, reward=total)
+                for sample, rewards, total in zip(group.samples, table, totals, strict=True)
+            )
+            scored.append(replace(group, samples=samples))
+        return scored
 
-    def _scored(self, group: Group, rows: Sequence[Mapping[str, float | None]]) -> Group:
-        weights = {reward.name: reward.weight for reward in self.rewards}
-        samples = tuple(
-            # In the order of the recipe, whichever was called first.
-            dataclasses.replace(sample, rewards={name: row[name] for name in weights}, reward=total)
-            for sample, row, total in zip(group.samples, rows, weighted_sums(rows, weights), strict=True)
+
+def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, float]) -> list[float | None]:
+    """The reward of each sample of one group.
+
+    A reward that applies to no sample of the group is left out. Where one applies to some of them only, the others cannot be
+    compared: their sum is None. None is never 0.
+    """
+    applying = [label for label in weights if any(row[label] is not None for row in table)]
+    totals: list[float | None] = []
+    for row in table:
+        values = [row[label] for label in applying]
+        known = [value for value in values if value is not None]
+        complete = bool(applying) and len(known) == len(values)
+        totals.append(sum(weights[label] * v for label, v in zip(applying, known, strict=True)) if complete else None)
+    return totals
+
+
+def calls_of(reward: RewardFunction, group: Group, step: int) -> list[Call]:
+    """The calls that a reward needs for a group, with everything a function may ask for by name."""
+    prompt = group.prompt
+    if reward.of_group:
+        count = len(group.samples)
+        available: dict[str, Any] = {
+            **{name: [value] * count for name, value in prompt.columns.items()},
+            "prompts": [prompt.text] * count,
+            "completions": [sample.completion for sample in group.samples],
+            "prompt_ids": [list(sample.prompt_ids) for sample in group.samples],
+            "completion_ids": [list(sample.completion_ids) for sample in group.samples],
+            "finish_reason": [sample.finish_reason for sample in group.samples],
+            "step": step,
+        }
+        return [Call(reward, group, group.samples, reward.arguments(available))]
+    return [
+        Call(
+            reward,
+            group,
+            (sample,),
+            reward.arguments(
+                {
+                    **prompt.columns,
+                    "prompt": prompt.text,
+                    "completion": sample.completion,
+                    "prompt_ids": list(sample.prompt_ids),
+                    "completion_ids": list(sample.completion_ids),
+                    "finish_reason": sample.finish_reason,
+                    "step": step,
+                }
+            ),
         )
-        return dataclasses.replace(group, samples=samples)
+        for sample in group.samples
+    ]
 
 
-def plan_calls(reward: RewardFunction, groups: Sequence[Group], step: int) -> list[Call]:
-    """The calls of one reward: one a group, or one a sample. What comes from the sample goes before columns."""
-    calls = []
-    for index, group in enumerate(groups):
-        prompt, samples, size = group.prompt, group.samples, len(group.samples)
-        if reward.of_group:
-            reasons = [sample.finish_reason for sample in samples]
-            available = {name: [value] * size for name, value in prompt.columns.items()} | {
-                "prompts": [prompt.text] * size,
-                "completions": [sample.completion for sample in samples],
-                "prompt_ids": [sample.prompt_ids for sample in samples],
-                "completion_ids": [sample.completion_ids for sample in samples],
-                "finish_reason": reasons,
-                "finish_reasons": reasons,
-                "step": step,
-            }
-            calls.append(Call(reward, index, None, reward.pick(available), f"group {group.group_id}"))
-            continue
-        for member, sample in enumerate(samples):
-            available = dict(prompt.columns) | {
-                "prompt": prompt.text,
-                "completion": sample.completion,
-                "prompt_ids": sample.prompt_ids,
-                "completion_ids": sample.completion_ids,
-                "finish_reason": sample.finish_reason,
-                "step": step,
-            }
-            place = f"group {group.group_id}, sample {sample.sample_index}"
-            calls.append(Call(reward, index, member, reward.pick(available), place))
-    return calls
-
-
-def call_now(call: Call) -> Any:
-    """What the reward returned. Raises RewardError where it raised."""
-    try:
-        return call.reward.function(**call.arguments)
-    except (Exception, SystemExit) as error:
-        raise failed(call, error) from error
-
-
-async def gather(calls: Sequence[Call], max_concurrent: int) -> list[Any]:
-    """What the async rewards returned, in order. All end before the first failure in that order is raised."""
-    free = asyncio.Semaphore(max_concurrent)
+async def run_all(calls: Sequence[Call]) -> list[Any]:
+    """The answers in the order of the calls; async functions run side by side."""
+    limit = asyncio.Semaphore(CONCURRENT)
 
     async def run(call: Call) -> Any:
-        async with free:
-            awaitable: Awaitable[Any] = call.reward.function(**call.arguments)
-            return await awaitable
+        try:
+            if not call.reward.is_async:
+                return call.reward.function(**call.arguments)
+            async with limit:
+                return await call.reward.function(**call.arguments)
+        except Exception as error:  # the user's code raises whatever it likes; a failure is not a reward of 0
+            raise RewardError(f"{place(call)}: {type(error).__name__}: {error} {user_line(error)}") from error
 
-    outcomes = await asyncio.gather(*map(run, calls), return_exceptions=True)
-    for call, outcome in zip(calls, outcomes, strict=True):
-        if isinstance(outcome, BaseException):
-            raise failed(call, outcome) from outcome
-    return outcomes
-
-
-def failed(call: Call, error: BaseException) -> RewardError:
-    """The error for the user: which reward, where in the step, which line."""
-    return RewardError(
-        f"reward {call.reward.name} failed on {call.place}: {describe(error, call.reward.file)}; "
-        "return None where a reward does not apply"
-    )
+    return list(await asyncio.gather(*map(run, calls)))
 
 
-def check_outcome(call: Call, outcome: Any, size: int) -> list[float | None]:
-    """One finite float or None for each of the `size` samples of the call. Raises RewardError for anything else."""
-    where = f"reward {call.reward.name} on {call.place} ({call.reward.file or call.reward.function!r})"
-    if call.sample is None:
-        if not isinstance(outcome, Sequence) or isinstance(outcome, str | bytes) or len(outcome) != size:
-            found = f"{len(outcome)} values" if isinstance(outcome, Sequence) else type(outcome).__name__
-            raise RewardError(
-                f"{where}: returned {found}; a reward of a group returns a list of {size}, one a sample"
-            )
-        values = list(outcome)
-    else:
-        values = [outcome]
-    for value in values:
-        if value is not None and not isinstance(value, Real):
-            raise RewardError(
-                f"{where}: returned {type(value).__name__} {value!r:.60}; return a number or None"
-            )
-        if value is not None and not math.isfinite(value):
-            raise RewardError(
-                f"{where}: returned {value!r}; return a finite number, or None where it does not apply"
-            )
-    return [None if value is None else float(value) for value in values]
+def answers(call: Call, answer: Any) -> list[float | None]:
+    """One value a sample.
+
+    Raises:
+        RewardError: not a number, not finite, or a list of another length than the group.
+    """
+    values = answer if call.reward.of_group else [answer]
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(call.samples):
+        raise RewardError(f"{place(call)} returned {str(values)[:80]}, not a list of {len(call.samples)} rewards")
+    return [None if value is None else finite(call, value) for value in values]
+
+
+def finite(call: Call, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, str) or not math.isfinite(number):
+        raise RewardError(f"{place(call)} returned {str(value)[:80]!r}; a reward is a finite number, or None: does not apply")
+    return number
+
+
+def place(call: Call) -> str:
+    which = "" if call.reward.of_group else f", sample {call.samples[0].sample_index}"
+    return f"reward {call.reward.label}, prompt at position {call.group.group_id}{which}"

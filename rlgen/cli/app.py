@@ -1,0 +1,134 @@
+"""The commands. Nothing heavy is imported before a command needs it."""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import rlgen
+from rlgen.errors import RecipeError, RlgenError
+
+app = typer.Typer(
+    name="rlgen",
+    help="Online RL for language models from one recipe: `rlgen train recipe.yaml`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+recipes = typer.Typer(help="Recipes to start from.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(recipes, name="recipes")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="section.key=value", help="Change a value; a YAML value, repeatable, the last wins."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def version(value: bool) -> None:
+    if value:
+        typer.echo(f"rlgen {rlgen.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=version, is_eager=True)
+    ] = False,
+) -> None:
+    # Read by `main`, which stands outside of Typer's call.
+    os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of this run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
+    max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
+) -> None:
+    """Train a model as the recipe says."""
+    from rlgen.cli.train import train_command
+
+    train_command(recipe, overrides or [], resume, dry_run, max_steps, run_dir)
+
+
+@app.command()
+def validate(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a recipe without running it: keys, values, rules, files. Loads no model."""
+    from rlgen.cli.inspect import validate_command
+
+    validate_command(recipe, overrides or [], as_json)
+
+
+@app.command()
+def show(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Print the resolved recipe as YAML.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show every value of a recipe and where it comes from."""
+    from rlgen.cli.inspect import show_command
+
+    show_command(recipe, overrides or [], resolved, as_json)
+
+
+@recipes.command("list")
+def list_recipes(as_json: AsJson = False) -> None:
+    """List the recipes that come with rlgen."""
+    from rlgen.cli.inspect import list_command
+
+    list_command(as_json)
+
+
+@recipes.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="A name from `rlgen recipes list`.")],
+    path: Annotated[Path | None, typer.Argument(help="Where to; a file or a folder. The working directory unless said.")] = None,
+) -> None:
+    """Copy a recipe to change it. Never overwrites a file."""
+    from rlgen.cli.inspect import copy_command
+
+    copy_command(name, path)
+
+
+def main() -> None:
+    """The program: prints an error as one message and ends with its exit code."""
+    try:
+        app()
+    except RlgenError as error:
+        if os.environ.get("RLGEN_DEBUG"):
+            traceback.print_exc()
+        message = str(error) if isinstance(error, RecipeError) else f"error: {error}"
+        typer.echo(message, err=True)
+        if isinstance(error, RecipeError):
+            count = len(error.problems)
+            typer.echo(f"{count} error{'s' if count > 1 else ''}; nothing was started", err=True)
+        leave(error.exit_code)
+    except KeyboardInterrupt:
+        leave(130)
+    except BrokenPipeError:
+        leave(0)
+    except Exception:
+        traceback.print_exc()
+        typer.echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
+        leave(70)
+
+
+def leave(code: int) -> None:
+    """Ends the process with `code`; a reader that has gone away is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)

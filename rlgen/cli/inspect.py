@@ -1,0 +1,130 @@
+"""`rlgen validate`, `show` and `recipes`: quick answers about recipes, without torch."""
+
+import ast
+import glob
+import json
+import shutil
+from pathlib import Path
+
+import typer
+
+import rlgen
+from rlgen.errors import Problem, RecipeError, UsageError
+from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
+from rlgen.recipe.rules import is_local_source
+
+
+def validate_command(path: Path, overrides: list[str], as_json: bool) -> None:
+    """Raises RecipeError with everything that is wrong."""
+    loaded = load_recipe(path, overrides)
+    if problems := missing_files(loaded):
+        raise RecipeError(problems)
+    recipe = loaded.recipe
+    if as_json:
+        typer.echo(json.dumps({"valid": True, "recipe": str(path), "notices": loaded.notices, "plan": plan(recipe)}))
+        return
+    typer.echo(f"{path}: valid")
+    for notice in loaded.notices:
+        typer.echo(f"note: {notice}")
+    typer.echo(plan(recipe))
+
+
+def plan(recipe: Recipe) -> str:
+    """What a step will be, in one line."""
+    rollout, trainer = recipe.rollout, recipe.trainer
+    updates = trainer.updates_per_rollout
+    return (
+        f"{recipe.run.steps} steps of {trainer.kind}: {rollout.prompts_per_step} prompts × {rollout.group_size} ="
+        f" {recipe.samples_per_step} samples by the {recipe.engine.kind} engine,"
+        f" {updates} update{'s' if updates > 1 else ''} each in micro-batches of at most"
+        f" {recipe.optim.micro_batch_tokens} tokens; into {recipe.run_path}"
+    )
+
+
+def missing_files(loaded: LoadedRecipe) -> list[Problem]:
+    """Local files of data and rewards that are not there, and functions that they do not define."""
+    problems: list[Problem] = []
+    source = loaded.recipe.data.source
+    if is_local_source(source) and not glob.glob(source, recursive=True):
+        problems.append(Problem(loaded.origins["data.source"], f"data.source: {source} does not exist"))
+    for index, reward in enumerate(loaded.recipe.rewards):
+        file, _, function = reward.use.rpartition(":")
+        if not file.endswith(".py"):
+            continue
+        where = loaded.origins[f"rewards.{index}.use"]
+        try:
+            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            problems.append(Problem(where, f"{file} cannot be read: {error}"))
+            continue
+        if function not in {name for node in tree.body for name in defined(node)}:
+            problems.append(Problem(where, f"{file} defines no `{function}`"))
+    return problems
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """Names that a statement at the top of a module brings."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool) -> None:
+    loaded = load_recipe(path, overrides)
+    if resolved:
+        typer.echo(dump_recipe(loaded.recipe), nl=False)
+        return
+    values = {key: value_at(loaded.recipe, key) for key in loaded.origins}
+    if as_json:
+        typer.echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}, indent=2))
+        return
+    width = max(map(len, values))
+    for key, value in values.items():
+        typer.echo(f"{key:<{width}} = {json.dumps(value, ensure_ascii=False):<24} {loaded.origins[key]}")
+
+
+def value_at(recipe: Recipe, key: str) -> object:
+    node = recipe.model_dump(mode="json")
+    for part in key.split("."):
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    return node
+
+
+def recipes_folder() -> Path:
+    """The recipes of an installed rlgen lie in the package, those of a checkout beside it."""
+    package = Path(rlgen.__file__).parent
+    installed = package / "_recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def list_command(as_json: bool) -> None:
+    found = {path.stem: first_comment(path) for path in sorted(recipes_folder().glob("*.yaml"))}
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    width = max(map(len, found), default=0)
+    for name, what in found.items():
+        typer.echo(f"{name:<{width}}  {what}")
+
+
+def first_comment(path: Path) -> str:
+    return path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
+
+
+def copy_command(name: str, path: Path | None) -> None:
+    """Raises UsageError for an unknown recipe or a file that exists."""
+    source = recipes_folder() / f"{name.removesuffix('.yaml')}.yaml"
+    if not source.is_file():
+        known = ", ".join(file.stem for file in sorted(recipes_folder().glob("*.yaml")))
+        raise UsageError(f"there is no recipe {name}; there are {known}")
+    target = path or Path(source.name)
+    target = target / source.name if target.is_dir() else target
+    if target.exists():
+        raise UsageError(f"{target} exists already; name another file")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    typer.echo(f"{target} written; next: rlgen validate {target}")
