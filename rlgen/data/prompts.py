@@ -45,7 +45,13 @@ class PromptStream:
             row = orders.setdefault(epoch, self.order(epoch))[place] if self.shuffle else place
             entry = self.entries[row]
             prompts.append(
-                Prompt(position=position, row=row, text=entry.text, prompt_ids=entry.prompt_ids, columns=entry.columns)
+                Prompt(
+                    position=position,
+                    row=row,
+                    text=entry.text,
+                    prompt_ids=entry.prompt_ids,
+                    columns=entry.columns,
+                )
             )
         return prompts
 
@@ -56,7 +62,9 @@ class PromptStream:
         return order
 
 
-def build_prompts(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptStream:
+def build_prompts(
+    data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PromptStream:
     """Templates and tokenises every row.
 
     Raises:
@@ -118,7 +126,9 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
         if not isinstance(message.get("content"), str):
             raise DataError(f"{where}: the message of the {message['role']} has no text as content")
     if prompt[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the last message is the assistant's; a prompt ends where the assistant is to begin")
+        raise DataError(
+            f"{where}: the last message is the assistant's; a prompt ends where the assistant is to begin"
+        )
     return [*([] if prompt[0]["role"] == "system" else system), *map(dict, prompt)]
 
 

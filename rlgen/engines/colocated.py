@@ -82,6 +82,7 @@ class ColocatedEngine:
             "model_impl": model_impl,
             "quantization": quantization,
             "enforce_eager": not on_gpu if enforce_eager is None else enforce_eager,
+            "use_tqdm_on_load": False,
             # The default mode reports log-probs of the raw logits, whatever the temperature.
             "logprobs_mode": "processed_logprobs",
             # A checkpoint's own sampling defaults stay out; its EOS ids still end a completion.

@@ -54,7 +54,9 @@ def resolve(entry: RewardRecipe, columns: Collection[str]) -> RewardFunction:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise RewardError(f"rewards: {entry.use} is not a function that can be called by name: {error}") from error
+        raise RewardError(
+            f"rewards: {entry.use} is not a function that can be called by name: {error}"
+        ) from error
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     of_group = bool({"completions", "prompts"} & set(named))
@@ -63,7 +65,9 @@ def resolve(entry: RewardRecipe, columns: Collection[str]) -> RewardFunction:
     if unknown := sorted(set(entry.args) - set(named)) if not takes_all else []:
         raise RewardError(f"{where} has no parameter `{unknown[0]}`; it has {', '.join(named)}")
     if both := sorted(set(entry.args) & given):
-        raise RewardError(f"{where}: `{both[0]}` in args is given by rlgen or a column of the data already; rename it")
+        raise RewardError(
+            f"{where}: `{both[0]}` in args is given by rlgen or a column of the data already; rename it"
+        )
     required = {name for name, p in named.items() if p.default is p.empty}
     if missing := sorted(required - given - set(entry.args)):
         close = get_close_matches(missing[0], given, n=1)
@@ -97,7 +101,9 @@ def find(use: str) -> tuple[Callable[..., Any], str | None]:
     if source.endswith(".py"):
         path = Path(source)
         if not path.is_file():
-            raise RewardError(f"rewards: {path} does not exist; a path in a recipe starts at the recipe's folder")
+            raise RewardError(
+                f"rewards: {path} does not exist; a path in a recipe starts at the recipe's folder"
+            )
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         module = run_module(source, lambda: load_file(path, f"rlgen_reward_{sha256[:16]}"))
     else:
@@ -125,11 +131,17 @@ def run_module(source: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
     except (Exception, SystemExit) as error:
-        raise RewardError(f"rewards: {source} cannot be imported: {type(error).__name__}: {error} {user_line(error)}") from error
+        raise RewardError(
+            f"rewards: {source} cannot be imported: {type(error).__name__}: {error} {user_line(error)}"
+        ) from error
 
 
 def user_line(error: BaseException) -> str:
-    """"(rewards.py:12)": the innermost line of the user's own code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename and f.filename[0] != "<"]
+    """ "(rewards.py:12)": the innermost line of the user's own code."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in f.filename and f.filename[0] != "<"
+    ]
     own = [f for f in frames if f"{Path('rlgen') / 'rewards'}" not in f.filename] or frames
     return f"({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -35,7 +35,9 @@ class Scorer:
         Raises:
             RewardError: a function failed, or returned something that is neither a finite number nor None.
         """
-        calls = [call for group in groups for reward in self.rewards for call in calls_of(reward, group, step)]
+        calls = [
+            call for group in groups for reward in self.rewards for call in calls_of(reward, group, step)
+        ]
         values: dict[tuple[int, int], dict[str, float | None]] = {}
         for call, answer in zip(calls, asyncio.run(run_all(calls)), strict=True):
             for sample, value in zip(call.samples, answers(call, answer), strict=True):
@@ -65,7 +67,9 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
         values = [row[label] for label in applying]
         known = [value for value in values if value is not None]
         complete = bool(applying) and len(known) == len(values)
-        totals.append(sum(weights[label] * v for label, v in zip(applying, known, strict=True)) if complete else None)
+        totals.append(
+            sum(weights[label] * v for label, v in zip(applying, known, strict=True)) if complete else None
+        )
     return totals
 
 
@@ -129,7 +133,9 @@ def answers(call: Call, answer: Any) -> list[float | None]:
     """
     values = answer if call.reward.of_group else [answer]
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(call.samples):
-        raise RewardError(f"{place(call)} returned {str(values)[:80]}, not a list of {len(call.samples)} rewards")
+        raise RewardError(
+            f"{place(call)} returned {str(values)[:80]}, not a list of {len(call.samples)} rewards"
+        )
     return [None if value is None else finite(call, value) for value in values]
 
 
@@ -139,7 +145,9 @@ def finite(call: Call, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):
-        raise RewardError(f"{place(call)} returned {str(value)[:80]!r}; a reward is a finite number, or None: does not apply")
+        raise RewardError(
+            f"{place(call)} returned {str(value)[:80]!r}; a reward is a finite number, or None: does not apply"
+        )
     return number
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 from rlgen.data import build_prompts, load_rows
 from rlgen.engines import build_engine
@@ -59,8 +59,7 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     # float32 weights, whatever the forward computes in: updates of 1e-6 vanish in bfloat16.
     model = load_model(location, revision, torch.float32, recipe.model.attention, accelerator.device)
     if recipe.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()  # checkpointing is off in evaluation mode; `load_model` refuses nothing, so dropout is set to 0 below
+        checkpoint_activations(model)
     policy = Policy(model, getattr(torch, recipe.model.dtype), recipe.model.fp32_head)
     algorithm = build_algorithm(recipe.trainer)
     reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
@@ -132,3 +131,12 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         console=console,
     )
     return trainer, done
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """transformers checkpoints in training mode only; dropout stays off, so that a forward is a function of ids and weights."""
+    model.gradient_checkpointing_enable()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
