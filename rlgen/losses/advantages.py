@@ -28,8 +28,9 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, scale: Scale) -> Tensor
     """
     rewards_B = rewards.double()
     advantages_B = torch.zeros_like(rewards_B)
-    batch_std = rewards_B[~rewards_B.isnan()].std() if scale == "batch" else None
-    for rows in scorable_groups(rewards_B, group_ids):
+    groups = scorable_groups(rewards_B, group_ids)
+    batch_std = rewards_B[~rewards_B.isnan()].std() if scale == "batch" and groups else None
+    for rows in groups:
         rewards_n = rewards_B[rows]
         if is_constant(rewards_n):
             continue

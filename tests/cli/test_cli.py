@@ -1,0 +1,93 @@
+"""The command line as a user meets it: messages, exit codes, quick answers."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_three_mistakes_with_their_lines_and_no_traceback(rlgen: Run, recipe_file: Path) -> None:
+    text = recipe_file.read_text().replace("steps: 2", "steps: 2, stesp: 1") + "optim: {learning_rate: 1}\n"
+    recipe_file.write_text(text.replace("float32", "float33"))
+    result = rlgen("train", recipe_file)
+    assert result.returncode == 2 and "Traceback" not in result.stderr and result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith(f"{recipe_file}:1:27: `stesp` is not a key of `run`; did you mean `steps`?")
+    assert lines[1].startswith(f"{recipe_file}:2:29: model.dtype: 'float33'")
+    assert lines[2].startswith(f"{recipe_file}:9:1: `optim` stands twice, first in line 8")
+    assert lines[3] == "3 errors; nothing was started"
+    assert "\x1b" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, code, text",
+    [
+        (["train", "missing.yaml"], 2, "does not exist"),
+        (["trian", "x.yaml"], 2, "train"),
+        (["validate", "--json", "missing.yaml"], 2, "does not exist"),
+        (["recipes", "copy", "nothing"], 2, "there is no recipe nothing; there are demo-grpo"),
+        (["recipes", "list"], 0, "smoke"),
+        (["--version"], 0, "rlgen 0."),
+        (["train", "--help"], 0, "--resume"),
+    ],
+)
+def test_commands(rlgen: Run, arguments: list[str], code: int, text: str) -> None:
+    result = rlgen(*arguments)
+    assert result.returncode == code and text in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_validate_names_the_plan_and_missing_files(rlgen: Run, recipe_file: Path) -> None:
+    assert "4 prompts × 4 = 16 samples" in rlgen("validate", recipe_file).stdout
+    result = rlgen("validate", recipe_file, "--set", "rewards.0.use=r.py:f", "--set", "data={source: no.jsonl}")
+    assert result.returncode == 2 and "no.jsonl does not exist" in result.stderr and "r.py cannot be read" in result.stderr
+
+
+def test_show_says_where_values_come_from(rlgen: Run, recipe_file: Path) -> None:
+    shown = json.loads(rlgen("show", recipe_file, "--json", "--set", "run.seed=3").stdout)
+    assert shown["run.seed"] == {"value": 3, "origin": "--set 1: run.seed=3"}
+    assert shown["optim.weight_decay"] == {"value": 0.0, "origin": "default"}
+
+
+def test_copy_never_overwrites(rlgen: Run, tmp_path: Path) -> None:
+    assert rlgen("recipes", "copy", "smoke", tmp_path).returncode == 0
+    assert (tmp_path / "smoke.yaml").read_text() == (ROOT / "recipes" / "smoke.yaml").read_text()
+    again = rlgen("recipes", "copy", "smoke", tmp_path)
+    assert again.returncode == 2 and "exists already" in again.stderr
+
+
+def test_dry_run_writes_the_resolved_recipe_only(rlgen: Run, recipe_file: Path, tmp_path: Path) -> None:
+    result = rlgen("train", recipe_file, "--dry-run", "--run-dir", tmp_path / "run")
+    assert result.returncode == 0 and [path.name for path in (tmp_path / "run").iterdir()] == ["resolved.yaml"]
+    shown = rlgen("show", tmp_path / "run" / "resolved.yaml", "--resolved")
+    assert shown.stdout == (tmp_path / "run" / "resolved.yaml").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", str(ROOT / "recipes" / "demo-grpo.yaml")]])
+def test_quick_answers(arguments: list[str]) -> None:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "rlgen", *arguments], check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert statistics.median(times) < 0.7
+
+
+def test_quick_answers_import_nothing_heavy() -> None:
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from rlgen.cli.app import app
+for arguments in (["--help"], ["validate", "{ROOT / "recipes" / "demo-grpo.yaml"}"], ["show", "{ROOT / "recipes" / "smoke.yaml"}"]):
+    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
+print(sorted({{"torch", "transformers", "vllm", "datasets", "accelerate", "numpy"}} & set(sys.modules)))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

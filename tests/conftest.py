@@ -1,0 +1,117 @@
+"""Parts that many tests share: tiny models, samples, recipes, and the real engines."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.transformers import TransformersEngine
+from rlgen.models.load import load_model
+from rlgen.models.tiny import build_tiny
+from rlgen.types import Sample
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+RECIPE = """\
+run: {name: test, steps: 2}
+model: {path: "tiny:qwen3", dtype: float32}
+data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
+rewards:
+  - {use: exact_match}
+  - {use: length, args: {target: 6}, weight: 0.1}
+rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
+optim: {learning_rate: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    """A small recipe on the colocated engine."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def tiny_model(name: str) -> Any:
+    return load_model(str(build_tiny(name)), None, torch.float32, "sdpa", CPU)
+
+
+def open_vllm(name: str, **changes: Any) -> ColocatedEngine:
+    """The colocated engine as a recipe opens it; `changes` override single arguments."""
+    arguments: dict[str, Any] = {
+        "model": str(build_tiny(name)),
+        "revision": None,
+        "dtype": "float32",
+        "fp32_head": True,
+        "max_model_len": 640,
+        "max_num_seqs": 64,
+        "kv_cache_gib": None,
+        "gpu_memory_utilization": None,
+        "tensor_parallel_size": 1,
+        "sleep": False,
+        "model_impl": "auto",
+        "quantization": None,
+        "structured_outputs": False,
+        "enforce_eager": None,
+        "extra": {},
+    }
+    return ColocatedEngine(**{**arguments, **changes})
+
+
+def open_transformers(name: str) -> TransformersEngine:
+    return TransformersEngine(model=tiny_model(name), fp32_head=True, max_num_seqs=64)
+
+
+@pytest.fixture(scope="module", params=["colocated", "transformers"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Both engines on tiny:qwen3."""
+    opened = open_vllm("qwen3") if request.param == "colocated" else open_transformers("qwen3")
+    yield opened
+    opened.close()
+
+
+def make_sample(**changes: Any) -> Sample:
+    """A sample of three tokens, the last of them a stop token."""
+    values: dict[str, Any] = {
+        "group_id": 0,
+        "sample_index": 0,
+        "prompt_ids": (5, 6),
+        "completion_ids": (7, 8, 259),
+        "sampler_logp": (-0.5, -1.0, -0.25),
+        "loss_mask": (True, True, True),
+        "finish_reason": "stop",
+        "weight_version": 0,
+        "seed": 1,
+        "completion": "x",
+        "rewards": {},
+        "reward": None,
+    }
+    return Sample(**{**values, **changes})
+
+
+@pytest.fixture
+def rlgen() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command line in a process of its own, as a user does."""
+
+    def run(*arguments: object, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "rlgen", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, **environment},
+        )
+
+    return run
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

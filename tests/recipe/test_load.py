@@ -1,0 +1,244 @@
+"""Reading recipes: places, all mistakes at once, overrides, rules, and that resolving twice changes nothing."""
+
+import math
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from conftest import RECIPE, ROOT
+from pydantic import BaseModel
+
+from rlgen.errors import RecipeError
+from rlgen.recipe import dump_recipe, load_recipe
+from rlgen.recipe.models import Recipe
+from rlgen.recipe.rules import inert
+from rlgen.recipe.yaml import parse, scalar
+from rlgen.trainers.registry import TRAINERS
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path, overrides)
+    return [str(problem) for problem in error.value.problems]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_all_mistakes_at_once_in_line_order(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """\
+run: {name: demo, steps: 3, steps: 4}
+model:
+  path: tiny:qwen3
+  dtype: float16
+data: {source: task:sort, options: {min_lenght: 3}}
+rewards:
+  - use: exact_match
+    wieght: 2
+rollout: {group_size: eight, top_p: 0.9}
+trainer: {kind: grpo, clip_hgih: 0.28}
+optim: {learning_rate: .nan}
+""",
+    )
+    expected = [
+        (":1:29: `steps` stands twice, first in line 1", ""),
+        (":4:3: model.dtype: 'float16' is not one of float32, bfloat16", "bfloat16"),
+        (":5:37: `min_lenght` is not a key of `data.options`", "did you mean `min_length`?"),
+        (":8:5: `wieght` is not a key of `rewards.0`", "did you mean `weight`?"),
+        (":9:11: rollout.group_size: must be a whole number, not 'eight'", ""),
+        (":9:30: `top_p` is not a key of `rollout`", "full distribution"),
+        (":10:23: `clip_hgih` is not a key of `trainer` (kind: grpo)", "did you mean `clip_high`?"),
+        (":11:9: optim.learning_rate: must be a finite number, not nan", ""),
+    ]
+    found = problems(path)
+    assert len(found) == len(expected)
+    for line, (start, hint) in zip(found, expected, strict=True):
+        assert line.startswith(f"{path}{start}") and hint in line
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1e-6", 1e-6),
+        ("1.0E+3", 1000.0),
+        (".5", 0.5),
+        ("12", 12),
+        ("010", "010"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("true", True),
+        ("~", None),
+        ("2024-01-01", "2024-01-01"),
+        ("-.inf", -math.inf),
+        ("1_000", "1_000"),
+        ("0x10", "0x10"),
+    ],
+)
+def test_scalars_are_read_as_in_yaml_1_2(text: str, value: object) -> None:
+    assert scalar(text) == value and type(scalar(text)) is type(value)
+
+
+def test_quotes_make_text() -> None:
+    assert parse("{a: '1e-6', b: \"true\"}", "f").data == {"a": "1e-6", "b": "true"}
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("", "the recipe is empty"),
+        ("# nothing\n", "the recipe is empty"),
+        ("- a\n- b\n", "a recipe is a mapping"),
+        ("a: 1\n---\nb: 2\n", "single document"),
+        ("run:\n\tname: a\n", "not YAML"),
+        ("run: [1,\n", "not YAML"),
+        ("run: !!python/object:os.system x\n", "is not allowed"),
+        ("a: &a [*a]\n", "too large or too deep"),
+        ("run: \x00\n", "not YAML"),
+    ],
+)
+def test_what_is_no_recipe(tmp_path: Path, text: str, part: str) -> None:
+    assert part in "\n".join(problems(write(tmp_path, text)))
+
+
+def test_byte_order_mark_and_crlf_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + RECIPE.replace("\n", "\r\n").encode())
+    assert load_recipe(path).recipe.run.steps == 2
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "utf16.yaml").write_bytes("run: {}".encode("utf-16"))
+    assert "does not exist" in problems(tmp_path / "none.yaml")[0]
+    assert "is a folder" in problems(tmp_path)[0]
+    assert "UTF-8" in problems(tmp_path / "utf16.yaml")[0]
+
+
+def test_overrides(recipe_file: Path) -> None:
+    overrides = ["run.steps=3", "rewards.1.weight=2", "trainer={kind: rloo, beta: 0.1}", "run.steps=7", "run.seed=5"]
+    loaded = load_recipe(recipe_file, overrides)
+    recipe = loaded.recipe
+    assert (recipe.run.steps, recipe.rewards[1].weight, recipe.trainer.kind, recipe.run.seed) == (7, 2.0, "rloo", 5)
+    assert recipe.trainer.beta == 0.1
+    assert loaded.origins["run.steps"] == "--set 4: run.steps=7"
+    assert loaded.origins["trainer.beta"].startswith("--set 3")
+    assert loaded.origins["model.path"] == f"{recipe_file}:2:9"
+    assert loaded.origins["optim.schedule"] == "default"
+
+
+@pytest.mark.parametrize(
+    "override, part",
+    [
+        ("foo", "is not of the form"),
+        ("optim.lr=1", "did you mean `learning_rate`?"),
+        ("rewards.9.weight=1", "there is no place rewards.9.weight"),
+        ("run.steps=0", "greater than or equal to 1"),
+        ("run.steps=8.5", "must be a whole number, not 8.5"),
+        ("run.steps='8'", "must be a whole number, not '8'"),
+        ("run.steps=true", "must be a whole number, not True"),
+        ("engine.kind=vllm", "'vllm' is not one of colocated, transformers"),
+        ("data.source=task:srot", "did you mean `sort`?"),
+        ("rewards.0.use=exactmatch", "did you mean `exact_match`?"),
+        # two fields and the nearest valid value
+        ("rollout.group_size=1", "set rollout.group_size to 2 or more"),
+        ("optim.micro_batch_tokens=75", "set optim.micro_batch_tokens to 76 or more"),
+        ("optim.warmup_steps=2", "set optim.warmup_steps to 1 or less"),
+        ("engine.max_model_len=75", "set engine.max_model_len to 76 or more"),
+        ("engine={kv_cache_gib: 1, gpu_memory_utilization: 0.5}", "has no effect beside engine.kv_cache_gib"),
+        ("engine={extra: {logprobs_mode: raw_logprobs}}", "engine.extra.logprobs_mode is set by rlgen"),
+        ("engine.structured_regex='[0-9]+'", "set trainer.correction.mode to none"),
+        ("trainer={updates_per_rollout: 2, clip_low: 0.5}", "set trainer.clip_low to 0.28 or less"),
+        ("rewards=[{use: exact_match}, {use: exact_match}]", "two rewards are called `exact_match`"),
+        ("rewards=[{use: exact_match, weight: 0}]", "every weight in rewards is 0"),
+        ("data.options={min_length: 6}", "set data.options.min_length to 5 or less"),
+        # fields without an effect
+        ("trainer.clip_low=0.1", "has no effect when trainer.updates_per_rollout is 1"),
+        ("trainer.clip_high=0.3", "has no effect when trainer.updates_per_rollout is 1"),
+        ("trainer.correction={mode: none, max: 3}", "has no effect when trainer.correction.mode is none"),
+        ("data.columns={prompt: q}", "data.columns has no effect with a task: source"),
+        ("data.split=test", "data.split has no effect with a task: source"),
+        ("data={source: a.jsonl, revision: main}", "data.revision has no effect with local files"),
+        ("data={source: a.jsonl, options: {size: 3}}", "data.options has an effect only with a task: source"),
+        ("data={source: 'task:sort', template_args: {a: 1}}", "data.template_args has no effect"),
+        ("data.system=hello", "data.chat has no effect beside data.system"),
+        ("model.revision=main", "model.revision has no effect"),
+        ("engine={kind: transformers, url: 'http://x'}", "an engine of this kind has no server"),
+        ("trainer={kind: online_dpo, correction: {mode: none}}", "a preference loss has no importance weight"),
+    ],
+)
+def test_refused_overrides_are_blamed_on_the_argument(recipe_file: Path, override: str, part: str) -> None:
+    found = problems(recipe_file, override)
+    assert len(found) == 1 and found[0].startswith("--set 1: ") and part in found[0]
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str]]:
+    """("optim.learning_rate", "float") of every number in the recipe; unions by an override of the whole section."""
+    found: list[tuple[str, str]] = []
+    for name, field in model.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if nested and name not in ("rewards",):
+            for inner in nested:
+                found += leaves(inner, f"{prefix}{name}.")
+        elif any(kind in (int, float) for kind in kinds) or "Strict" in str(kinds) or "float" in str(kinds):
+            if not any(kind is bool for kind in kinds) and "str" not in str(field.annotation).lower().replace("strict", ""):
+                found.append((f"{prefix}{name}", str(field.annotation)))
+    return found
+
+
+NUMBERS = sorted({path for path, kind in leaves(Recipe) if "bool" not in kind.lower() and "Literal" not in kind})
+
+
+def test_the_walk_finds_the_numbers() -> None:
+    assert {"optim.learning_rate", "run.steps", "trainer.beta", "trainer.correction.max", "engine.kv_cache_gib"} <= set(NUMBERS)
+    assert len(NUMBERS) >= 25
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e308", "-1", "many"])
+@pytest.mark.parametrize("path", NUMBERS)
+def test_every_number_has_bounds(recipe_file: Path, path: str, value: str) -> None:
+    kind = {"trainer.min_margin": "online_dpo", "trainer.clip_low": "grpo"}.get(path, "grpo")
+    overrides = [f"trainer.kind={kind}", f"{path}={value}"]
+    found = problems(recipe_file, *overrides)
+    assert any(line.startswith("--set 2: ") and path.rpartition(".")[2] in line for line in found)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
+def test_recipes_parse_and_resolving_twice_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
+    loaded = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    resolved = dump_recipe(loaded.recipe)
+    again = load_recipe(write(tmp_path, resolved))
+    assert again.recipe == loaded.recipe and dump_recipe(again.recipe) == resolved
+    assert loaded.text.startswith("# ") and "# Needs:" in loaded.text and "# Expect:" in loaded.text
+
+
+def test_texts_that_look_like_other_values_survive_the_dump(recipe_file: Path, tmp_path: Path) -> None:
+    loaded = load_recipe(recipe_file, ["data.system='1e-6'", "run.name='2024'", "data.chat=false"][:2] if False else ["run.name='2024'"])
+    assert loaded.recipe.run.name == "2024"
+    assert load_recipe(write(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
+
+
+def test_inert_fields_are_left_out_of_the_resolved_recipe(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file).recipe
+    assert {finding.path for finding in inert(recipe)} >= {"trainer.clip_low", "trainer.clip_high", "data.split"}
+    assert "clip_low" not in dump_recipe(recipe)
+    assert "clip_low: 0.2" in dump_recipe(load_recipe(recipe_file, ["trainer.updates_per_rollout=2"]).recipe)
+
+
+def test_local_paths_start_at_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "model: {path: ./m}\ndata: {source: d/*.jsonl}\nrewards: [{use: 'r.py:f'}, {use: 'pkg.mod:g'}]\n"
+    path = write(tmp_path, text)
+    monkeypatch.chdir("/")
+    recipe = load_recipe(path).recipe
+    assert recipe.model.path == str(tmp_path / "m") and recipe.data.source == str(tmp_path / "d/*.jsonl")
+    assert [reward.use for reward in recipe.rewards] == [f"{tmp_path}/r.py:f", "pkg.mod:g"]
+    assert recipe.run.name == "r"
+
+
+def test_the_registry_has_every_trainer_of_the_recipe() -> None:
+    union = Recipe.model_fields["trainer"].annotation
+    assert set(TRAINERS) == {get_args(variant.model_fields["kind"].annotation)[0] for variant in get_args(union)}
