@@ -76,10 +76,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     recipe: Recipe | None = None
     try:
         recipe = Recipe.model_validate(data)
-        problems += [_locate(finding, places, path) for finding in _findings(recipe, given)]
     except ValidationError as error:
         problems += [_translate(details, data, places, path) for details in error.errors()]
-    problems += _look_up(data, places, path)
+    names = _look_up(data, places, path)
+    if recipe is not None and not names:
+        problems += [_locate(finding, places, path) for finding in _findings(recipe, given)]
+    problems += names
     if problems or recipe is None:
         raise RecipeError(_in_line_order(problems))
     recipe = _absolute(recipe, path.resolve().parent)
@@ -146,7 +148,7 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
             continue
         for old in [place for place in places if place[: len(path)] == path]:
             del places[old]
-        places[path] = where
+        places.update({(*path, *inner): where for inner in parsed.places} | {path: where})
     return problems
 
 

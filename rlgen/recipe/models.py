@@ -304,5 +304,5 @@ class Recipe(Strict):
 
     @property
     def task_options(self) -> TaskOptions | None:
-        """The options of a task: source, with its defaults."""
-        return TASKS[self.task](**self.data.options) if self.task else None
+        """The options of a task: source, with its defaults; None for other sources and unknown tasks."""
+        return TASKS[self.task].model_validate(self.data.options) if self.task in TASKS else None

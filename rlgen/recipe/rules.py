@@ -154,8 +154,6 @@ def inert(recipe: Recipe) -> list[Finding]:
     if task and not (data.chat or data.system):
         why = "data.template_args has no effect: the prompts of a task are texts, and no template is applied"
         found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
-    if data.system:
-        found.append(Finding("data.chat", "data.chat has no effect beside data.system, which implies it", "remove it"))
     if model.path.startswith("tiny:") or is_local_model(model.path):
         found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
     return found

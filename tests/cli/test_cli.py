@@ -20,7 +20,7 @@ def test_three_mistakes_with_their_lines_and_no_traceback(rlgen: Run, recipe_fil
     result = rlgen("train", recipe_file)
     assert result.returncode == 2 and "Traceback" not in result.stderr and result.stdout == ""
     lines = result.stderr.splitlines()
-    assert lines[0].startswith(f"{recipe_file}:1:27: `stesp` is not a key of `run`; did you mean `steps`?")
+    assert lines[0].startswith(f"{recipe_file}:1:29: `stesp` is not a key of `run`; did you mean `steps`?")
     assert lines[1].startswith(f"{recipe_file}:2:29: model.dtype: 'float33'")
     assert lines[2].startswith(f"{recipe_file}:9:1: `optim` stands twice, first in line 8")
     assert lines[3] == "3 errors; nothing was started"

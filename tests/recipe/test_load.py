@@ -164,7 +164,6 @@ def test_overrides(recipe_file: Path) -> None:
         ("data={source: a.jsonl, revision: main}", "data.revision has no effect with local files"),
         ("data={source: a.jsonl, options: {size: 3}}", "data.options has an effect only with a task: source"),
         ("data={source: 'task:sort', template_args: {a: 1}}", "data.template_args has no effect"),
-        ("data.system=hello", "data.chat has no effect beside data.system"),
         ("model.revision=main", "model.revision has no effect"),
         ("engine={kind: transformers, url: 'http://x'}", "an engine of this kind has no server"),
         ("trainer={kind: online_dpo, correction: {mode: none}}", "a preference loss has no importance weight"),
@@ -217,8 +216,8 @@ def test_recipes_parse_and_resolving_twice_gives_the_same_bytes(name: str, tmp_p
 
 
 def test_texts_that_look_like_other_values_survive_the_dump(recipe_file: Path, tmp_path: Path) -> None:
-    loaded = load_recipe(recipe_file, ["data.system='1e-6'", "run.name='2024'", "data.chat=false"][:2] if False else ["run.name='2024'"])
-    assert loaded.recipe.run.name == "2024"
+    loaded = load_recipe(recipe_file, ["run.name='2024'", "data.system='1e-6'"])
+    assert (loaded.recipe.run.name, loaded.recipe.data.system) == ("2024", "1e-6")
     assert load_recipe(write(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
 
 

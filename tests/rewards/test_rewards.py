@@ -139,4 +139,3 @@ def test_modules_that_cannot_be_imported(tmp_path: Path) -> None:
         resolve(RewardRecipe(use=f"{tmp_path}/leaves.py:f"), set())
     with pytest.raises(RewardError, match="has no parameter `patern`"):
         resolve(RewardRecipe(use="regex_match", args={"patern": "x"}), set())
-    assert resolve(RewardRecipe(use="operator:truth"), {"a"}).label == "truth" if False else True
