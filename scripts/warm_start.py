@@ -30,7 +30,9 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, help="whose task, template and limits are used")
     parser.add_argument("--model", default="tiny:qwen3", help="what to start from")
     parser.add_argument("--out", type=Path, default=Path("runs/warm/qwen3"), help="folder to write")
-    parser.add_argument("--accuracy", type=float, default=0.35, help="share of sampled answers that are right at the end")
+    parser.add_argument(
+        "--accuracy", type=float, default=0.35, help="share of sampled answers that are right at the end"
+    )
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-steps", type=int, default=1500)
     arguments = parser.parse_args()
@@ -68,7 +70,10 @@ def main() -> None:
             model.requires_grad_(True)
             right = [g.samples[0].completion == g.prompt.columns["answer"] for g in groups]
             accuracy = sum(right) / len(right)
-            print(f"step {step}  loss {loss.item():.3f}  right {accuracy:.2f}  {time.monotonic() - start:.0f} s", flush=True)
+            print(
+                f"step {step}  loss {loss.item():.3f}  right {accuracy:.2f}  {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
     model.save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
     print(f"{arguments.out} written: {accuracy:.2f} of sampled answers are right after {step} steps")

@@ -94,7 +94,9 @@ def list_recipes(as_json: AsJson = False) -> None:
 @recipes.command("copy")
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="A name from `rlgen recipes list`.")],
-    path: Annotated[Path | None, typer.Argument(help="Where to; a file or a folder. The working directory unless said.")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(help="Where to; a file or a folder. The working directory unless said.")
+    ] = None,
 ) -> None:
     """Copy a recipe to change it. Never overwrites a file."""
     from rlgen.cli.inspect import copy_command
@@ -121,7 +123,9 @@ def main() -> None:
         leave(0)
     except Exception:
         traceback.print_exc()
-        typer.echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
+        typer.echo(
+            f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True
+        )
         leave(70)
 
 

@@ -70,7 +70,9 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     ]
     if changed:
         directory.close()
-        raise UsageError(f"--resume: {path} was another run: {'; '.join(changed)}. Undo this, or start under another name")
+        raise UsageError(
+            f"--resume: {path} was another run: {'; '.join(changed)}. Undo this, or start under another name"
+        )
     write_text(directory.resolved, resolved)
     return directory
 
@@ -99,7 +101,7 @@ def run(recipe: Recipe, directory: RunDirectory, resume: bool) -> None:
         try:
             trainer.run(done, stop)
         finally:
-            trainer.engine.close()
+            trainer.close()
         console.say(f"done: {directory.path}")
 
 
@@ -125,7 +127,9 @@ def log_to(path: Path) -> None:
 def flat(data: Any, prefix: str = "") -> dict[str, Any]:
     """{"run.seed": 0, ...}"""
     if isinstance(data, dict):
-        return {k: v for key, value in data.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
+        return {
+            k: v for key, value in data.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()
+        }
     return {prefix: data}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -13,6 +14,9 @@ from rlgen.recipe.models import DataRecipe
 from rlgen.types import Prompt
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+# Rows without an answer are left out, as a file may have a few; a larger share is a mistake.
+MAX_NO_ANSWER = 0.01
+CHATS_COMPARED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,76 +36,92 @@ class PromptStream:
     """
 
     entries: tuple[Entry, ...]
-    counts: Mapping[str, int]  # rows read, over_long, duplicates, used
+    counts: Mapping[str, int]  # rows read, left out by reason, used; duplicates among the used
     seed: int
     shuffle: bool
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """The prompts at positions `start` to `start + count - 1`."""
-        prompts: list[Prompt] = []
-        orders: dict[int, list[int]] = {}
-        for position in range(start, start + count):
-            epoch, place = divmod(position, len(self.entries))
-            row = orders.setdefault(epoch, self.order(epoch))[place] if self.shuffle else place
-            entry = self.entries[row]
-            prompts.append(
-                Prompt(
-                    position=position,
-                    row=row,
-                    text=entry.text,
-                    prompt_ids=entry.prompt_ids,
-                    columns=entry.columns,
-                )
-            )
-        return prompts
+        """The prompts at positions `start` to `start + count - 1`: take(0, 2) + take(2, 3) == take(0, 5)."""
+        return [self.at(position) for position in range(start, start + count)]
 
-    def order(self, epoch: int) -> list[int]:
-        """The rows of an epoch, each once."""
-        order = list(range(len(self.entries)))
-        Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
+    def at(self, position: int) -> Prompt:
+        """The prompt at a position."""
+        epoch, place = divmod(position, len(self.entries))
+        row = order(self.seed, epoch, len(self.entries))[place] if self.shuffle else place
+        entry = self.entries[row]
+        return Prompt(position=position, row=row, text=entry.text, prompt_ids=entry.prompt_ids, columns=entry.columns)
 
 
-def build_prompts(
-    data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> PromptStream:
-    """Templates and tokenises every row.
+# A step lies in one epoch or across two; shuffling a million rows takes half a second.
+@lru_cache(maxsize=2)
+def order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
+    """The rows of an epoch, each once."""
+    rows = list(range(count))
+    Random(f"{seed}/{epoch}").shuffle(rows)
+    return tuple(rows)
+
+
+def build_prompts(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptStream:
+    """Templates and tokenises every row. Rows without a prompt or an answer are left out and counted.
 
     Raises:
-        DataError: a row that is no prompt, an over-long one if the recipe refuses them, or nothing left.
+        DataError: a row that is no prompt, an over-long one if the recipe refuses them, too many without an answer, or
+            nothing left.
     """
     entries: list[Entry] = []
     seen: set[tuple[int, ...]] = set()
-    over_long = duplicates = 0
+    counts = {"read": len(rows.rows), "empty": 0, "no_answer": 0, "over_long": 0, "duplicates": 0, "used": 0}
+    chats = 0
     for index, row in enumerate(rows.rows):
-        messages = as_messages(row[data.columns.prompt], data, f"data.source: {rows.source}, row {index}")
+        where = f"data.source: {rows.source}, row {index}"
+        prompt = row[data.columns.prompt]
+        if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
+            counts["empty"] += 1
+            continue
+        if data.columns.answer is not None and row[data.columns.answer] is None:
+            counts["no_answer"] += 1
+            continue
+        messages = as_messages(prompt, data, where)
         if messages is None:
-            text = row[data.columns.prompt]
-            ids = tuple(tokenizer(text)["input_ids"])
+            # Not verbose: a prompt beyond the model's context is counted, not warned about.
+            text, ids = prompt, tuple(tokenizer(prompt, verbose=False)["input_ids"])
         else:
-            text = render(tokenizer, messages, data)
+            text = render(tokenizer, messages, data, where)
             # The template has written the special tokens already.
-            ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not ids:
-            raise DataError(f"data.source: {rows.source}, row {index}: the prompt is empty")
+            ids = tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            chats += 1
+            if chats <= CHATS_COMPARED:
+                compare(tokenizer, messages, ids, data)
         if len(ids) > data.max_prompt_tokens:
             if data.overlong == "error":
                 raise DataError(
-                    f"data.source: {rows.source}, row {index}: {len(ids)} tokens, data.max_prompt_tokens is"
-                    f" {data.max_prompt_tokens}; raise it, or set data.overlong to filter"
+                    f"{where}: {len(ids)} tokens, data.max_prompt_tokens is {data.max_prompt_tokens}; raise it, or set"
+                    " data.overlong to filter"
                 )
-            over_long += 1
+            counts["over_long"] += 1
             continue
-        duplicates += ids in seen
+        counts["duplicates"] += ids in seen
         seen.add(ids)
         entries.append(Entry(text, ids, with_answer(row, data.columns.answer)))
-    counts = {"read": len(rows.rows), "over_long": over_long, "duplicates": duplicates, "used": len(entries)}
-    if not entries:
-        raise DataError(
-            f"data.source: {rows.source}: no row is left of {counts['read']}: {over_long} are longer than"
-            f" data.max_prompt_tokens {data.max_prompt_tokens}; raise it"
-        )
+    counts["used"] = len(entries)
+    refuse(data, rows, counts, chats)
     return PromptStream(tuple(entries), counts, seed, data.shuffle)
+
+
+def refuse(data: DataRecipe, rows: Rows, counts: Mapping[str, int], chats: int) -> None:
+    """Raises DataError where what is left cannot be what was meant."""
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items())
+    if counts["no_answer"] > MAX_NO_ANSWER * counts["read"]:
+        raise DataError(
+            f"data.columns.answer: {rows.source}: `{data.columns.answer}` is empty in {counts['no_answer']} of"
+            f" {counts['read']} rows; name another column, or complete the data"
+        )
+    if not counts["used"]:
+        raise DataError(
+            f"data.source: {rows.source}: no row is left: {listed}; data.max_prompt_tokens is {data.max_prompt_tokens}"
+        )
+    if data.template_args and not chats:
+        raise DataError("data.template_args: no prompt is a chat, so they do nothing; remove them, or set data.chat")
 
 
 def with_answer(row: Mapping[str, Any], answer: str | None) -> dict[str, Any]:
@@ -118,21 +138,23 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
     system = [{"role": "system", "content": data.system}] if data.system else []
     if isinstance(prompt, str):
         return [*system, {"role": "user", "content": prompt}] if data.chat or system else None
-    if not isinstance(prompt, Sequence) or not prompt:
+    if not isinstance(prompt, Sequence):
         raise DataError(f"{where}: the prompt is {type(prompt).__name__}, not a text or a list of messages")
     for message in prompt:
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             raise DataError(f"{where}: a message needs a role of {', '.join(ROLES)}: {str(message)[:80]}")
-        if not isinstance(message.get("content"), str):
+        if message.get("tool_calls"):
+            raise DataError(f"{where}: a message calls tools, which a prompt cannot; remove it from the data")
+        if not isinstance(message.get("content"), str) or not message["content"].strip():
             raise DataError(f"{where}: the message of the {message['role']} has no text as content")
     if prompt[-1]["role"] == "assistant":
-        raise DataError(
-            f"{where}: the last message is the assistant's; a prompt ends where the assistant is to begin"
-        )
-    return [*([] if prompt[0]["role"] == "system" else system), *map(dict, prompt)]
+        raise DataError(f"{where}: the last message is the assistant's; a prompt ends where the assistant is to begin")
+    if system and prompt[0]["role"] in ("system", "developer"):
+        raise DataError(f"{where}: the row has a system message of its own beside data.system; remove one of them")
+    return [*system, *map(dict, prompt)]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], data: DataRecipe) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], data: DataRecipe, where: str) -> str:
     """The text of a chat up to where the assistant begins.
 
     Raises:
@@ -143,9 +165,21 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], d
             "data.chat: the tokenizer of model.path has no chat template; take an instruction-tuned model, or prompts as text"
         )
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **data.template_args
-        )
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.template_args)
     except Exception as error:  # a template is a program, and raises what it likes
-        raise DataError(f"data.chat: the chat template refuses {str(messages)[:200]}: {error}") from error
+        raise DataError(f"{where}: the chat template refuses {str(messages)[:200]}: {error}") from error
     return str(text)
+
+
+def compare(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], ids: Sequence[int], data: DataRecipe
+) -> None:
+    """Raises DataError where the tokenizer gives messages other ids than the text of their template."""
+    direct = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False, **data.template_args
+    )
+    if tuple(direct) != tuple(ids):
+        raise DataError(
+            f"data.chat: {type(tokenizer).__name__} gives a chat other ids than the text of its template, so the text"
+            " would not be what the model sees; take the fast tokenizer of the model"
+        )

@@ -33,9 +33,7 @@ class Rows:
          source="/data/train.jsonl", fingerprint="9f86d0...", files=("/data/train.jsonl",))
     """
 
-    rows: Sequence[
-        Mapping[str, Any]
-    ]  # after `data.limit`; each has every column, None where the source has no value
+    rows: Sequence[Mapping[str, Any]]  # after `data.limit`; each has every column, None where the source has no value
     columns: tuple[str, ...]
     kind: Literal["task", "file", "hub"]
     source: str
@@ -67,8 +65,7 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
             close = get_close_matches(column, rows.columns, n=1)
             guess = f"did you mean `{close[0]}`? " if close else ""
             raise DataError(
-                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}"
-                f"It has {', '.join(rows.columns)}"
+                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}It has {', '.join(rows.columns)}"
             )
     return rows
 
@@ -97,9 +94,7 @@ def file_rows(data: DataRecipe) -> Rows:
             table = datasets.load_dataset(TABLE_FORMATS[suffixes.pop()], data_files=names, split="train")
         # Whatever a damaged file makes pyarrow raise is a fault of the file.
         except Exception as error:
-            raise DataError(
-                f"data.source: {', '.join(names)} cannot be read: {error.__cause__ or error}"
-            ) from error
+            raise DataError(f"data.source: {', '.join(names)} cannot be read: {error.__cause__ or error}") from error
         columns, rows = tuple(table.column_names), head(table, data.limit)
     else:
         known = " ".join((*TEXT_READERS, *TABLE_FORMATS))
@@ -210,9 +205,7 @@ def hub_rows(data: DataRecipe) -> Rows:
     name = data.source + (f" (revision {data.revision})" if data.revision else "")
     if Path(data.source).exists():
         # `datasets` would read it instead, and nothing would say which rows were meant.
-        raise DataError(
-            f"data.source: {data.source} is a folder here and a name of the hub; write ./{data.source}"
-        )
+        raise DataError(f"data.source: {data.source} is a folder here and a name of the hub; write ./{data.source}")
     datasets.disable_progress_bars()
     try:
         builder = datasets.load_dataset_builder(data.source, data.subset, revision=data.revision)

@@ -24,7 +24,9 @@ def locate(path: str) -> str:
     if path.startswith("tiny:"):
         return str(build_tiny(path.removeprefix("tiny:")))
     if path.startswith("/") and not (Path(path) / "config.json").is_file():
-        raise SetupError(f"model.path: {path} holds no config.json; name a folder that save_pretrained wrote, or a hub id")
+        raise SetupError(
+            f"model.path: {path} holds no config.json; name a folder that save_pretrained wrote, or a hub id"
+        )
     return path
 
 

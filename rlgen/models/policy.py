@@ -15,7 +15,7 @@ from rlgen.types import Batch
 class Head:
     """What turns hidden states into logits: softcap(scale * (hidden @ weight.T + bias))."""
 
-    layer: nn.Module
+    model: PreTrainedModel
     scale: float
     softcap: float | None
 
@@ -25,24 +25,33 @@ class Head:
         config = model.config.get_text_config()
         # Each architecture has its own name for the same two things; `check_head` proves the reading right.
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-        head = cls(model.get_output_embeddings(), float(scale), getattr(config, "final_logit_softcapping", None))
+        head = cls(model, float(scale), getattr(config, "final_logit_softcapping", None))
         check_head(model, head)
         return head
 
+    @property
+    def weight(self) -> Tensor:
+        """[V, H]: the tensor itself, so that a tied head gives its gradient to the embedding."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias: Tensor | None = self.model.get_output_embeddings().bias
+        return bias
+
     def logits(self, hidden: Tensor, fp32: bool) -> Tensor:
         """[N, H] -> [N, V] float32. For a few positions only."""
-        return head_logits(
-            hidden, self.layer.weight, bias=self.layer.bias, softcap=self.softcap, scale=self.scale, fp32=fp32
-        )
+        return head_logits(hidden, self.weight, bias=self.bias, softcap=self.softcap, scale=self.scale, fp32=fp32)
 
     def logp(self, hidden: Tensor, ids: Tensor, temperatures: tuple[float, ...], fp32: bool) -> Tensor:
         """[N, H], [N] -> [K, N] float32 log-probs of `ids`, one row a temperature; [N, V] is never held whole."""
         return head_logp(
             hidden,
-            self.layer.weight,
+            self.weight,
             ids,
             temperatures,
-            bias=self.layer.bias,
+            bias=self.bias,
             softcap=self.softcap,
             scale=self.scale,
             fp32=fp32,

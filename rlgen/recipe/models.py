@@ -21,12 +21,6 @@ Scalar = StrictBool | StrictInt | Annotated[float, Field(strict=True)] | StrictS
 Dtype = Literal["float32", "bfloat16"]
 
 
-def number(low: float, high: float, *, open_low: bool = False) -> Any:
-    """A float within bounds; an integer is fine, a string or a bool is not."""
-    bounds = Field(gt=low, le=high, strict=True) if open_low else Field(ge=low, le=high, strict=True)
-    return Annotated[float, bounds]
-
-
 class RunRecipe(Strict):
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run; the recipe's file name unless said."""
@@ -126,7 +120,7 @@ BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "fo
 class RewardRecipe(Strict):
     use: Text
     """Built-in name, file.py:function, or pkg.mod:function."""
-    weight: number(-1e6, 1e6) = 1.0
+    weight: Annotated[float, Field(strict=True, ge=-1e6, le=1e6)] = 1.0
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     """Name in metrics and rollouts; the function's unless said."""
     args: dict[StrictStr, Any] = {}
@@ -142,7 +136,7 @@ class RolloutRecipe(Strict):
     group_size: Count = 8
     """Completions of each prompt."""
     max_completion_tokens: Count = 512
-    temperature: number(0.01, 2.0) = 1.0
+    temperature: Annotated[float, Field(strict=True, ge=0.01, le=2.0)] = 1.0
 
 
 class ColocatedEngineRecipe(Strict):
@@ -153,9 +147,9 @@ class ColocatedEngineRecipe(Strict):
     """None: max_prompt_tokens + max_completion_tokens."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
     """Completions decoded at the same time."""
-    kv_cache_gib: number(0, 10000, open_low=True) | None = None
+    kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
     """Memory of the KV cache. None: on the CPU what is needed, at most 4 GiB; on a GPU what the share below leaves."""
-    gpu_memory_utilization: number(0, 1, open_low=True) | None = None
+    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     """Share of the GPU for weights and KV cache. None: 0.45."""
     tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
     sleep: StrictBool = False
@@ -172,10 +166,34 @@ class ColocatedEngineRecipe(Strict):
 
 # What rlgen's promise rests on, or sets from another key.
 RESERVED_ENGINE_ARGUMENTS = frozenset(
-    """model tokenizer revision skip_tokenizer_init dtype seed max_model_len max_num_seqs max_num_batched_tokens
-    enable_chunked_prefill kv_cache_memory_bytes gpu_memory_utilization logprobs_mode generation_config
-    tensor_parallel_size enable_sleep_mode model_impl quantization enforce_eager trust_remote_code hf_overrides load_format
-    distributed_executor_backend async_scheduling enable_lora max_logprobs""".split()
+    [
+        "model",
+        "tokenizer",
+        "revision",
+        "skip_tokenizer_init",
+        "dtype",
+        "seed",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+        "logprobs_mode",
+        "generation_config",
+        "tensor_parallel_size",
+        "enable_sleep_mode",
+        "model_impl",
+        "quantization",
+        "enforce_eager",
+        "trust_remote_code",
+        "hf_overrides",
+        "load_format",
+        "distributed_executor_backend",
+        "async_scheduling",
+        "enable_lora",
+        "max_logprobs",
+    ]
 )
 
 
@@ -190,7 +208,7 @@ class TransformersEngineRecipe(Strict):
 class CorrectionRecipe(Strict):
     mode: Literal["token_truncate", "none"] = "token_truncate"
     """Importance weight between the engine's and the trainer's log-probs."""
-    max: number(1, 1e6) = 2.0
+    max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 2.0
     """Cap of a token's weight."""
 
     @property
@@ -202,13 +220,13 @@ class GRPORecipe(Strict):
     kind: Literal["grpo"] = "grpo"
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """Aggregation over tokens: mean over all (dapo), over each completion (grpo), by a fixed length (dr_grpo)."""
-    beta: number(0, 1000) = 0.0
+    beta: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
     """Weight of the KL to a reference in the loss; a reference is held only above 0."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Standard deviation that advantages are divided by. None: as the loss's paper has it, none for dr_grpo, else group."""
-    clip_low: number(0, 1) = 0.2
+    clip_low: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
     """The ratio is clipped below 1 - clip_low. Acts from the second update of a rollout on."""
-    clip_high: number(0, 100) = 0.28
+    clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.28
     """The ratio is clipped above 1 + clip_high."""
     updates_per_rollout: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
     """Optimizer steps on each rollout, all of its rows in each."""
@@ -221,10 +239,10 @@ class GRPORecipe(Strict):
 
 class RLOORecipe(Strict):
     kind: Literal["rloo"]
-    beta: number(0, 1000) = 0.0
+    beta: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
     """Weight of the KL to a reference, taken from the reward; a reference is held only above 0."""
-    clip_low: number(0, 1) = 0.2
-    clip_high: number(0, 100) = 0.2
+    clip_low: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.2
     updates_per_rollout: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
     correction: CorrectionRecipe = CorrectionRecipe()
 
@@ -232,9 +250,9 @@ class RLOORecipe(Strict):
 class OnlineDPORecipe(Strict):
     kind: Literal["online_dpo"]
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    beta: number(0, 1000, open_low=True) = 0.1
+    beta: Annotated[float, Field(strict=True, gt=0, le=1000)] = 0.1
     """How strongly the reference holds."""
-    min_margin: number(0, 1e6) = 0.0
+    min_margin: Annotated[float, Field(strict=True, ge=0, le=1e6)] = 0.0
     """The rewards of a pair differ by more than this."""
     ties: Literal["skip", "first"] = "skip"
     """A group of equal rewards: no pair, or its first against its last."""
@@ -242,12 +260,12 @@ class OnlineDPORecipe(Strict):
 
 
 class OptimRecipe(Strict):
-    learning_rate: number(0, 10, open_low=True) = 1e-6
+    learning_rate: Annotated[float, Field(strict=True, gt=0, le=10)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up; linear and cosine end at 0 with the run."""
     warmup_steps: Annotated[StrictInt, Field(ge=0, le=10**9)] = 0
-    weight_decay: number(0, 10) = 0.0
-    max_grad_norm: number(0, 1e6, open_low=True) = 1.0
+    weight_decay: Annotated[float, Field(strict=True, ge=0, le=10)] = 0.0
+    max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 1.0
     micro_batch_tokens: Count = 16384
     """Most tokens that go through the model together, padding included. Changes memory and speed, never the result."""
 
@@ -260,9 +278,9 @@ class CheckpointRecipe(Strict):
 
 
 class SentinelRecipe(Strict):
-    max_delta: number(0, 100, open_low=True) | None = None
+    max_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Most that engine and trainer may differ on any sampled token, in nats. Both None: the dtype's own bounds."""
-    mean_delta: number(0, 100, open_low=True) | None = None
+    mean_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Most that they may differ on average."""
 
 

@@ -79,7 +79,9 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     for index, label in enumerate(labels):
         if label in labels[:index]:
             found.append(
-                Finding(f"rewards.{index}", f"two rewards are called `{label}`", f"set rewards.{index}.name to another name")
+                Finding(
+                    f"rewards.{index}", f"two rewards are called `{label}`", f"set rewards.{index}.name to another name"
+                )
             )
     if isinstance(engine, ColocatedEngineRecipe):
         found += _engine_contradictions(recipe, engine, both)
@@ -128,7 +130,9 @@ def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: 
         )
     for name in sorted(set(engine.extra) & RESERVED_ENGINE_ARGUMENTS):
         found.append(
-            Finding(f"engine.extra.{name}", f"engine.extra.{name} is set by rlgen: its promise rests on it", "remove it")
+            Finding(
+                f"engine.extra.{name}", f"engine.extra.{name} is set by rlgen: its promise rests on it", "remove it"
+            )
         )
     return found
 
@@ -189,4 +193,6 @@ REFUSED = {
     "optim.lr": "did you mean `learning_rate`?",
     "engine.url": "an engine of this kind has no server",
 }
-REFUSED_BY_KIND = {"online_dpo": {"trainer.correction": "a preference loss has no importance weight; the gap is still measured"}}
+REFUSED_BY_KIND = {
+    "online_dpo": {"trainer.correction": "a preference loss has no importance weight; the gap is still measured"}
+}

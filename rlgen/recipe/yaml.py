@@ -71,7 +71,9 @@ class _Reader:
         self.nodes += 1
         if self.nodes > MAX_NODES or len(path) > MAX_DEPTH:
             if self.nodes <= MAX_NODES + 1:
-                self.complain(node, "too large or too deep for a recipe", "remove anchors that repeat or contain themselves")
+                self.complain(
+                    node, "too large or too deep for a recipe", "remove anchors that repeat or contain themselves"
+                )
                 self.nodes = MAX_NODES + 2
             return None
         self.document.places.setdefault(path, f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}")

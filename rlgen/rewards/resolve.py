@@ -19,7 +19,9 @@ from rlgen.rewards.builtin import BUILTIN
 
 # What rlgen gives to a reward, besides the data set's columns: for one sample, and for a group as lists.
 SAMPLE_NAMES = frozenset({"prompt", "completion", "prompt_ids", "completion_ids", "finish_reason", "step"})
-GROUP_NAMES = frozenset({"prompts", "completions", "prompt_ids", "completion_ids", "finish_reason", "step"})
+GROUP_NAMES = frozenset(
+    {"prompts", "completions", "prompt_ids", "completion_ids", "finish_reason", "finish_reasons", "step"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class RewardFunction:
     is_async: bool
     names: frozenset[str] | None  # parameters to fill; None: all there are (`**kwargs`)
     args: Mapping[str, Any]  # from the recipe
+    file: str | None  # source of the function: errors name its line there
     sha256: str | None  # of the user's file
 
     def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,21 +56,22 @@ def resolve(entry: RewardRecipe, columns: Collection[str]) -> RewardFunction:
     function, sha256 = find(entry.use)
     try:
         parameters = inspect.signature(function).parameters.values()
+        file = inspect.getsourcefile(inspect.unwrap(function))
     except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"rewards: {entry.use} is not a function that can be called by name: {error}"
-        ) from error
+        raise RewardError(f"rewards: {entry.use} is not a function that can be called by name: {error}") from error
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     of_group = bool({"completions", "prompts"} & set(named))
     given = (GROUP_NAMES if of_group else SAMPLE_NAMES) | set(columns)
     where = f"rewards: {entry.use}"
+    if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise RewardError(
+            f"{where}: `{positional[0]}` is positional-only, but parameters are filled by name; remove the `/`"
+        )
     if unknown := sorted(set(entry.args) - set(named)) if not takes_all else []:
         raise RewardError(f"{where} has no parameter `{unknown[0]}`; it has {', '.join(named)}")
     if both := sorted(set(entry.args) & given):
-        raise RewardError(
-            f"{where}: `{both[0]}` in args is given by rlgen or a column of the data already; rename it"
-        )
+        raise RewardError(f"{where}: `{both[0]}` in args is given by rlgen or a column of the data already; rename it")
     required = {name for name, p in named.items() if p.default is p.empty}
     if missing := sorted(required - given - set(entry.args)):
         close = get_close_matches(missing[0], given, n=1)
@@ -84,6 +88,7 @@ def resolve(entry: RewardRecipe, columns: Collection[str]) -> RewardFunction:
         is_async=inspect.iscoroutinefunction(function),
         names=None if takes_all else frozenset(named),
         args=entry.args,
+        file=file,
         sha256=sha256,
     )
 
@@ -101,9 +106,7 @@ def find(use: str) -> tuple[Callable[..., Any], str | None]:
     if source.endswith(".py"):
         path = Path(source)
         if not path.is_file():
-            raise RewardError(
-                f"rewards: {path} does not exist; a path in a recipe starts at the recipe's folder"
-            )
+            raise RewardError(f"rewards: {path} does not exist; a path in a recipe starts at the recipe's folder")
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         module = run_module(source, lambda: load_file(path, f"rlgen_reward_{sha256[:16]}"))
     else:
@@ -132,16 +135,14 @@ def run_module(source: str, load: Callable[[], ModuleType]) -> ModuleType:
         return load()
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"rewards: {source} cannot be imported: {type(error).__name__}: {error} {user_line(error)}"
+            f"rewards: {source} cannot be imported: {type(error).__name__}: {error} {user_line(error, source)}"
         ) from error
 
 
-def user_line(error: BaseException) -> str:
-    """ "(rewards.py:12)": the innermost line of the user's own code."""
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in f.filename and f.filename[0] != "<"
-    ]
-    own = [f for f in frames if f"{Path('rlgen') / 'rewards'}" not in f.filename] or frames
+def user_line(error: BaseException, file: str | None) -> str:
+    """ "(rewards.py:12)": the innermost line of the user's own file, else the innermost of all."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"({error.filename}:{error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    own = [f for f in frames if f.filename == file] or frames
     return f"({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlgen.errors import RewardError
@@ -25,9 +25,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """All rewards of a recipe."""
+    """All rewards of a recipe. It owns the event loop of the async ones, which lives as long as their HTTP clients."""
 
     rewards: tuple[RewardFunction, ...]
+    loop: asyncio.Runner = field(default_factory=asyncio.Runner)
+
+    def close(self) -> None:
+        """Ends the event loop."""
+        self.loop.close()
 
     def score(self, groups: Sequence[Group], step: int) -> list[Group]:
         """The same groups with `rewards` and `reward` of every sample filled in.
@@ -35,17 +40,22 @@ class Scorer:
         Raises:
             RewardError: a function failed, or returned something that is neither a finite number nor None.
         """
-        calls = [
-            call for group in groups for reward in self.rewards for call in calls_of(reward, group, step)
-        ]
+        calls = [call for group in groups for reward in self.rewards for call in calls_of(reward, group, step)]
         values: dict[tuple[int, int], dict[str, float | None]] = {}
-        for call, answer in zip(calls, asyncio.run(run_all(calls)), strict=True):
+        # Not in the event loop: a function that is not async may run one of its own.
+        done = [(call, call_now(call)) for call in calls if not call.reward.is_async]
+        if waiting := [call for call in calls if call.reward.is_async]:
+            done += zip(waiting, self.loop.run(run_all(waiting)), strict=True)
+        for call, answer in done:
             for sample, value in zip(call.samples, answers(call, answer), strict=True):
                 values.setdefault((sample.group_id, sample.sample_index), {})[call.reward.label] = value
         weights = {reward.label: reward.weight for reward in self.rewards}
         scored: list[Group] = []
         for group in groups:
-            table = [values[sample.group_id, sample.sample_index] for sample in group.samples]
+            table = [
+                {label: values[sample.group_id, sample.sample_index][label] for label in weights}
+                for sample in group.samples
+            ]
             totals = weighted_sums(table, weights)
             samples = tuple(
                 replace(sample, rewards=rewards, reward=total)
@@ -67,9 +77,7 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
         values = [row[label] for label in applying]
         known = [value for value in values if value is not None]
         complete = bool(applying) and len(known) == len(values)
-        totals.append(
-            sum(weights[label] * v for label, v in zip(applying, known, strict=True)) if complete else None
-        )
+        totals.append(sum(weights[label] * v for label, v in zip(applying, known, strict=True)) if complete else None)
     return totals
 
 
@@ -85,6 +93,7 @@ def calls_of(reward: RewardFunction, group: Group, step: int) -> list[Call]:
             "prompt_ids": [list(sample.prompt_ids) for sample in group.samples],
             "completion_ids": [list(sample.completion_ids) for sample in group.samples],
             "finish_reason": [sample.finish_reason for sample in group.samples],
+            "finish_reasons": [sample.finish_reason for sample in group.samples],
             "step": step,
         }
         return [Call(reward, group, group.samples, reward.arguments(available))]
@@ -109,20 +118,38 @@ def calls_of(reward: RewardFunction, group: Group, step: int) -> list[Call]:
     ]
 
 
+def call_now(call: Call) -> Any:
+    """The answer of a function that is not async."""
+    try:
+        return call.reward.function(**call.arguments)
+    except (Exception, SystemExit) as error:  # the user's code raises whatever it likes; that is no reward of 0
+        raise failed(call, error) from error
+
+
 async def run_all(calls: Sequence[Call]) -> list[Any]:
-    """The answers in the order of the calls; async functions run side by side."""
+    """The answers of async functions in the order of the calls. All have ended when the first failure is raised."""
     limit = asyncio.Semaphore(CONCURRENT)
 
     async def run(call: Call) -> Any:
-        try:
-            if not call.reward.is_async:
-                return call.reward.function(**call.arguments)
-            async with limit:
+        async with limit:
+            try:
                 return await call.reward.function(**call.arguments)
-        except Exception as error:  # the user's code raises whatever it likes; a failure is not a reward of 0
-            raise RewardError(f"{place(call)}: {type(error).__name__}: {error} {user_line(error)}") from error
+            except (Exception, SystemExit) as error:
+                problem = failed(call, error)
+                problem.__cause__ = error
+                return problem
 
-    return list(await asyncio.gather(*map(run, calls)))
+    outcomes = await asyncio.gather(*map(run, calls))
+    for outcome in outcomes:
+        if isinstance(outcome, RewardError):
+            raise outcome
+    return outcomes
+
+
+def failed(call: Call, error: BaseException) -> RewardError:
+    """The error for the user: which reward, which sample, which line."""
+    line = user_line(error, call.reward.file)
+    return RewardError(f"{place(call)}: {type(error).__name__}: {error} {line}")
 
 
 def answers(call: Call, answer: Any) -> list[float | None]:
@@ -133,9 +160,7 @@ def answers(call: Call, answer: Any) -> list[float | None]:
     """
     values = answer if call.reward.of_group else [answer]
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(call.samples):
-        raise RewardError(
-            f"{place(call)} returned {str(values)[:80]}, not a list of {len(call.samples)} rewards"
-        )
+        raise RewardError(f"{place(call)} returned {str(values)[:80]}, not a list of {len(call.samples)} rewards")
     return [None if value is None else finite(call, value) for value in values]
 
 

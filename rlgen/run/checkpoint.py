@@ -105,7 +105,9 @@ class Checkpoints:
             schedule.load_state_dict(state.schedule)
             set_random(load_file(path / "state" / "random.safetensors"))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error!r}; delete it to go on from the one before") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {error!r}; delete it to go on from the one before"
+            ) from error
         return state
 
 
@@ -119,7 +121,9 @@ def load_weights(path: Path, model: nn.Module) -> None:
         raise CheckpointError(f"{path} has no weights for {missing[0]}: it is a checkpoint of another model")
     for name, parameter in own.items():
         if parameter.shape != saved[name].shape:
-            raise CheckpointError(f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model")
+            raise CheckpointError(
+                f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model"
+            )
         parameter.copy_(saved[name])
 
 
@@ -147,11 +151,12 @@ def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Opti
 def random_tensors() -> dict[str, Tensor]:
     """The random states of Python, NumPy and torch as tensors."""
     version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    text = json.dumps({"python": [version, gauss], "numpy": [name, position, has_gauss, cached]})
+    numpy_state = numpy.random.get_state(legacy=False)
+    words = numpy_state["state"].pop("key")  # the rest is plain numbers
+    text = json.dumps({"python": [version, gauss], "numpy": numpy_state})
     states = {
         "python": torch.tensor(numbers, dtype=torch.int64),
-        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
+        "numpy": torch.from_numpy(words.astype(numpy.int64)),
         "torch": torch.get_rng_state(),
         "rest": torch.tensor(list(text.encode()), dtype=torch.uint8),
     }
@@ -165,8 +170,9 @@ def set_random(states: dict[str, Tensor]) -> None:
     rest = json.loads(bytes(states["rest"].tolist()))
     version, gauss = rest["python"]
     random.setstate((version, tuple(states["python"].tolist()), gauss))
-    name, position, has_gauss, cached = rest["numpy"]
-    numpy.random.set_state((name, states["numpy"].numpy().astype(numpy.uint32), position, has_gauss, cached))
+    numpy_state = rest["numpy"]
+    numpy_state["state"]["key"] = states["numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(numpy_state)
     torch.set_rng_state(states["torch"])
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if f"cuda{index}" in states:

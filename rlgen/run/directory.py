@@ -1,20 +1,19 @@
 """`DIR/NAME/`: one run, and never another's.
 
-    recipe.yaml      verbatim            status.json    state, step, process
-    resolved.yaml    every value         metrics.jsonl  one object a step
-    provenance.json  versions, hashes    rollouts/      step_000012.jsonl, one object a sample
-    logs/            of this attempt and, under attempt_K, of those before
-    checkpoints/     step_000020/
+recipe.yaml      verbatim            status.json    state, step, process
+resolved.yaml    every value         metrics.jsonl  one object a step
+provenance.json  versions, hashes    rollouts/      step_000012.jsonl, one object a sample
+logs/            of this attempt and, under attempt_K, of those before
+checkpoints/     step_000020/
 """
 
 import fcntl
 import json
+import os
 import shutil
 import time
 from pathlib import Path
 from typing import IO, Any
-
-import os
 
 from rlgen.errors import UsageError
 from rlgen.run.files import read_json, write_json, write_text

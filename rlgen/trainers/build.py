@@ -31,7 +31,9 @@ from rlgen.types import Sampling
 log = logging.getLogger(__name__)
 
 
-def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console) -> tuple[Trainer, int]:
+def build_trainer(
+    recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console
+) -> tuple[Trainer, int]:
     """Loads data, rewards, model and engine, in the order of their cost, and checks that trainer and engine agree.
 
     Args:

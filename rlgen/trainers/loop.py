@@ -75,7 +75,9 @@ class Trainer:
                 self.engine.sync(self.policy.model.named_parameters(), version=step)
             last = step == recipe.run.steps or stop.requested
             with clock("save"):
-                self.directory.write_rollouts(step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist()))
+                self.directory.write_rollouts(
+                    step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
+                )
                 if last or step % recipe.checkpoint.every == 0:
                     self.save(step)
             self.report(step, samples, learned, clock)
@@ -111,6 +113,11 @@ class Trainer:
         sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in samples], 0.0)
         mask = pad_rows([torch.tensor(sample.loss_mask) for sample in samples], False)
         return reward_kl(sampler_logp, pad_rows(self.reference_logp(samples), 0.0), mask)
+
+    def close(self) -> None:
+        """Ends what runs beside the loop."""
+        self.scorer.close()
+        self.engine.close()
 
     def save(self, step: int) -> None:
         self.checkpoints.save(

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from rlgen.losses.inputs import Totals
@@ -59,5 +58,3 @@ class Window:
     def padded(self, batch_tokens: int) -> int:
         """Padding positions, of `batch_tokens` positions that all micro-batches have together."""
         return batch_tokens - sum(len(s.prompt_ids) + len(s.completion_ids) for s in self.samples)
-
-

@@ -61,10 +61,17 @@ def test_a_position_is_one_integer(tmp_path: Path) -> None:
 def test_over_long_prompts_are_counted_or_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "ab"}, {"prompt": "abcdef"}, {"prompt": "ab"}]
     made = stream(rows, tmp_path, max_prompt_tokens=4)
-    assert dict(made.counts) == {"read": 3, "over_long": 1, "duplicates": 1, "used": 2}
+    assert dict(made.counts) == {
+        "read": 3,
+        "empty": 0,
+        "no_answer": 0,
+        "over_long": 1,
+        "duplicates": 1,
+        "used": 2,
+    }
     with pytest.raises(DataError, match="row 1: 6 tokens, data.max_prompt_tokens is 4"):
         stream(rows, tmp_path, max_prompt_tokens=4, overlong="error")
-    with pytest.raises(DataError, match="no row is left of 3: 3 are longer"):
+    with pytest.raises(DataError, match="no row is left: .*3 over_long"):
         stream(rows, tmp_path, max_prompt_tokens=1)
 
 
@@ -73,9 +80,12 @@ def test_over_long_prompts_are_counted_or_refused(tmp_path: Path) -> None:
     [
         ([{"role": "wizard", "content": "x"}], "row 0: a message needs a role"),
         ([{"role": "user"}], "has no text as content"),
-        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "the last message is the assistant's"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+            "the last message is the assistant's",
+        ),
         (7, "the prompt is int"),
-        ("", "the prompt is empty"),
+        ("", "no row is left: 1 read, 1 empty"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, prompt: Any, part: str) -> None:

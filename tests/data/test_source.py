@@ -124,9 +124,7 @@ def test_a_hub_data_set_is_pinned_by_its_commit(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset_builder", load_dataset_builder)
     loaded = load_rows(recipe("org/name", subset="main", split="test", revision="v2", limit=1), 0)
     assert asked == [(("org/name", "main"), {"revision": "v2"}), "prepared", "test"]
-    assert (
-        loaded.kind == "hub" and loaded.fingerprint == Builder.hash and list(loaded.rows) == [{"prompt": "a"}]
-    )
+    assert loaded.kind == "hub" and loaded.fingerprint == Builder.hash and list(loaded.rows) == [{"prompt": "a"}]
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,17 @@ def gap(policy: Policy, asked: list[Request], answers: list[Completion], tempera
     """Largest |engine - trainer| log-prob."""
     samples = [
         make_sample(
-            prompt_ids=r.prompt_ids, completion_ids=c.token_ids, sampler_logp=c.logp, loss_mask=(True,) * len(c.token_ids)
+            prompt_ids=r.prompt_ids,
+            completion_ids=c.token_ids,
+            sampler_logp=c.logp,
+            loss_mask=(True,) * len(c.token_ids),
         )
         for r, c in zip(asked, answers, strict=True)
     ]
     logp = score(policy, samples, temperature, 4096, CPU)
-    return max((torch.tensor(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
+    return max(
+        (torch.tensor(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True)
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -32,7 +32,11 @@ def test_unscorable_rows_leave_the_statistics() -> None:
 
 def test_rloo() -> None:
     # the mean of the others: [.25, .75, .5]
-    assert rloo_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.long)).tolist() == [0.75, -0.75, 0.0]
+    assert rloo_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.long)).tolist() == [
+        0.75,
+        -0.75,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

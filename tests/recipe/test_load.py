@@ -184,7 +184,9 @@ def leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str]]:
             for inner in nested:
                 found += leaves(inner, f"{prefix}{name}.")
         elif any(kind in (int, float) for kind in kinds) or "Strict" in str(kinds) or "float" in str(kinds):
-            if not any(kind is bool for kind in kinds) and "str" not in str(field.annotation).lower().replace("strict", ""):
+            if not any(kind is bool for kind in kinds) and "str" not in str(field.annotation).lower().replace(
+                "strict", ""
+            ):
                 found.append((f"{prefix}{name}", str(field.annotation)))
     return found
 
@@ -193,7 +195,9 @@ NUMBERS = sorted({path for path, kind in leaves(Recipe) if "bool" not in kind.lo
 
 
 def test_the_walk_finds_the_numbers() -> None:
-    assert {"optim.learning_rate", "run.steps", "trainer.beta", "trainer.correction.max", "engine.kv_cache_gib"} <= set(NUMBERS)
+    assert {"optim.learning_rate", "run.steps", "trainer.beta", "trainer.correction.max", "engine.kv_cache_gib"} <= set(
+        NUMBERS
+    )
     assert len(NUMBERS) >= 25
 
 

@@ -59,7 +59,16 @@ def test_other_built_ins() -> None:
 
 def test_built_ins_are_finite_and_quick_on_any_text() -> None:
     rng = random.Random(0)
-    texts = ["", " ", "\\frac{" * 300, "9" * 100_000, "<think>" * 20_000, "$" * 100_000, "\ufffd" * 1000, "#### " * 20_000]
+    texts = [
+        "",
+        " ",
+        "\\frac{" * 300,
+        "9" * 100_000,
+        "<think>" * 20_000,
+        "$" * 100_000,
+        "\ufffd" * 1000,
+        "#### " * 20_000,
+    ]
     texts += ["".join(rng.choices("0123456789.,-/e$ #<>th\\{}", k=2000)) for _ in range(50)]
     start = time.monotonic()
     for text in texts:
@@ -77,7 +86,7 @@ def test_weighted_sum_keeps_none_apart() -> None:
     assert weighted_sums([{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 2.0}], {"a": 1.0, "b": 0.5}) == [1.25, 1.0]
 
 
-FILE = '''
+FILE = """
 async def slow(completion, answer): return float(completion == answer)
 def spread(completions, prompts, completion_ids, answer):
     return [len(set(completions)) + len(completion_ids[i]) for i in range(len(prompts))]
@@ -89,7 +98,7 @@ def nan(completion): return float("nan")
 def short(completions): return [1.0]
 def fails(completion): return 1 / 0
 limited = lambda completion, limit=3: float(len(completion) > limit)
-'''
+"""
 
 
 @pytest.fixture

@@ -1,0 +1,174 @@
+import math
+import random
+import time
+
+import pytest
+
+from rlgen.recipe.models import BUILT_IN_REWARDS
+from rlgen.rewards.builtin import (
+    BUILTIN,
+    exact_match,
+    last_number,
+    layout,
+    length,
+    numeric_match,
+    regex_match,
+)
+
+
+def test_the_recipe_knows_the_built_in_rewards():
+    assert set(BUILT_IN_REWARDS) == set(BUILTIN)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [(" 52\n", "52", 1.0), ("52", 52, 1.0), ("5 2", "52", 0.0), ("", "52", 0.0), ("Yes", "yes", 0.0)],
+)
+def test_exact_match(completion, answer, value):
+    assert exact_match(completion, answer) == value
+
+
+def test_a_missing_answer_is_an_error_and_no_zero():
+    with pytest.raises(ValueError, match=r"data\.columns\.answer"):
+        exact_match("52", None)
+    with pytest.raises(ValueError, match="holds no number"):
+        numeric_match("52", "fifty-two")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("so it is 72.", "#### 72", 1.0),
+        ("#### 72\nThat took 5 steps.", "72", 1.0),  # right behind the marker goes before the last
+        ("#### Step 1\n the sum is 72", "72", 1.0),
+        ("first 72, then 73", "72", 0.0),
+        ("$1,234.50", "1234.5", 1.0),
+        ("1,000,000 people", "1000000", 1.0),
+        ("1, 2, 3", "3", 1.0),
+        ("10-3=7", "7", 1.0),
+        ("10-3", "3", 1.0),  # the minus subtracts
+        ("x = -3", "-3", 1.0),
+        ("-3", "3", 0.0),
+        ("−3", "-3", 1.0),  # the minus of typography
+        ("-$5", "-5", 1.0),
+        ("50%", "50", 1.0),
+        ("1/2", "0.5", 1.0),
+        (r"\boxed{\frac{-3}{4}}", "-0.75", 1.0),
+        ("1{,}234", "1234", 1.0),
+        (".5", "1/2", 1.0),
+        ("1e-3", "0.001", 1.0),
+        ("3.14159", "3.14160", 0.0),
+        ("0.3333333", "1/3", 1.0),  # 3.3e-8 away
+        ("9007199254740993", "9007199254740992", 0.0),  # equal as 64-bit floats
+        ("5/0", "5", 0.0),
+        ("no number", "5", 0.0),
+        ("", "5", 0.0),
+        ("9" * 1000, "9", 0.0),
+    ],
+)
+def test_numeric_match(completion, answer, value):
+    assert numeric_match(completion, answer) == value
+
+
+def test_the_tolerance_is_absolute():
+    assert numeric_match("1000.4", "1000", tolerance=0.5) == 1.0
+    assert numeric_match("1000.6", "1000", tolerance=0.5) == 0.0
+
+
+def test_regex_match():
+    assert regex_match("ab12", r"\d+") == 1.0
+    assert regex_match("ab12", r"\d+", full=True) == 0.0
+    assert regex_match("12", r"\d+", full=True) == 1.0
+
+
+def test_length_falls_by_the_distance_to_the_target():
+    assert [length([0] * n, target=4) for n in (0, 3, 4, 6, 12)] == [-1.0, -0.25, 0.0, -0.5, -2.0]
+    with pytest.raises(ValueError, match="target is 0"):
+        length([1], target=0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>", 1.0),
+        (" <think></think><answer></answer>\n", 1.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("x<think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>x", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think></think><answer>b</answer>", 0.0),
+        ("<think><answer>b</answer></think><answer>b</answer>", 0.0),
+    ],
+)
+def test_the_layout_of_thoughts_and_answer(completion, value):
+    assert layout(completion) == value
+
+
+def test_a_layout_of_the_users():
+    assert layout("a\nb", pattern="a.b") == 1.0
+    assert layout("a\nbc", pattern="a.b") == 0.0
+
+
+def hostile_texts():
+    rng = random.Random(0)
+    alphabet = [
+        "1",
+        "9",
+        ",",
+        ".",
+        "-",
+        "$",
+        "/",
+        "e",
+        "{",
+        "}",
+        "\\frac{",
+        "####",
+        " ",
+        "\n",
+        "<think>",
+        "</think>",
+        "<answer>",
+    ]
+    yield from ("", " \n\t", "\ufffd" * 50, "<|im_end|>" * 3, "\\frac{" * 300 + "1" + "}" * 300, "\x00\ud800")
+    for unit in (
+        *alphabet,
+        "1,000",
+        ",000",
+        "1/",
+        "\\frac{1}",
+        "</think><answer>",
+        "</think> ",
+        "-1",
+        "1e",
+        "#### 1 ",
+    ):
+        yield unit * (100_000 // len(unit))
+    for size in (10, 1000, 100_000):
+        yield from ("".join(rng.choices(alphabet, k=size)) for _ in range(10))
+    yield "".join(map(chr, rng.choices([*range(0xD800), *range(0xE000, 0x110000)], k=100_000)))
+
+
+def test_every_built_in_is_finite_and_fast_for_any_text():
+    calls = {
+        "exact_match": lambda text: exact_match(text, "52"),
+        "numeric_match": lambda text: numeric_match(text, "52"),
+        "regex_match": lambda text: regex_match(text, r"\d+$"),
+        "length": lambda text: length(range(len(text)), target=100),
+        "format": layout,
+    }
+    assert set(calls) == set(BUILTIN)
+    for text in hostile_texts():
+        for name, call in calls.items():
+            start = time.perf_counter()
+            assert math.isfinite(call(text)), name
+            assert time.perf_counter() - start < 2, (name, text[:20], len(text))
+
+
+def test_what_was_written_as_a_number_is_read_back():
+    rng = random.Random(1)
+    for _ in range(500):
+        value = rng.randint(-(10 ** rng.randint(1, 12)), 10 ** rng.randint(1, 12))
+        text = rng.choice(["{:,}", "{}", "${:,}.", "is {} %", "\\boxed{{{:,}}}", "**{}**"]).format(value)
+        assert last_number(text) == value, text

@@ -1,0 +1,127 @@
+import hashlib
+import textwrap
+
+import pytest
+
+from rlgen.errors import RewardError
+from rlgen.recipe.models import RewardRecipe
+from rlgen.rewards import resolve
+from rlgen.rewards.builtin import exact_match
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(source, name="rewards.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write_file
+
+
+def entry(use, **settings):
+    return RewardRecipe(use=str(use), **settings)
+
+
+def test_a_built_in():
+    reward = resolve(entry("exact_match", weight=0.5), {"answer"})
+    assert (reward.label, reward.weight, reward.function) == ("exact_match", 0.5, exact_match)
+    assert not reward.of_group and not reward.is_async
+
+
+def test_a_function_of_a_file_keeps_the_hash_of_the_file(write):
+    path = write("def brevity(completion, limit=3):\n    return -len(completion) / limit\n")
+    reward = resolve(entry(f"{path}:brevity", args={"limit": 2}, name="short"), set())
+    assert reward.label == "short" and reward.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert reward.function(**reward.arguments({"completion": "abcd", "step": 3})) == -2.0
+
+
+def test_a_function_of_a_module():
+    reward = resolve(entry("rlgen.rewards.builtin:regex_match", args={"pattern": "a"}), set())
+    assert reward.function(**reward.arguments({"completion": "cat"})) == 1.0
+
+
+def test_a_file_may_define_dataclasses(write):
+    path = write("""
+        from __future__ import annotations
+        from dataclasses import dataclass
+
+        @dataclass
+        class Point:
+            x: float
+
+        def f(completion):
+            return Point(2.0).x
+        """)
+    assert resolve(entry(f"{path}:f"), set()).function(completion="") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("signature", "of_group", "is_async"),
+    [
+        ("def f(completion)", False, False),
+        ("def f(completions)", True, False),
+        ("def f(prompts, **kwargs)", True, False),
+        ("async def f(completion)", False, True),
+        ("async def f(completions)", True, True),
+    ],
+)
+def test_the_signature_decides_the_kind(write, signature, of_group, is_async):
+    reward = resolve(entry(f"{write(f'{signature}: return None')}:f"), set())
+    assert (reward.of_group, reward.is_async) == (of_group, is_async)
+
+
+def test_arguments_are_what_the_function_names(write):
+    path = write("def some(completion, step): ...\ndef all_(completion, **rest): ...\n")
+    available = {"completion": "c", "step": 4, "answer": "7"}
+    assert resolve(entry(f"{path}:some"), {"answer"}).arguments(available) == {"completion": "c", "step": 4}
+    everything = resolve(entry(f"{path}:all_", args={"k": 1}), {"answer"}).arguments(available)
+    assert everything == {**available, "k": 1}
+
+
+@pytest.mark.parametrize(
+    ("signature", "columns", "args", "said"),
+    [
+        ("def f(completion, anser)", {"answer"}, {}, ["`anser`", "did you mean `answer`?"]),
+        ("def f(completions, prompt)", set(), {}, ["`prompt`", "did you mean `prompts`?"]),
+        ("def f(completion, limit)", set(), {}, ["`limit`"]),
+        ("def f(completion, limit=1)", set(), {"limt": 2}, ["`limt`", "limit"]),
+        ("def f(completion)", set(), {"completion": "x"}, ["`completion`"]),
+    ],
+)
+def test_a_parameter_that_cannot_be_filled_is_an_error(write, signature, columns, args, said):
+    with pytest.raises(RewardError) as caught:
+        resolve(entry(f"{write(f'{signature}: return 1.0')}:f", args=args), columns)
+    assert all(part in str(caught.value) for part in (*said, "rewards.py:f"))
+
+
+def test_a_parameter_with_a_default_need_not_be_filled(write):
+    reward = resolve(entry(f"{write('def f(completion, target=None): return target')}:f"), set())
+    assert reward.function(**reward.arguments({"completion": ""})) is None
+    reward = resolve(entry(f"{write('def f(completion, target=None): return target')}:f"), {"target"})
+    assert reward.function(**reward.arguments({"completion": "", "target": 5})) == 5
+
+
+def test_a_missing_file_module_or_function(write, tmp_path):
+    path = write("def brevity(completion): return 1.0\n")
+    with pytest.raises(RewardError, match="did you mean `brevity`"):
+        resolve(entry(f"{path}:brevty"), set())
+    with pytest.raises(RewardError, match=r"nowhere\.py does not exist"):
+        resolve(entry(f"{tmp_path}/nowhere.py:f"), set())
+    with pytest.raises(RewardError, match="no_such_package_anywhere"):
+        resolve(entry("no_such_package_anywhere.rewards:f"), set())
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import math\n\nmath.sqrt(-1)\n", ["rewards.py:3", "ValueError"]),
+        ("import sys\nsys.exit(4)\n", ["rewards.py:2", "SystemExit"]),
+        ("import no_such_package_anywhere\n", ["rewards.py:1", "no_such_package_anywhere"]),
+        ("def f(completion:\n", ["rewards.py", "line 1", "SyntaxError"]),
+    ],
+)
+def test_a_failing_import_names_the_line_of_the_user(write, source, said):
+    with pytest.raises(RewardError) as caught:
+        resolve(entry(f"{write(source)}:f"), set())
+    assert all(part in str(caught.value) for part in said)

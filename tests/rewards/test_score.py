@@ -1,0 +1,188 @@
+import textwrap
+
+import pytest
+
+from rlgen.errors import RewardError
+from rlgen.recipe.models import RewardRecipe
+from rlgen.rewards import Scorer, resolve
+from rlgen.rewards.score import weighted_sums
+from rlgen.types import Group, Prompt, Sample
+
+
+def group(*completions, group_id=17, answer="7"):
+    prompt = Prompt(position=group_id, row=0, text="3+4=", prompt_ids=(1, 2), columns={"answer": answer})
+    samples = tuple(
+        Sample(
+            group_id=group_id,
+            sample_index=index,
+            prompt_ids=(1, 2),
+            completion_ids=(5,) * (index + 1),
+            sampler_logp=(-1.0,) * (index + 1),
+            loss_mask=(True,) * (index + 1),
+            finish_reason="length" if index else "stop",
+            weight_version=0,
+            seed=index,
+            completion=text,
+            rewards={},
+            reward=None,
+        )
+        for index, text in enumerate(completions)
+    )
+    return Group(group_id=group_id, prompt=prompt, samples=samples)
+
+
+@pytest.fixture
+def scorer(tmp_path):
+    def build(source, *entries):
+        path = tmp_path / "rewards.py"
+        path.write_text(textwrap.dedent(source))
+        recipes = [RewardRecipe(**{**e, "use": f"{path}:{e['use']}"}) for e in entries or [{"use": "f"}]]
+        return Scorer(tuple(resolve(recipe, {"answer"}) for recipe in recipes))
+
+    return build
+
+
+def rewards_of(groups):
+    return [[sample.reward for sample in scored.samples] for scored in groups]
+
+
+def test_the_sum_is_weighted():
+    # 1*1 + .5*.5 = 1.25 and 1*0 + .5*2 = 1 (algorithms.md 1.1)
+    table = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 2.0}]
+    assert weighted_sums(table, {"a": 1.0, "b": 0.5}) == [1.25, 1.0]
+
+
+def test_a_reward_that_applies_to_no_sample_is_left_out_of_the_group():
+    assert weighted_sums([{"a": 1.0, "b": None}, {"a": 3.0, "b": None}], {"a": 2.0, "b": 1.0}) == [2.0, 6.0]
+
+
+def test_a_reward_that_applies_to_a_part_makes_the_others_unscorable():
+    table = [{"a": 1.0, "b": 1.0}, {"a": 2.0, "b": None}, {"a": 3.0, "b": 0.0}]
+    assert weighted_sums(table, {"a": 1.0, "b": 1.0}) == [2.0, None, 3.0]
+
+
+def test_where_no_reward_applies_there_is_no_sum():
+    assert weighted_sums([{"a": None}, {"a": None}], {"a": 1.0}) == [None, None]
+
+
+def test_the_other_groups_do_not_decide_what_applies(scorer):
+    only_odd = scorer("def f(completion, answer): return None if answer == '8' else float(len(completion))")
+    scored = only_odd.score([group("a", "bb"), group("c", "d", group_id=18, answer="8")], 1)
+    assert rewards_of(scored) == [[1.0, 2.0], [None, None]]
+
+
+def test_each_sample_gets_its_own_values_and_nothing_else_changes(scorer):
+    before = group("a", "bbb")
+    (after,) = scorer(
+        """
+        def f(prompt, completion, prompt_ids, completion_ids, finish_reason, step, answer, k):
+            assert prompt == "3+4=" and list(prompt_ids) == [1, 2] and answer == "7"
+            return step * 1000 + len(completion) * 100 + len(completion_ids) * 10 + (finish_reason == "stop") + k
+        """,
+        {"use": "f", "weight": 2.0, "args": {"k": 0.5}},
+    ).score([before], step=3)
+    assert [dict(sample.rewards) for sample in after.samples] == [{"f": 3111.5}, {"f": 3320.5}]
+    assert [sample.reward for sample in after.samples] == [6223.0, 6641.0]
+    assert after.prompt is before.prompt
+    assert [(s.completion_ids, s.seed) for s in after.samples] == [(s.completion_ids, s.seed) for s in before.samples]
+    assert before.samples[0].rewards == {} and before.samples[0].reward is None
+
+
+def test_a_reward_of_a_group_gets_lists_and_gives_a_list(scorer):
+    build = scorer(
+        """
+        def f(prompts, completions, completion_ids, finish_reason, answer, step):
+            assert prompts == ["3+4="] * len(completions) and answer == ["7"] * len(completions)
+            assert finish_reason == ["stop", "length"] and step == 2
+            return [None if c == "x" else float(len(ids)) for c, ids in zip(completions, completion_ids)]
+        """
+    )
+    (scored,) = build.score([group("a", "b")], 2)
+    assert [sample.rewards["f"] for sample in scored.samples] == [1.0, 2.0]
+    (scored,) = build.score([group("x", "b")], 2)
+    assert [sample.rewards["f"] for sample in scored.samples] == [None, 2.0]
+    assert [sample.reward for sample in scored.samples] == [None, 2.0]
+
+
+def test_a_function_with_completions_and_kwargs_works(scorer):
+    build = scorer("def f(completions, **kwargs): return [float(a == '7') for a in kwargs['answer']]")
+    assert rewards_of(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
+
+
+def test_async_calls_run_side_by_side_and_keep_their_places(scorer):
+    build = scorer(
+        """
+        import asyncio
+        arrived = []
+
+        async def f(completion):
+            arrived.append(completion)
+            while len(arrived) < 4:  # each waits for the others: one after the other would never end
+                await asyncio.sleep(0)
+            return float(completion)
+
+        def g(completion):
+            return -float(completion)
+        """,
+        {"use": "f"},
+        {"use": "g", "weight": 0.5},
+    )
+    scored = build.score([group("1", "2"), group("3", "4", group_id=18)], 1)
+    assert rewards_of(scored) == [[0.5, 1.0], [1.5, 2.0]]
+    assert dict(scored[1].samples[1].rewards) == {"f": 4.0, "g": -4.0}
+
+
+def test_no_more_async_calls_at_once_than_the_limit(scorer):
+    build = scorer(
+        """
+        import asyncio
+        now = most = 0
+
+        async def f(completion):
+            global now, most
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.001)
+            now -= 1
+            return float(most)
+        """
+    )
+    scored = build.score([group(*"ab" * 50)], 1)
+    assert max(rewards_of(scored)[0]) == 64
+
+
+def test_booleans_and_integers_are_numbers(scorer):
+    build = scorer("def f(completion): return {'t': True, 'f': False}.get(completion, 3)")
+    assert rewards_of(build.score([group("t", "f", "i")], 1)) == [[1.0, 0.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def f(completion): return float('nan')", "nan"),
+        ("def f(completion): return float('inf')", "inf"),
+        ("def f(completion): return '1.0'", "1.0"),
+        ("def f(completion): return [1.0]", "[1.0]"),
+        ("def f(completions): return [1.0]", "a list of 2"),
+        ("def f(completions): return [1.0, 2.0, 3.0]", "a list of 2"),
+        ("def f(completions): return 1.0", "a list of 2"),
+        ("def f(completions): return '12'", "a list of 2"),
+        ("def f(completions): return [1.0, float('nan')]", "nan"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_and_never_zero(scorer, body, said):
+    with pytest.raises(RewardError) as caught:
+        scorer(body).score([group("a", "b")], 1)
+    assert "reward f" in str(caught.value) and "17" in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_a_failure_names_reward_place_and_line(scorer, prefix):
+    source = (
+        f"{prefix}def f(completion):\n    if completion == 'b':\n        raise KeyError('digits')\n    return 1.0\n"
+    )
+    with pytest.raises(RewardError) as caught:
+        scorer(source).score([group("a", "b")], 1)
+    for part in ("reward f", "17", "sample 1", "KeyError", "digits", "rewards.py:3"):
+        assert part in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
