@@ -30,9 +30,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, help="whose task, template and limits are used")
     parser.add_argument("--model", default="tiny:qwen3", help="what to start from")
     parser.add_argument("--out", type=Path, default=Path("runs/warm/qwen3"), help="folder to write")
-    parser.add_argument(
-        "--accuracy", type=float, default=0.35, help="share of sampled answers that are right at the end"
-    )
+    parser.add_argument("--accuracy", type=float, default=0.35, help="share of sampled answers that are right at the end")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-steps", type=int, default=1500)
     arguments = parser.parse_args()
@@ -41,9 +39,7 @@ def main() -> None:
     location = locate(recipe.model.path)
     tokenizer = load_tokenizer(location, None)
     ends = stop_ids(tokenizer, location, None)
-    streams = [
-        build_prompts(recipe.data, load_rows(recipe.data, seed), tokenizer, seed) for seed in (TRAIN_SEED, TEST_SEED)
-    ]
+    streams = [build_prompts(recipe.data, load_rows(recipe.data, seed), tokenizer, seed) for seed in (TRAIN_SEED, TEST_SEED)]
     torch.manual_seed(0)
     model = load_model(location, None, torch.float32, "sdpa", torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.0)

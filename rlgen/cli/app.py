@@ -39,9 +39,7 @@ def version(value: bool) -> None:
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=version, is_eager=True)
-    ] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=version, is_eager=True)] = False,
 ) -> None:
     # Read by `main`, which stands outside of Typer's call.
     os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
@@ -94,9 +92,7 @@ def list_recipes(as_json: AsJson = False) -> None:
 @recipes.command("copy")
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="A name from `rlgen recipes list`.")],
-    path: Annotated[
-        Path | None, typer.Argument(help="Where to; a file or a folder. The working directory unless said.")
-    ] = None,
+    path: Annotated[Path | None, typer.Argument(help="Where to; a file or a folder. The working directory unless said.")] = None,
 ) -> None:
     """Copy a recipe to change it. Never overwrites a file."""
     from rlgen.cli.inspect import copy_command
@@ -123,9 +119,7 @@ def main() -> None:
         leave(0)
     except Exception:
         traceback.print_exc()
-        typer.echo(
-            f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True
-        )
+        typer.echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
         leave(70)
 
 

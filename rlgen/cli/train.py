@@ -70,9 +70,7 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     ]
     if changed:
         directory.close()
-        raise UsageError(
-            f"--resume: {path} was another run: {'; '.join(changed)}. Undo this, or start under another name"
-        )
+        raise UsageError(f"--resume: {path} was another run: {'; '.join(changed)}. Undo this, or start under another name")
     write_text(directory.resolved, resolved)
     return directory
 
@@ -127,9 +125,7 @@ def log_to(path: Path) -> None:
 def flat(data: Any, prefix: str = "") -> dict[str, Any]:
     """{"run.seed": 0, ...}"""
     if isinstance(data, dict):
-        return {
-            k: v for key, value in data.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()
-        }
+        return {k: v for key, value in data.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
     return {prefix: data}
 
 

@@ -171,9 +171,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], d
     return str(text)
 
 
-def compare(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], ids: Sequence[int], data: DataRecipe
-) -> None:
+def compare(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], ids: Sequence[int], data: DataRecipe) -> None:
     """Raises DataError where the tokenizer gives messages other ids than the text of their template."""
     direct = tokenizer.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=False, **data.template_args

@@ -130,9 +130,7 @@ class ColocatedEngine:
             raise EngineError("vLLM answered for another prompt than it was asked for: the order of requests was lost")
         answer = output.outputs[0]
         if answer.finish_reason not in ("stop", "length"):
-            raise EngineError(
-                f"vLLM ended a completion with finish_reason {answer.finish_reason!r}, not stop or length"
-            )
+            raise EngineError(f"vLLM ended a completion with finish_reason {answer.finish_reason!r}, not stop or length")
         completion = Completion(
             token_ids=tuple(answer.token_ids),
             logp=tuple(answer.logprobs.logprobs),

@@ -137,10 +137,7 @@ def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         EngineError: the prefix cache could not be emptied.
     """
-    # Some models build a layer while they load and look for the configuration then; a reload does not set it.
-    config = importlib.import_module("vllm.config")
-    with config.set_current_vllm_config(llm.llm_engine.vllm_config):
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.apply_model(repack_heads)
     if not llm.reset_prefix_cache():
         raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")

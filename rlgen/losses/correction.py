@@ -49,9 +49,7 @@ MISMATCH = (
 
 
 @torch.no_grad()
-def mismatch(
-    old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tensor, corrected: bool
-) -> dict[str, float | None]:
+def mismatch(old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tensor, corrected: bool) -> dict[str, float | None]:
     """Diagnostics of one window, from all of its rows at once. None: nothing to average.
 
     `sampler/*` are over tokens that the engine scored. Tokens come from the sampler, so plain means estimate

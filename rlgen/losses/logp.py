@@ -29,9 +29,7 @@ def head_logits(
     """
     dtype = head_dtype(hidden, fp32)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits_NV = torch.nn.functional.linear(
-            hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        )
+        logits_NV = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     logits_NV = scale * logits_NV.to(torch.promote_types(dtype, torch.float32))
     return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
 
@@ -76,9 +74,7 @@ def head_logp(
         return chunk_logp(hidden, ids)
     parts = zip(hidden.split(chunk), ids.split(chunk), strict=True)
     # Nothing here is random, hence no generator state to preserve.
-    return torch.cat(
-        [checkpoint(chunk_logp, *part, use_reentrant=False, preserve_rng_state=False) for part in parts], dim=1
-    )
+    return torch.cat([checkpoint(chunk_logp, *part, use_reentrant=False, preserve_rng_state=False) for part in parts], dim=1)
 
 
 def head_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:

@@ -30,9 +30,7 @@ def row_coefficient(aggregation: Aggregation, lengths: Tensor, totals: Totals, m
     return torch.full_like(lengths_B1, 1.0 / divisor, dtype=torch.float64)
 
 
-def policy_loss(
-    x: LossInputs, clip_low: float, clip_high: float, aggregation: Aggregation, beta: float
-) -> tuple[Tensor, Stats]:
+def policy_loss(x: LossInputs, clip_low: float, clip_high: float, aggregation: Aggregation, beta: float) -> tuple[Tensor, Stats]:
     """PPO's clipped objective (arXiv 1707.06347) with importance weights, and a KL to the reference beside it.
 
     sum_i c_i sum_t [ -w min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A) + beta * kl ], r = exp(policy - old).

@@ -24,9 +24,7 @@ def locate(path: str) -> str:
     if path.startswith("tiny:"):
         return str(build_tiny(path.removeprefix("tiny:")))
     if path.startswith("/") and not (Path(path) / "config.json").is_file():
-        raise SetupError(
-            f"model.path: {path} holds no config.json; name a folder that save_pretrained wrote, or a hub id"
-        )
+        raise SetupError(f"model.path: {path} holds no config.json; name a folder that save_pretrained wrote, or a hub id")
     return path
 
 
@@ -38,9 +36,7 @@ def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBa
         raise SetupError(f"model.path: no tokenizer can be loaded from {location}: {error}") from error
 
 
-def load_model(
-    location: str, revision: str | None, dtype: torch.dtype, attention: str, device: torch.device
-) -> PreTrainedModel:
+def load_model(location: str, revision: str | None, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
     """A causal language model in evaluation mode: no dropout, so that a forward is a function of ids and weights.
 
     Raises:

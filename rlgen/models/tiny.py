@@ -43,7 +43,19 @@ ARCHITECTURES: dict[str, tuple[str, bool, dict[str, object]]] = {
     "qwen3": ("qwen3", True, {}),
     "llama": ("llama", False, {}),
     "qwen2": ("qwen2", True, {}),
-    "olmo2": ("olmo2", False, {}),
+    # Logits are divided by 4 and capped at 30: what a head computes beyond a product.
+    "granite": ("granite", False, {"logits_scaling": 4.0}),
+    # Attention is not capped: torch's fused attention cannot, so trainer and engine would differ by 3e-4.
+    "gemma2": (
+        "gemma2",
+        True,
+        {
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": None,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 4096,
+        },
+    ),
 }
 
 
@@ -109,9 +121,7 @@ def build_tiny(name: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written aside, then renamed: a second process never sees half a model.
     aside = Path(tempfile.mkdtemp(dir=folder.parent))
-    model.generation_config = GenerationConfig(
-        eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, do_sample=True
-    )
+    model.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, do_sample=True)
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     try:

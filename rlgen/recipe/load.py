@@ -108,9 +108,7 @@ def read_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise RecipeError(
-            [Problem(str(path), "does not exist", "`rlgen recipes list` shows recipes to copy")]
-        ) from None
+        raise RecipeError([Problem(str(path), "does not exist", "`rlgen recipes list` shows recipes to copy")]) from None
     except OSError as error:
         raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     if len(raw) > MAX_BYTES:
@@ -118,9 +116,7 @@ def read_text(path: Path) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError(
-            [Problem(str(path), f"is not text in UTF-8 (byte {error.start})", "save it as UTF-8")]
-        ) from error
+        raise RecipeError([Problem(str(path), f"is not text in UTF-8 (byte {error.start})", "save it as UTF-8")]) from error
 
 
 def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], overrides: Sequence[str]) -> list[Problem]:
@@ -202,9 +198,7 @@ def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> 
         if isinstance(use, str) and use not in BUILT_IN_REWARDS and not re.fullmatch(r".+:[A-Za-z_]\w*", use):
             where = _place(places, ("rewards", index, "use")) or str(path)
             hint = _suggest(use, list(BUILT_IN_REWARDS), "built-in rewards")
-            problems.append(
-                Problem(where, f"`{use}` is no built-in reward, file.py:function or pkg.mod:function", hint)
-            )
+            problems.append(Problem(where, f"`{use}` is no built-in reward, file.py:function or pkg.mod:function", hint))
     return problems
 
 
@@ -219,10 +213,6 @@ def _translate(
     loc = tuple(details["loc"])
     if loc[0] in UNIONS and len(loc) > 1 and details["type"] not in ("union_tag_invalid",):
         loc = (loc[0], *loc[2:])  # without the tag of the union
-    # A value may be one of several types; what is tried stands behind the key.
-    loc = tuple(
-        part for index, part in enumerate(loc) if index == 0 or not str(part).startswith(("function-", "constrained-"))
-    )
     where = _place(places, loc) or str(path)
     name, key, kind = ".".join(map(str, loc)), str(loc[-1]), details["type"]
     value = details["input"]
@@ -242,9 +232,7 @@ def _translate(
         if kind == "union_tag_invalid":
             name, value = f"{name}.kind", data[str(loc[0])]["kind"]
             where = _place(places, (loc[0], "kind")) or where
-        return Problem(
-            where, f"{name}: {value!r} is not one of {', '.join(options)}", _suggest(str(value), options, None)
-        )
+        return Problem(where, f"{name}: {value!r} is not one of {', '.join(options)}", _suggest(str(value), options, None))
     what = PLAIN_WORDS.get(kind) or details["msg"].replace("Input should", "must").replace("String should", "must")
     return Problem(where, f"{name}: {what}, not {_short(value)}")
 
@@ -260,7 +248,8 @@ def _model_at(loc: tuple[str | int, ...], data: dict[str, Any]) -> type[BaseMode
             v for v in (annotation, *get_args(annotation)) if isinstance(v, type) and issubclass(v, BaseModel)
         ]
         kind = data[part].get("kind") if index == 0 and part in UNIONS else None
-        model = next((v for v in variants if kind and kind in get_args(v.model_fields["kind"].annotation)), variants[0])
+        named = [v for v in variants if kind and kind in get_args(v.model_fields["kind"].annotation)]
+        model = (named or variants)[0]
     return model
 
 

@@ -167,32 +167,11 @@ class ColocatedEngineRecipe(Strict):
 # What rlgen's promise rests on, or sets from another key.
 RESERVED_ENGINE_ARGUMENTS = frozenset(
     [
-        "model",
-        "tokenizer",
-        "revision",
-        "skip_tokenizer_init",
-        "dtype",
-        "seed",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enable_chunked_prefill",
-        "kv_cache_memory_bytes",
-        "gpu_memory_utilization",
-        "logprobs_mode",
-        "generation_config",
-        "tensor_parallel_size",
-        "enable_sleep_mode",
-        "model_impl",
-        "quantization",
-        "enforce_eager",
-        "trust_remote_code",
-        "hf_overrides",
-        "load_format",
-        "distributed_executor_backend",
-        "async_scheduling",
-        "enable_lora",
-        "max_logprobs",
+        *("model", "tokenizer", "revision", "skip_tokenizer_init", "dtype", "seed", "hf_overrides", "load_format"),
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager"),
+        *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "enable_sleep_mode"),
+        *("logprobs_mode", "max_logprobs", "generation_config", "model_impl", "quantization", "trust_remote_code"),
+        *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
     ]
 )
 

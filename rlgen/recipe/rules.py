@@ -79,9 +79,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     for index, label in enumerate(labels):
         if label in labels[:index]:
             found.append(
-                Finding(
-                    f"rewards.{index}", f"two rewards are called `{label}`", f"set rewards.{index}.name to another name"
-                )
+                Finding(f"rewards.{index}", f"two rewards are called `{label}`", f"set rewards.{index}.name to another name")
             )
     if isinstance(engine, ColocatedEngineRecipe):
         found += _engine_contradictions(recipe, engine, both)
@@ -117,9 +115,7 @@ def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: 
                 "remove one of them",
             )
         )
-    if engine.structured_regex is not None and (
-        isinstance(trainer, OnlineDPORecipe) or trainer.correction.mode != "none"
-    ):
+    if engine.structured_regex is not None and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.mode != "none"):
         found.append(
             Finding(
                 "engine.structured_regex",
@@ -130,9 +126,7 @@ def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: 
         )
     for name in sorted(set(engine.extra) & RESERVED_ENGINE_ARGUMENTS):
         found.append(
-            Finding(
-                f"engine.extra.{name}", f"engine.extra.{name} is set by rlgen: its promise rests on it", "remove it"
-            )
+            Finding(f"engine.extra.{name}", f"engine.extra.{name} is set by rlgen: its promise rests on it", "remove it")
         )
     return found
 
@@ -167,9 +161,7 @@ def notices(recipe: Recipe) -> list[str]:
     """What is announced: harmless, and often in templates."""
     said: list[str] = []
     if recipe.checkpoint.every > recipe.run.steps:
-        said.append(
-            f"checkpoint.every {recipe.checkpoint.every} is above run.steps {recipe.run.steps}: only the end is saved"
-        )
+        said.append(f"checkpoint.every {recipe.checkpoint.every} is above run.steps {recipe.run.steps}: only the end is saved")
     if recipe.engine.kind == "colocated" and recipe.engine.structured_regex is not None:
         said.append(
             "engine.structured_regex: the sentinel checks the engine before step 1 without it; batches cannot be compared"
@@ -193,6 +185,4 @@ REFUSED = {
     "optim.lr": "did you mean `learning_rate`?",
     "engine.url": "an engine of this kind has no server",
 }
-REFUSED_BY_KIND = {
-    "online_dpo": {"trainer.correction": "a preference loss has no importance weight; the gap is still measured"}
-}
+REFUSED_BY_KIND = {"online_dpo": {"trainer.correction": "a preference loss has no importance weight; the gap is still measured"}}

@@ -71,9 +71,7 @@ class _Reader:
         self.nodes += 1
         if self.nodes > MAX_NODES or len(path) > MAX_DEPTH:
             if self.nodes <= MAX_NODES + 1:
-                self.complain(
-                    node, "too large or too deep for a recipe", "remove anchors that repeat or contain themselves"
-                )
+                self.complain(node, "too large or too deep for a recipe", "remove anchors that repeat or contain themselves")
                 self.nodes = MAX_NODES + 2
             return None
         self.document.places.setdefault(path, f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}")
@@ -84,6 +82,7 @@ class _Reader:
             return scalar(node.value) if node.style is None else node.value
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        assert isinstance(node, yaml.MappingNode)  # there is no fourth kind
         return self.mapping(node, path)
 
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:

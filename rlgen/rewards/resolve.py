@@ -19,9 +19,7 @@ from rlgen.rewards.builtin import BUILTIN
 
 # What rlgen gives to a reward, besides the data set's columns: for one sample, and for a group as lists.
 SAMPLE_NAMES = frozenset({"prompt", "completion", "prompt_ids", "completion_ids", "finish_reason", "step"})
-GROUP_NAMES = frozenset(
-    {"prompts", "completions", "prompt_ids", "completion_ids", "finish_reason", "finish_reasons", "step"}
-)
+GROUP_NAMES = frozenset({"prompts", "completions", "prompt_ids", "completion_ids", "finish_reason", "finish_reasons", "step"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +63,7 @@ def resolve(entry: RewardRecipe, columns: Collection[str]) -> RewardFunction:
     given = (GROUP_NAMES if of_group else SAMPLE_NAMES) | set(columns)
     where = f"rewards: {entry.use}"
     if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise RewardError(
-            f"{where}: `{positional[0]}` is positional-only, but parameters are filled by name; remove the `/`"
-        )
+        raise RewardError(f"{where}: `{positional[0]}` is positional-only, but parameters are filled by name; remove the `/`")
     if unknown := sorted(set(entry.args) - set(named)) if not takes_all else []:
         raise RewardError(f"{where} has no parameter `{unknown[0]}`; it has {', '.join(named)}")
     if both := sorted(set(entry.args) & given):

@@ -53,8 +53,7 @@ class Scorer:
         scored: list[Group] = []
         for group in groups:
             table = [
-                {label: values[sample.group_id, sample.sample_index][label] for label in weights}
-                for sample in group.samples
+                {label: values[sample.group_id, sample.sample_index][label] for label in weights} for sample in group.samples
             ]
             totals = weighted_sums(table, weights)
             samples = tuple(
@@ -170,9 +169,7 @@ def finite(call: Call, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):
-        raise RewardError(
-            f"{place(call)} returned {str(value)[:80]!r}; a reward is a finite number, or None: does not apply"
-        )
+        raise RewardError(f"{place(call)} returned {str(value)[:80]!r}; a reward is a finite number, or None: does not apply")
     return number
 
 

@@ -33,8 +33,7 @@ def rollout(
     """
     places = [(prompt, index) for prompt in prompts for index in range(group_size)]
     requests = [
-        Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index))
-        for prompt, index in places
+        Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index)) for prompt, index in places
     ]
     completions = engine.generate(requests, sampling)
     samples: dict[int, list[Sample]] = {prompt.position: [] for prompt in prompts}
@@ -55,9 +54,7 @@ def rollout(
                 reward=None,
             )
         )
-    return [
-        Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples[prompt.position])) for prompt in prompts
-    ]
+    return [Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples[prompt.position])) for prompt in prompts]
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop_ids: Sequence[int]) -> str:

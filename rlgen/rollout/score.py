@@ -11,9 +11,7 @@ from rlgen.types import Sample
 
 
 @torch.no_grad()
-def score(
-    policy: Policy, samples: Sequence[Sample], temperature: float, budget: int, device: torch.device
-) -> list[Tensor]:
+def score(policy: Policy, samples: Sequence[Sample], temperature: float, budget: int, device: torch.device) -> list[Tensor]:
     """Log-prob of each sampled token: one [L] float32 tensor a sample, in their order, on the CPU; 0 where not sampled."""
     logp: list[Tensor] = [torch.empty(0)] * len(samples)
     lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]

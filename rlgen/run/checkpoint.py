@@ -105,9 +105,7 @@ class Checkpoints:
             schedule.load_state_dict(state.schedule)
             set_random(load_file(path / "state" / "random.safetensors"))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {error!r}; delete it to go on from the one before"
-            ) from error
+            raise CheckpointError(f"{path} cannot be read: {error!r}; delete it to go on from the one before") from error
         return state
 
 
@@ -121,9 +119,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         raise CheckpointError(f"{path} has no weights for {missing[0]}: it is a checkpoint of another model")
     for name, parameter in own.items():
         if parameter.shape != saved[name].shape:
-            raise CheckpointError(
-                f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model"
-            )
+            raise CheckpointError(f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model")
         parameter.copy_(saved[name])
 
 

@@ -43,9 +43,7 @@ class Console:
         """The line of one step, from its object in metrics.jsonl."""
         self.say(step_line(record, self._steps))
         if self._progress:
-            self._progress.update(
-                self._task, completed=record["step"], description=f"reward {_number(record['reward/mean'])}"
-            )
+            self._progress.update(self._task, completed=record["step"], description=f"reward {_number(record['reward/mean'])}")
 
 
 def step_line(record: dict[str, Any], steps: int) -> str:

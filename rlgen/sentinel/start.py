@@ -61,9 +61,7 @@ def check_start(
     Raises:
         SentinelError: they disagree, or the check could not have seen it.
     """
-    probe = Sampling(
-        max_tokens=min(sampling.max_tokens, TOKENS), temperature=sampling.temperature, stop_ids=sampling.stop_ids
-    )
+    probe = Sampling(max_tokens=min(sampling.max_tokens, TOKENS), temperature=sampling.temperature, stop_ids=sampling.stop_ids)
 
     def sample() -> list[Sample]:
         groups = rollout(engine, prompts[:PROMPTS], probe, 1, seed, tokenizer)

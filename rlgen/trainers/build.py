@@ -31,9 +31,7 @@ from rlgen.types import Sampling
 log = logging.getLogger(__name__)
 
 
-def build_trainer(
-    recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console
-) -> tuple[Trainer, int]:
+def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console) -> tuple[Trainer, int]:
     """Loads data, rewards, model and engine, in the order of their cost, and checks that trainer and engine agree.
 
     Args:
@@ -65,9 +63,7 @@ def build_trainer(
     policy = Policy(model, getattr(torch, recipe.model.dtype), recipe.model.fp32_head)
     algorithm = build_algorithm(recipe.trainer)
     reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=recipe.optim.learning_rate, weight_decay=recipe.optim.weight_decay
-    )
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.optim.learning_rate, weight_decay=recipe.optim.weight_decay)
     schedule = get_scheduler(recipe.optim.schedule, optimizer, recipe.optim.warmup_steps, recipe.run.steps)
     done = 0
     if checkpoint is not None:
@@ -88,9 +84,7 @@ def build_trainer(
         engine.sync(model.named_parameters(), done)
     budget = recipe.optim.micro_batch_tokens
     probes = prompts.take(0, recipe.rollout.prompts_per_step)
-    report = check_start(
-        policy, engine, probes, sampling, bounds, recipe.run.seed, tokenizer, done, budget, accelerator.device
-    )
+    report = check_start(policy, engine, probes, sampling, bounds, recipe.run.seed, tokenizer, done, budget, accelerator.device)
     console.say(
         f"sentinel: engine and trainer agree within {report.start.max_delta:.1e} nats at the start,"
         f" {report.changed.max_delta:.1e} after a sync of changed weights (unsynced: {report.unsynced.max_delta:.1g})"

@@ -61,9 +61,7 @@ class Trainer:
             clock = Clock()
             with clock("generate"):
                 prompts = self.prompts.take((step - 1) * count, count)
-                groups = rollout(
-                    self.engine, prompts, self.sampling, recipe.rollout.group_size, recipe.run.seed, self.tokenizer
-                )
+                groups = rollout(self.engine, prompts, self.sampling, recipe.rollout.group_size, recipe.run.seed, self.tokenizer)
                 self.engine.sleep()
             with clock("reward"):
                 samples = [sample for group in self.scorer.score(groups, step) for sample in group.samples]

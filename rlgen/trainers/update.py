@@ -74,9 +74,7 @@ class Updater:
         metrics["loss"] = sum(losses) / len(losses)
         return metrics | {name: stat.value for name, stat in stats.items()}
 
-    def _backward(
-        self, window: Window, batch: Batch, update: int, sampled_logp: dict[int, Tensor]
-    ) -> tuple[float, Stats]:
+    def _backward(self, window: Window, batch: Batch, update: int, sampled_logp: dict[int, Tensor]) -> tuple[float, Stats]:
         """One micro-batch. Its log-probs at the sampling temperature go to `sampled_logp` on the first update."""
         loss_temperature = self.algorithm.loss_temperature or self.temperature
         both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)

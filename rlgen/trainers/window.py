@@ -39,9 +39,7 @@ class Window:
             samples=trained,
             advantages=signal.advantages[signal.trained].float(),
             pair_id=pair_id,
-            totals=Totals(
-                sequences=len(trained), tokens=sum(sum(sample.loss_mask) for sample in trained), pairs=len(pairs)
-            ),
+            totals=Totals(sequences=len(trained), tokens=sum(sum(sample.loss_mask) for sample in trained), pairs=len(pairs)),
             micro_batches=tuple(map(tuple, plan(units, lengths, budget))),
         )
 

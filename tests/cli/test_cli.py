@@ -48,9 +48,7 @@ def test_commands(rlgen: Run, arguments: list[str], code: int, text: str) -> Non
 def test_validate_names_the_plan_and_missing_files(rlgen: Run, recipe_file: Path) -> None:
     assert "4 prompts × 4 = 16 samples" in rlgen("validate", recipe_file).stdout
     result = rlgen("validate", recipe_file, "--set", "rewards.0.use=r.py:f", "--set", "data={source: no.jsonl}")
-    assert (
-        result.returncode == 2 and "no.jsonl does not exist" in result.stderr and "r.py cannot be read" in result.stderr
-    )
+    assert result.returncode == 2 and "no.jsonl does not exist" in result.stderr and "r.py cannot be read" in result.stderr
 
 
 def test_show_says_where_values_come_from(rlgen: Run, recipe_file: Path) -> None:
@@ -88,7 +86,8 @@ def test_quick_answers_import_nothing_heavy() -> None:
 import sys
 from typer.testing import CliRunner
 from rlgen.cli.app import app
-for arguments in (["--help"], ["validate", "{ROOT / "recipes" / "demo-grpo.yaml"}"], ["show", "{ROOT / "recipes" / "smoke.yaml"}"]):
+recipe = "{ROOT / "recipes" / "demo-grpo.yaml"}"
+for arguments in (["--help"], ["validate", recipe], ["show", recipe]):
     assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
 print(sorted({{"torch", "transformers", "vllm", "datasets", "accelerate", "numpy"}} & set(sys.modules)))
 """

@@ -69,9 +69,9 @@ def test_over_long_prompts_are_counted_or_refused(tmp_path: Path) -> None:
         "duplicates": 1,
         "used": 2,
     }
-    with pytest.raises(DataError, match="row 1: 6 tokens, data.max_prompt_tokens is 4"):
+    with pytest.raises(DataError, match=r"row 1: 6 tokens, data.max_prompt_tokens is 4"):
         stream(rows, tmp_path, max_prompt_tokens=4, overlong="error")
-    with pytest.raises(DataError, match="no row is left: .*3 over_long"):
+    with pytest.raises(DataError, match=r"no row is left: .*3 over_long"):
         stream(rows, tmp_path, max_prompt_tokens=1)
 
 

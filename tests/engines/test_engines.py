@@ -11,6 +11,7 @@ from conftest import CPU, make_sample, open_transformers, open_vllm, tiny_model
 from rlgen.engines import vllm_compat
 from rlgen.errors import EngineError
 from rlgen.models.policy import Policy
+from rlgen.models.tiny import byte_tokenizer
 from rlgen.rollout.score import score
 from rlgen.types import Completion, Request, Sampling
 
@@ -36,9 +37,7 @@ def gap(policy: Policy, asked: list[Request], answers: list[Completion], tempera
         for r, c in zip(asked, answers, strict=True)
     ]
     logp = score(policy, samples, temperature, 4096, CPU)
-    return max(
-        (torch.tensor(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True)
-    )
+    return max((torch.tensor(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -99,7 +98,7 @@ def test_the_process_is_left_as_it_was_found() -> None:
     assert state() == before
 
 
-ARCHITECTURES = ["qwen3", "qwen3-untied", "llama", "llama-tied", "qwen2", "olmo2"]
+ARCHITECTURES = ["qwen3", "qwen3-untied", "llama", "llama-tied", "qwen2", "granite", "gemma2"]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -171,11 +170,7 @@ def test_an_engine_that_answers_for_another_prompt_is_caught(monkeypatch: pytest
 def test_structured_regex() -> None:
     opened = open_vllm("qwen3", structured_outputs=True, max_num_seqs=8)
     sampling = Sampling(max_tokens=8, temperature=1.0, stop_ids=STOPS, regex="[0-9]{3}")
-    texts = ["".join(map(chr, range(33, 127)))[0:0]] and []
-    from rlgen.models.tiny import byte_tokenizer
-
-    for c in opened.generate(requests(6), sampling):
-        texts.append(byte_tokenizer().decode(list(c.token_ids[:3])))
+    texts = [byte_tokenizer().decode(list(c.token_ids[:3])) for c in opened.generate(requests(6), sampling)]
     assert all(len(text) == 3 and text.isdigit() for text in texts) and len(texts) == 6
     opened.close()
 

@@ -63,9 +63,7 @@ def test_mismatch() -> None:
 def test_p999_is_the_nearest_rank() -> None:
     # of 2000 gaps 1/2000 .. 1 the 1998th
     gaps = torch.arange(1, 2001, dtype=torch.float64)[None] / 2000
-    measured = mismatch(
-        gaps, torch.zeros_like(gaps), torch.ones_like(gaps), torch.ones_like(gaps).bool(), corrected=False
-    )
+    measured = mismatch(gaps, torch.zeros_like(gaps), torch.ones_like(gaps), torch.ones_like(gaps).bool(), corrected=False)
     assert measured["sampler/delta_p999"] == pytest.approx(1998 / 2000)
 
 

@@ -96,9 +96,7 @@ def ragged(seed: int) -> dict[str, Tensor]:
     """Seven rows of lengths 0 to 9."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([3, 9, 0, 1, 5, 9, 2])
-    draw = {
-        name: torch.randn(7, 9, generator=g, dtype=torch.float64) * 0.3 - 1 for name in ("policy", "old", "ref", "w")
-    }
+    draw = {name: torch.randn(7, 9, generator=g, dtype=torch.float64) * 0.3 - 1 for name in ("policy", "old", "ref", "w")}
     return {**draw, "mask": torch.arange(9) < lengths[:, None], "a": torch.randn(7, generator=g, dtype=torch.float64)}
 
 

@@ -178,9 +178,7 @@ def test_what_is_no_reward_is_an_error_and_never_zero(scorer, body, said):
 
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_a_failure_names_reward_place_and_line(scorer, prefix):
-    source = (
-        f"{prefix}def f(completion):\n    if completion == 'b':\n        raise KeyError('digits')\n    return 1.0\n"
-    )
+    source = f"{prefix}def f(completion):\n    if completion == 'b':\n        raise KeyError('digits')\n    return 1.0\n"
     with pytest.raises(RewardError) as caught:
         scorer(source).score([group("a", "b")], 1)
     for part in ("reward f", "17", "sample 1", "KeyError", "digits", "rewards.py:3"):

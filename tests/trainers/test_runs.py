@@ -1,0 +1,232 @@
+"""Whole runs in this process, on both engines: what is trained on is what was sampled."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import read_jsonl
+
+from rlgen.cli.train import train_command
+from rlgen.engines import vllm_compat
+from rlgen.errors import SentinelError
+from rlgen.models.policy import Policy
+from rlgen.run.files import read_json
+from rlgen.trainers import build, update
+from rlgen.types import Batch
+
+KINDS = ["grpo", "rloo", "online_dpo"]
+ENGINES = ["colocated", "transformers"]
+
+
+def run(recipe: Path, *overrides: str, resume: bool = False) -> Path:
+    directory = recipe.parent / "run"
+    train_command(recipe, list(overrides), resume, False, None, directory)
+    return directory
+
+
+def rollouts(directory: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted((directory / "rollouts").iterdir()) for row in read_jsonl(path)]
+
+
+class Forwards:
+    """Counts trained tokens by policy, and keeps the rows that went through each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.rows: list[tuple[int, ...]] = []
+        self.started = False
+        forward = Policy.forward
+
+        def counted(policy: Policy, batch: Batch, temperatures: tuple[float, ...]) -> torch.Tensor:
+            if self.started:
+                frozen = not any(p.requires_grad for p in policy.parameters())
+                self.tokens["reference" if frozen else "policy"] += int(batch.mask.sum())
+                if not frozen:
+                    for row, start, mask in zip(batch.input_ids, batch.prompt_lengths, batch.mask, strict=True):
+                        self.rows.append(tuple(row[: int(start) + int(mask.sum())].tolist()))
+            return forward(policy, batch, temperatures)
+
+        monkeypatch.setattr(Policy, "forward", counted)
+        check_start = build.check_start
+
+        def start(*arguments: Any) -> Any:
+            report = check_start(*arguments)
+            self.started = True  # the probes of the sentinel are not training
+            return report
+
+        monkeypatch.setattr(build, "check_start", start)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_pairs_share_their_prompt_and_the_chosen_outscores(recipe_file: Path, engine: str, size: int) -> None:
+    overrides = ["trainer={kind: online_dpo}", f"engine={{kind: {engine}}}", f"rollout.group_size={size}", "run.steps=3"]
+    overrides += ["data.options={min_length: 1, max_length: 12}", "rewards=[{use: length, args: {target: 6}}]"]
+    directory = run(recipe_file, *overrides)
+    rows = rollouts(directory)
+    assert len({len(row["prompt_ids"]) for row in rows}) > 2
+    pairs = 0
+    for group_id in {row["group_id"] for row in rows}:
+        group = [row for row in rows if row["group_id"] == group_id]
+        assert len(group) == size and [row["sample_index"] for row in group] == list(range(size))
+        assert len({tuple(row["prompt_ids"]) for row in group}) == 1
+        for row in group:
+            assert len(row["completion_ids"]) == len(row["sampler_logp"]) == len(row["loss_mask"])
+            assert row["finish_reason"] == ("stop" if row["completion_ids"][-1] in (257, 259) else "length")
+            assert row["finish_reason"] == "stop" or len(row["completion_ids"]) == 12
+            assert row["reward"] == pytest.approx(-abs(len(row["completion_ids"]) - 6) / 6)
+        trained = [row for row in group if row["trained"]]
+        rewards = [row["reward"] for row in group]
+        if max(rewards) == min(rewards):
+            assert not trained
+            continue
+        pairs += 1
+        chosen, rejected = sorted(trained, key=lambda row: -row["advantage"])
+        assert (chosen["advantage"], rejected["advantage"]) == (1.0, -1.0)
+        assert chosen["reward"] == max(rewards) > min(rewards) == rejected["reward"]
+    assert pairs > 4
+    for record in read_jsonl(directory / "metrics.jsonl"):
+        of_step = [row for row in rows if row["step"] == record["step"] and row["trained"]]
+        assert record["tokens/trained"] == sum(len(row["completion_ids"]) for row in of_step)
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_policy_forward_a_trained_token_and_update(
+    recipe_file: Path, kind: str, updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = Forwards(monkeypatch)
+    trainer = f"{{kind: {kind}, updates_per_rollout: {updates}}}"
+    directory = run(recipe_file, f"trainer={trainer}", "engine={kind: transformers}", "rollout.temperature=0.9")
+    trained = sum(record["tokens/trained"] for record in read_jsonl(directory / "metrics.jsonl"))
+    assert forwards.tokens["policy"] == updates * trained > 0
+    assert forwards.tokens["reference"] == (trained if kind == "online_dpo" else 0)
+    # byte for byte: what went through the policy is prompt and sampled completion, the stop token included
+    sampled = [tuple(row["prompt_ids"] + row["completion_ids"]) for row in rollouts(directory) if row["trained"]]
+    assert Counter(forwards.rows) == Counter(sampled * updates)
+    assert all(all(row["loss_mask"]) for row in rollouts(directory))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_reference_costs_one_forward_and_only_with_beta(
+    recipe_file: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = Forwards(monkeypatch)
+    directory = run(recipe_file, f"trainer={{kind: {kind}, beta: 0.1}}", "engine={kind: transformers}", "run.steps=3")
+    records = read_jsonl(directory / "metrics.jsonl")
+    trained = sum(record["tokens/trained"] for record in records)
+    assert forwards.tokens == {"policy": trained, "reference": trained}
+    if kind == "grpo":  # the policy is the reference at first, and leaves it
+        assert records[0]["kl/ref_k3"] == pytest.approx(0, abs=1e-9) and records[2]["kl/ref_k3"] > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_on_vllm_leaves_everything_behind(recipe_file: Path, kind: str) -> None:
+    directory = run(recipe_file, f"trainer={{kind: {kind}}}", "run.steps=3", "checkpoint={every: 1, keep: 2}")
+    assert (directory / "recipe.yaml").read_text() == recipe_file.read_text()
+    assert read_json(directory / "status.json")["state"] == "done"
+    assert [path.name for path in sorted((directory / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
+    records = read_jsonl(directory / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert record["sampler/delta_max"] <= 1e-4 and record["weights/version"] == record["step"]
+        phases = sum(value for key, value in record.items() if key.startswith("time/") and key != "time/step")
+        assert phases == pytest.approx(record["time/step"], rel=0.05)
+        assert {"loss", "grad_norm", "reward/mean", "reward/std", "reward/exact_match/mean", "is/ess"} <= set(record)
+    assert {row["weight_version"] for row in rollouts(directory) if row["step"] == 3} == {2}
+    facts = read_json(directory / "provenance.json")[0]
+    assert facts["packages"]["torch"] == torch.__version__ and facts["sentinel"]["unsynced"]["max_delta"] > 1e-2
+
+
+def test_the_saved_model_opens_with_transformers_alone(recipe_file: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = run(recipe_file, "engine={kind: transformers}")
+    folder = directory / "checkpoints" / "step_000002"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32 and AutoTokenizer.from_pretrained(folder).eos_token_id == 259
+    start = AutoModelForCausalLM.from_pretrained(read_json(directory / "provenance.json")[0]["model"])
+    moved = [(a - b).abs().max().item() for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert min(moved) > 0, "every tensor was trained"
+
+
+def test_a_stale_head_stops_the_run_before_step_1(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: 0)
+    with pytest.raises(SentinelError, match="after a sync of changed weights.*tied or packed head"):
+        run(recipe_file)
+    status = read_json(recipe_file.parent / "run" / "status.json")
+    assert (status["exit_code"], status["step"], status["state"]) == (6, 0, "failed")
+
+
+def test_a_head_that_goes_stale_later_stops_the_run_before_a_second_update(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_start = build.check_start
+
+    def then_break(*arguments: Any) -> Any:
+        report = check_start(*arguments)
+        monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: 0)
+        return report
+
+    monkeypatch.setattr(build, "check_start", then_break)
+    with pytest.raises(SentinelError, match="batch of step 2"):
+        run(recipe_file, "run.steps=5")
+    directory = recipe_file.parent / "run"
+    assert [record["step"] for record in read_jsonl(directory / "metrics.jsonl")] == [1]
+    assert read_json(directory / "status.json")["exit_code"] == 6
+
+
+def test_raw_log_probs_stop_the_run(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_llm = vllm_compat.open_llm
+    monkeypatch.setattr(
+        vllm_compat, "open_llm", lambda vllm, arguments: open_llm(vllm, {**arguments, "logprobs_mode": "raw_logprobs"})
+    )
+    with pytest.raises(SentinelError, match="before step 1"):
+        run(recipe_file, "rollout.temperature=0.7")
+
+
+def test_weights_that_never_arrive_stop_the_run(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_compat, "load_weights", lambda llm, weights: None)
+    with pytest.raises(SentinelError, match="after a sync of changed weights"):
+        run(recipe_file)
+
+
+def test_old_logp_is_frozen_at_the_first_update(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[tuple[int, ...], torch.Tensor]] = []
+    collate, gather = update.collate, update.Window.gather
+
+    def kept(frozen: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
+        seen.append((batch.rows, gather(frozen, batch)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(update.Window, "gather", staticmethod(kept))
+    directory = run(recipe_file, "trainer={updates_per_rollout: 3}", "engine={kind: transformers}", "run.steps=1")
+    assert collate is update.collate
+    by_rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for rows, logp in seen:
+        by_rows.setdefault(rows, []).append(logp)
+    assert all(len(values) == 3 and torch.equal(values[0], values[2]) for values in by_rows.values())
+    record = read_jsonl(directory / "metrics.jsonl")[0]
+    assert record["kl/old_k3"] > 0, "the policy moved away from old_logp"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_micro_batch_split_changes_no_weight(recipe_file: Path, kind: str) -> None:
+    weights = []
+    for budget in (76, 16384):
+        directory = run(
+            recipe_file,
+            *(f"trainer={{kind: {kind}}}", "engine={kind: transformers}", "run.steps=1"),
+            *(f"optim.micro_batch_tokens={budget}", "optim.max_grad_norm=1000"),
+        )
+        weights.append([record["grad_norm"] for record in read_jsonl(directory / "metrics.jsonl")])
+        directory.rename(directory.with_name(f"run{budget}"))
+    assert weights[0] == pytest.approx(weights[1], rel=1e-5) and weights[0][0] > 0
+
+
+def test_bfloat16_runs_within_its_bounds(recipe_file: Path) -> None:
+    directory = run(recipe_file, "model.dtype=bfloat16")
+    gaps = [record["sampler/delta_mean"] for record in read_jsonl(directory / "metrics.jsonl")]
+    assert all(1e-6 < gap < 0.03 for gap in gaps)
