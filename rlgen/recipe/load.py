@@ -25,7 +25,10 @@ from rlgen.recipe.rules import (
 )
 
 MAX_BYTES = 1 << 20
-UNIONS = {"engine": ColocatedEngineRecipe, "trainer": GRPORecipe}  # the variant when a recipe names no kind
+UNIONS: dict[str, type[BaseModel]] = {
+    "engine": ColocatedEngineRecipe,
+    "trainer": GRPORecipe,
+}  # the variant when a recipe names no kind
 PLAIN_WORDS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",

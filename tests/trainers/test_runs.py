@@ -63,10 +63,11 @@ class Forwards:
 @pytest.mark.parametrize("size", [2, 4])
 def test_pairs_share_their_prompt_and_the_chosen_outscores(recipe_file: Path, engine: str, size: int) -> None:
     overrides = ["trainer={kind: online_dpo}", f"engine={{kind: {engine}}}", f"rollout.group_size={size}", "run.steps=3"]
-    overrides += ["data.options={min_length: 1, max_length: 12}", "rewards=[{use: length, args: {target: 6}}]"]
+    (recipe_file.parent / "r.py").write_text("def f(completion_ids): return len(completion_ids) + sum(completion_ids) % 3\n")
+    overrides += ["data.options={min_length: 1, max_length: 12}", "rewards=[{use: 'r.py:f'}]", "rollout.max_completion_tokens=80"]
     directory = run(recipe_file, *overrides)
     rows = rollouts(directory)
-    assert len({len(row["prompt_ids"]) for row in rows}) > 2
+    assert len({len(row["prompt_ids"]) for row in rows}) > 2 and len({len(row["completion_ids"]) for row in rows}) > 5
     pairs = 0
     for group_id in {row["group_id"] for row in rows}:
         group = [row for row in rows if row["group_id"] == group_id]
@@ -75,8 +76,8 @@ def test_pairs_share_their_prompt_and_the_chosen_outscores(recipe_file: Path, en
         for row in group:
             assert len(row["completion_ids"]) == len(row["sampler_logp"]) == len(row["loss_mask"])
             assert row["finish_reason"] == ("stop" if row["completion_ids"][-1] in (257, 259) else "length")
-            assert row["finish_reason"] == "stop" or len(row["completion_ids"]) == 12
-            assert row["reward"] == pytest.approx(-abs(len(row["completion_ids"]) - 6) / 6)
+            assert row["finish_reason"] == "stop" or len(row["completion_ids"]) == 80
+            assert row["reward"] == len(row["completion_ids"]) + sum(row["completion_ids"]) % 3
         trained = [row for row in group if row["trained"]]
         rewards = [row["reward"] for row in group]
         if max(rewards) == min(rewards):
@@ -110,9 +111,7 @@ def test_one_policy_forward_a_trained_token_and_update(
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_a_reference_costs_one_forward_and_only_with_beta(
-    recipe_file: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_costs_one_forward_and_only_with_beta(recipe_file: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forwards = Forwards(monkeypatch)
     directory = run(recipe_file, f"trainer={{kind: {kind}, beta: 0.1}}", "engine={kind: transformers}", "run.steps=3")
     records = read_jsonl(directory / "metrics.jsonl")

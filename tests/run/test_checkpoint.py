@@ -1,0 +1,85 @@
+"""Checkpoints come back to the last bit; half a checkpoint is none."""
+
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from conftest import tiny_model
+
+from rlgen.errors import CheckpointError
+from rlgen.models.tiny import byte_tokenizer
+from rlgen.run.checkpoint import Checkpoints
+
+
+def parts(learning_rate: float = 1e-3):
+    model = tiny_model("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+
+
+def learn(model, optimizer, schedule, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randint(0, 256, (2, 8)), labels=torch.randint(0, 256, (2, 8))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def test_going_on_equals_never_stopping(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    whole = parts()
+    learn(*whole, 3)
+    path = Checkpoints(tmp_path, 2).save(3, 24, whole[0], byte_tokenizer(), whole[1], whole[2])
+    drawn = random.random(), numpy.random.rand(), torch.rand(1).item()
+    torch.manual_seed(6)
+    learn(*whole, 2)
+    again = parts()
+    state = Checkpoints.load(path, *again)
+    assert (state.step, state.position, state.weight_version) == (3, 24, 3)
+    assert (random.random(), numpy.random.rand(), torch.rand(1).item()) == drawn
+    torch.manual_seed(6)
+    learn(*again, 2)
+    for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert whole[2].get_last_lr() == again[2].get_last_lr()
+
+
+def test_the_newest_stay_and_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+    model, optimizer, schedule = parts()
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.newest() is None
+    for step in (1, 2, 10):
+        checkpoints.save(step, step, model, byte_tokenizer(), optimizer, schedule)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000010"]
+    (tmp_path / ".writing_000011").mkdir()
+    (tmp_path / "step_000012").mkdir()
+    assert checkpoints.newest() == tmp_path / "step_000010"
+    assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.bin")), "nothing is a pickle"
+
+
+def test_damage_and_other_models_are_named(tmp_path: Path) -> None:
+    model, optimizer, schedule = parts()
+    path = Checkpoints(tmp_path, 2).save(1, 1, model, byte_tokenizer(), optimizer, schedule)
+    other = tiny_model("llama")
+    with pytest.raises(CheckpointError, match="another model"):
+        Checkpoints.load(path, other, torch.optim.AdamW(other.parameters()), schedule)
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="step_000001 cannot be read"):
+        Checkpoints.load(path, model, optimizer, schedule)
+
+
+def test_a_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, schedule = parts()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, 1, model, byte_tokenizer(), optimizer, schedule)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlgen.run.checkpoint.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device; free space"):
+        checkpoints.save(2, 2, model, byte_tokenizer(), optimizer, schedule)
+    assert checkpoints.newest() == tmp_path / "step_000001"
