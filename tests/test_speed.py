@@ -43,4 +43,4 @@ def test_the_first_step_comes_within_35_s_with_cold_caches(tmp_path: Path) -> No
     first = time.monotonic() - start
     assert process.wait(timeout=60) == 0 and time.monotonic() - start < 60
     print(f"first step after {first:.1f} s, all after {time.monotonic() - start:.1f} s")
-    assert not (tmp_path / "inductor").exists(), "nothing was compiled"
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".so", ".cpp", ".cubin")], "nothing was compiled"

@@ -103,6 +103,9 @@ class Checkpoints:
             load_weights(path, model)
             load_optimizer(load_file(path / "state" / "optimizer.safetensors"), model, optimizer)
             schedule.load_state_dict(state.schedule)
+            # A schedule changes the rate when it steps, and does not step here.
+            for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
             set_random(load_file(path / "state" / "random.safetensors"))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error!r}; delete it to go on from the one before") from error

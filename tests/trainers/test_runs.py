@@ -62,7 +62,7 @@ class Forwards:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_pairs_share_their_prompt_and_the_chosen_outscores(recipe_file: Path, engine: str, size: int) -> None:
-    overrides = ["trainer={kind: online_dpo}", f"engine={{kind: {engine}}}", f"rollout.group_size={size}", "run.steps=3"]
+    overrides = ["trainer={kind: online_dpo}", f"engine={{kind: {engine}}}", f"rollout.group_size={size}", "run.steps=8"]
     (recipe_file.parent / "r.py").write_text("def f(completion_ids): return len(completion_ids) + sum(completion_ids) % 3\n")
     overrides += ["data.options={min_length: 1, max_length: 12}", "rewards=[{use: 'r.py:f'}]", "rollout.max_completion_tokens=80"]
     directory = run(recipe_file, *overrides)
@@ -153,7 +153,7 @@ def test_the_saved_model_opens_with_transformers_alone(recipe_file: Path) -> Non
 
 def test_a_stale_head_stops_the_run_before_step_1(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: 0)
-    with pytest.raises(SentinelError, match="after a sync of changed weights.*tied or packed head"):
+    with pytest.raises(SentinelError, match=r"after a sync of changed weights.*tied or packed head"):
         run(recipe_file)
     status = read_json(recipe_file.parent / "run" / "status.json")
     assert (status["exit_code"], status["step"], status["state"]) == (6, 0, "failed")
