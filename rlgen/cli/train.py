@@ -1,13 +1,14 @@
 """`rlgen train`."""
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlgen.errors import RlgenError, Stopped, UsageError
+from rlgen.errors import ProcessError, RlgenError, Stopped, UsageError
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import write_text
@@ -24,6 +25,8 @@ def train_command(
     Raises:
         RlgenError: with its exit code, which `status.json` holds too.
     """
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ProcessError(f"{processes} processes were started; this version of rlgen trains in one: start `rlgen train` alone")
     if max_steps is not None:
         overrides = [*overrides, f"run.steps={max_steps}"]
     if run_dir is not None:
@@ -35,6 +38,8 @@ def train_command(
     path = loaded.recipe.run_path
     resolved = dump_recipe(loaded.recipe)
     if dry_run:
+        if (path / "status.json").exists():
+            raise UsageError(f"{path} holds a run, which a dry run would change; take another name, or `rlgen show --resolved`")
         path.mkdir(parents=True, exist_ok=True)
         write_text(path / "resolved.yaml", resolved)
         print_line(f"{path / 'resolved.yaml'} written; nothing was started")
@@ -46,7 +51,7 @@ def train_command(
         run(loaded.recipe, directory, resume)
         directory.write_status("done", steps, steps, exit_code=0)
     except BaseException as error:
-        code = error.exit_code if isinstance(error, RlgenError) else 70
+        code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
         directory.write_status(state, int(directory.status().get("step", 0)), steps, code, str(error))
         raise

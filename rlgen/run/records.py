@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+
+from rlgen.losses.advantages import zero_variance
 from rlgen.types import Sample
 
 
@@ -30,16 +33,14 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     """
     lengths = [len(sample.completion_ids) for sample in samples]
     truncated = [sample.finish_reason == "length" for sample in samples]
-    groups: dict[int, list[float]] = {}
-    for sample in samples:
-        if sample.reward is not None:
-            groups.setdefault(sample.group_id, []).append(sample.reward)
-    comparable = [rewards for rewards in groups.values() if len(rewards) > 1]
+    nothing = float("nan")
+    rewards = torch.tensor([nothing if s.reward is None else s.reward for s in samples], dtype=torch.float64)
+    constant = zero_variance(rewards, torch.tensor([sample.group_id for sample in samples])).tolist()
     metrics: dict[str, Any] = {
         "reward/mean": _mean([s.reward for s in samples if s.reward is not None]),
         "reward/std": _std([s.reward for s in samples if s.reward is not None]),
         "reward/unscored": sum(sample.reward is None for sample in samples),
-        "groups/zero_std": _mean([float(max(r) - min(r) <= 1e-8) for r in comparable]),
+        "groups/zero_std": _mean(constant),
         "completions/mean_tokens": _mean(lengths),
         "completions/min_tokens": min(lengths),
         "completions/max_tokens": max(lengths),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from rlgen.losses.inputs import LossInputs, Stats
@@ -25,6 +26,12 @@ class Signal:
     advantages: Tensor  # [B] float64
     trained: Tensor  # [B] bool: rows that go through the model
     pair_id: Tensor  # [B] the two rows of a pair share it; -1: in no pair
+
+    @classmethod
+    def of_all(cls, advantages: Tensor) -> "Signal":
+        """Every row is trained, each on its own."""
+        alone = torch.full_like(advantages, -1, dtype=torch.long)
+        return cls(advantages=advantages, trained=torch.ones_like(advantages, dtype=torch.bool), pair_id=alone)
 
 
 class Algorithm(Protocol):

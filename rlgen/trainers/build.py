@@ -11,7 +11,6 @@ from transformers import PreTrainedModel, get_scheduler
 
 from rlgen.data import build_prompts, load_rows
 from rlgen.engines import build_engine
-from rlgen.errors import ProcessError
 from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.policy import Policy
 from rlgen.recipe import Recipe
@@ -44,10 +43,6 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         RlgenError: whatever the parts raise; nothing has been trained.
     """
     accelerator = Accelerator()
-    if accelerator.num_processes > 1:
-        raise ProcessError(
-            f"{accelerator.num_processes} processes were started; this version of rlgen trains in one. Start `rlgen train` alone"
-        )
     location, revision = locate(recipe.model.path), recipe.model.revision
     tokenizer = load_tokenizer(location, revision)
     rows = load_rows(recipe.data, recipe.run.seed)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from rlgen.losses.advantages import group_advantages
@@ -30,6 +29,12 @@ class GRPO:
         return self.recipe.correction.cap
 
     @property
+    def loss_temperature(self) -> None:
+        return None
+
+    def advantages(self, scores: Scores) -> Signal:
+        return Signal.of_all(group_advantages(scores.rewards, scores.group_ids, self.recipe.scale))
+
     def loss_temperature(self) -> None:
         return None
 

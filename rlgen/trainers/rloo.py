@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from rlgen.losses.advantages import rloo_advantages
@@ -28,6 +27,13 @@ class RLOO:
         return self.recipe.correction.cap
 
     @property
+    def loss_temperature(self) -> None:
+        return None
+
+    def advantages(self, scores: Scores) -> Signal:
+        rewards = scores.rewards if scores.kl is None else scores.rewards - self.recipe.beta * scores.kl
+        return Signal.of_all(rloo_advantages(rewards, scores.group_ids))
+
     def loss_temperature(self) -> None:
         return None
 

@@ -92,3 +92,8 @@ for arguments in (["--help"], ["validate", recipe], ["show", recipe]):
 print(sorted({{"torch", "transformers", "vllm", "datasets", "accelerate", "numpy"}} & set(sys.modules)))
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_several_processes_are_refused(rlgen: Run, recipe_file: Path, tmp_path: Path) -> None:
+    result = rlgen("train", recipe_file, "--run-dir", tmp_path / "run", WORLD_SIZE="2")
+    assert result.returncode == 9 and "2 processes were started" in result.stderr and not (tmp_path / "run").exists()
