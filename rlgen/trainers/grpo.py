@@ -35,14 +35,6 @@ class GRPO:
     def advantages(self, scores: Scores) -> Signal:
         return Signal.of_all(group_advantages(scores.rewards, scores.group_ids, self.recipe.scale))
 
-    def loss_temperature(self) -> None:
-        return None
-
-    def advantages(self, scores: Scores) -> Signal:
-        advantages = group_advantages(scores.rewards, scores.group_ids, self.recipe.scale)
-        everywhere = torch.ones_like(advantages, dtype=torch.bool)
-        return Signal(advantages=advantages, trained=everywhere, pair_id=torch.full_like(scores.group_ids, -1))
-
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         clip = self.recipe.clip_low, self.recipe.clip_high
         return policy_loss(x, *clip, AGGREGATIONS[self.recipe.loss], self.recipe.beta)

@@ -34,14 +34,5 @@ class RLOO:
         rewards = scores.rewards if scores.kl is None else scores.rewards - self.recipe.beta * scores.kl
         return Signal.of_all(rloo_advantages(rewards, scores.group_ids))
 
-    def loss_temperature(self) -> None:
-        return None
-
-    def advantages(self, scores: Scores) -> Signal:
-        rewards = scores.rewards if scores.kl is None else scores.rewards - self.recipe.beta * scores.kl
-        advantages = rloo_advantages(rewards, scores.group_ids)
-        everywhere = torch.ones_like(advantages, dtype=torch.bool)
-        return Signal(advantages=advantages, trained=everywhere, pair_id=torch.full_like(scores.group_ids, -1))
-
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         return policy_loss(x, self.recipe.clip_low, self.recipe.clip_high, "seq_sum", beta=0.0)
