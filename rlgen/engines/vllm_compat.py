@@ -108,9 +108,21 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
             f"vLLM {vllm.__version__} has no argument {', '.join(unknown)}; correct engine.extra, or use another version"
         )
     try:
-        return vllm.LLM(**arguments)
+        llm = vllm.LLM(**arguments)
     except Exception as error:  # vLLM raises whatever its parts raise
         raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {error}") from error
+    llm.apply_model(spare_the_trainers_model)
+    return llm
+
+
+def spare_the_trainers_model(model: nn.Module) -> None:
+    """Where vLLM runs the model code of transformers, it wraps the class, and so the trainer's model of the same class.
+
+    The wrapper looks for a flag that only vLLM's own models have. On the class it says: just call.
+    """
+    for module in model.modules():
+        if type(module).__module__.startswith("transformers.") and "do_not_compile" in vars(module):
+            setattr(type(module), "do_not_compile", True)  # noqa: B010  a flag that the class does not declare
 
 
 def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:

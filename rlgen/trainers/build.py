@@ -1,7 +1,6 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
 import copy
-import logging
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, get_scheduler
 
-from rlgen.data import build_prompts, load_rows
+from rlgen.data import PromptStream, Rows, build_prompts, load_rows
 from rlgen.engines import build_engine
 from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.policy import Policy
@@ -21,13 +20,11 @@ from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json, write_json
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.bounds import bounds_for
-from rlgen.sentinel.start import check_start
+from rlgen.sentinel.start import StartReport, check_start
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm
 from rlgen.trainers.update import Updater
 from rlgen.types import Sampling
-
-log = logging.getLogger(__name__)
 
 
 def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console) -> tuple[Trainer, int]:
@@ -51,18 +48,13 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     scorer = Scorer(tuple(resolve(entry, columns) for entry in recipe.rewards))
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in prompts.counts.items())}")
 
-    # float32 weights, whatever the forward computes in: updates of 1e-6 vanish in bfloat16.
-    model = load_model(location, revision, torch.float32, recipe.model.attention, accelerator.device)
-    if recipe.model.gradient_checkpointing:
-        checkpoint_activations(model)
-    policy = Policy(model, getattr(torch, recipe.model.dtype), recipe.model.fp32_head)
     algorithm = build_algorithm(recipe.trainer)
+    policy = build_policy(recipe, location, accelerator.device)
     reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.optim.learning_rate, weight_decay=recipe.optim.weight_decay)
-    schedule = get_scheduler(recipe.optim.schedule, optimizer, recipe.optim.warmup_steps, recipe.run.steps)
-    done = 0
-    if checkpoint is not None:
-        done = Checkpoints.load(checkpoint, model, optimizer, schedule).step
+    optim = recipe.optim
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=optim.learning_rate, weight_decay=optim.weight_decay)
+    schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
+    done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule).step if checkpoint else 0
     policy, prepared = accelerator.prepare(policy, optimizer)
 
     console.say(f"model: {location}, {sum(p.numel() for p in policy.parameters()):,} parameters; opening the engine")
@@ -76,31 +68,22 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
     bounds = bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta)
     if done:
-        engine.sync(model.named_parameters(), done)
-    budget = recipe.optim.micro_batch_tokens
+        engine.sync(policy.model.named_parameters(), done)
     probes = prompts.take(0, recipe.rollout.prompts_per_step)
-    report = check_start(policy, engine, probes, sampling, bounds, recipe.run.seed, tokenizer, done, budget, accelerator.device)
+    budget, seed = optim.micro_batch_tokens, recipe.run.seed
+    agreement = check_start(policy, engine, probes, sampling, bounds, seed, tokenizer, done, budget, accelerator.device)
     console.say(
-        f"sentinel: engine and trainer agree within {report.start.max_delta:.1e} nats at the start,"
-        f" {report.changed.max_delta:.1e} after a sync of changed weights (unsynced: {report.unsynced.max_delta:.1g})"
+        f"sentinel: engine and trainer agree within {agreement.start.max_delta:.1e} nats at the start,"
+        f" {agreement.changed.max_delta:.1e} after a sync of changed weights (unsynced: {agreement.unsynced.max_delta:.1g})"
     )
-    attempts = read_json(directory.provenance) if directory.provenance.exists() else []
-    facts = {
-        **provenance(),
-        "model": location,
-        "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **prompts.counts},
-        "rewards": {reward.label: reward.sha256 for reward in scorer.rewards},
-        "sentinel": asdict(report),
-        "from_step": done,
-    }
-    write_json(directory.provenance, [*attempts, facts])
+    record_attempt(directory, rows, prompts, scorer, agreement, location, done)
     update = Updater(
         accelerator=accelerator,
         policy=policy,
         optimizer=prepared,
         algorithm=algorithm,
         updates=recipe.trainer.updates_per_rollout,
-        max_grad_norm=recipe.optim.max_grad_norm,
+        max_grad_norm=optim.max_grad_norm,
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         bounds=None if sampling.regex else bounds,
@@ -122,6 +105,36 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         console=console,
     )
     return trainer, done
+
+
+def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
+    """The model that is trained: weights in float32 whatever the forward computes in: bfloat16 swallows updates of 1e-6."""
+    model = load_model(location, recipe.model.revision, torch.float32, recipe.model.attention, device)
+    if recipe.model.gradient_checkpointing:
+        checkpoint_activations(model)
+    return Policy(model, getattr(torch, recipe.model.dtype), recipe.model.fp32_head)
+
+
+def record_attempt(
+    directory: RunDirectory,
+    rows: Rows,
+    prompts: PromptStream,
+    scorer: Scorer,
+    agreement: StartReport,
+    location: str,
+    done: int,
+) -> None:
+    """Adds this attempt to `provenance.json`."""
+    earlier = read_json(directory.provenance) if directory.provenance.exists() else []
+    facts = {
+        **provenance(),
+        "model": location,
+        "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **prompts.counts},
+        "rewards": {reward.label: reward.sha256 for reward in scorer.rewards},
+        "sentinel": asdict(agreement),
+        "from_step": done,
+    }
+    write_json(directory.provenance, [*earlier, facts])
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

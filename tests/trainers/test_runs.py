@@ -229,3 +229,23 @@ def test_bfloat16_runs_within_its_bounds(recipe_file: Path) -> None:
     directory = run(recipe_file, "model.dtype=bfloat16")
     gaps = [record["sampler/delta_mean"] for record in read_jsonl(directory / "metrics.jsonl")]
     assert all(1e-6 < gap < 0.03 for gap in gaps)
+
+
+def test_vllm_on_transformers_model_code_spares_the_trainers_model(recipe_file: Path) -> None:
+    directory = run(recipe_file, "engine={kind: colocated, model_impl: transformers}")
+    assert all(record["sampler/delta_max"] <= 1e-4 for record in read_jsonl(directory / "metrics.jsonl"))
+
+
+def test_structured_output_restricts_the_rollouts_and_is_not_compared(recipe_file: Path) -> None:
+    directory = run(recipe_file, "engine={kind: colocated, structured_regex: '[0-9]{3}'}", "trainer={correction: {mode: none}}")
+    assert all(len(row["completion"]) == 3 and row["completion"].isdigit() for row in rollouts(directory))
+    assert all(record["sampler/delta_max"] > 0.1 for record in read_jsonl(directory / "metrics.jsonl"))
+
+
+def test_activations_computed_again_give_the_same_gradient(recipe_file: Path) -> None:
+    norms = []
+    for again in ("false", "true"):
+        directory = run(recipe_file, f"model.gradient_checkpointing={again}", "engine={kind: transformers}", "run.steps=1")
+        norms.append(read_jsonl(directory / "metrics.jsonl")[0]["grad_norm"])
+        directory.rename(directory.with_name(f"run-{again}"))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
