@@ -21,7 +21,7 @@ from rlgen.rollout.sample import rollout
 from rlgen.types import Sampling
 
 BATCH = 64
-EVERY = 20  # steps between two measurements
+EVERY = 5  # steps between two measurements
 TRAIN_SEED, TEST_SEED = 1001, 2002  # other rows than those of the run
 
 
