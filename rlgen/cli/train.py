@@ -82,21 +82,20 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
 
 def run(recipe: Recipe, directory: RunDirectory, resume: bool) -> None:
     """Builds everything and runs the loop. Heavy imports happen here."""
-    log_to(directory.logs / "rlgen.log") if not resume else None
     from rlgen.run.checkpoint import Checkpoints
     from rlgen.run.console import Console
     from rlgen.run.signals import StopRequest
 
-    checkpoint = Checkpoints(directory.checkpoints, recipe.checkpoint.keep).newest() if resume else None
+    checkpoint = Checkpoints(directory.checkpoints, recipe.checkpoint.keep).newest()
     done = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
     console = Console(recipe.run.steps, done)
+    if done >= recipe.run.steps:
+        console.say(f"{directory.path}: already complete, {done} steps")
+        return
     if resume:
-        if done >= recipe.run.steps:
-            console.say(f"{directory.path}: already complete, {done} steps")
-            return
         directory.cut(done)
-        log_to(directory.logs / "rlgen.log")
         console.say(f"resuming after step {done}" + ("" if done else ": no checkpoint was written yet"))
+    log_to(directory.logs / "rlgen.log")
     from rlgen.trainers.build import build_trainer
 
     with console, StopRequest().listening() as stop:
