@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlgen.errors import EngineError, SetupError
 from rlgen.types import Request, Sampling
@@ -107,22 +108,36 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         raise EngineError(
             f"vLLM {vllm.__version__} has no argument {', '.join(unknown)}; correct engine.extra, or use another version"
         )
-    try:
-        llm = vllm.LLM(**arguments)
-    except Exception as error:  # vLLM raises whatever its parts raise
-        raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {error}") from error
-    llm.apply_model(spare_the_trainers_model)
-    return llm
+    with transformers_classes_spared():
+        try:
+            return vllm.LLM(**arguments)
+        except Exception as error:  # vLLM raises whatever its parts raise
+            raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {error}") from error
 
 
-def spare_the_trainers_model(model: nn.Module) -> None:
-    """Where vLLM runs the model code of transformers, it wraps the class, and so the trainer's model of the same class.
+@contextmanager
+def transformers_classes_spared() -> Iterator[None]:
+    """Where vLLM runs the model code of transformers, it wraps the class itself, and so the trainer's model of that class.
 
-    The wrapper looks for a flag that only vLLM's own models have. On the class it says: just call.
+    Its `__init__` then demands a configuration of vLLM, and its `__call__` a flag that only vLLM's own models have. After the
+    block the first is as before, and the flag on the class says: just call.
     """
-    for module in model.modules():
-        if type(module).__module__.startswith("transformers.") and "do_not_compile" in vars(module):
-            setattr(type(module), "do_not_compile", True)  # noqa: B010  a flag that the class does not declare
+    classes = list(subclasses(PreTrainedModel))
+    before = [cls.__init__ for cls in classes]
+    try:
+        yield
+    finally:
+        for cls, init in zip(classes, before, strict=True):
+            if cls.__init__ is not init:
+                cls.__init__ = init
+                cls.do_not_compile = True
+
+
+def subclasses(cls: Any) -> Iterator[Any]:
+    """All classes below `cls`."""
+    for child in cls.__subclasses__():
+        yield child
+        yield from subclasses(child)
 
 
 def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:

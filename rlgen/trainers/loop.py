@@ -71,15 +71,15 @@ class Trainer:
                 self.schedule.step()
             with clock("sync"):
                 self.engine.sync(self.policy.model.named_parameters(), version=step)
-            last = step == recipe.run.steps or stop.requested
+            stopping = stop.requested  # read once: a request that comes later waits for the next step
             with clock("save"):
                 self.directory.write_rollouts(
                     step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
                 )
-                if last or step % recipe.checkpoint.every == 0:
+                if stopping or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
             self.report(step, samples, learned, clock)
-            if stop.requested and step < recipe.run.steps:
+            if stopping and step < recipe.run.steps:
                 raise Stopped(f"stopped on request after step {step} of {recipe.run.steps}; go on with --resume")
 
     def window(self, samples: Sequence[Sample]) -> tuple[Window, Signal]:
