@@ -70,8 +70,13 @@ def mismatch(old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tenso
     raw_rows = capped_exp(d_BT.sum(dim=1))[mask.any(dim=1)]
     # A weight below its ratio was capped; rounding of float32 aside.
     clipped_M = (weight_M < raw_M * (1 - 1e-6)) & corrected
-    if not len(d_N):
+    if not len(raw_M):
         return dict.fromkeys(MISMATCH)
+    if not len(d_N):  # the engine reported nothing: the ratios are all 1, and the gap is unknown
+        unknown = {key: None for key in MISMATCH if key.startswith("sampler/")}
+        d_N, ratio_N = d_BT.new_zeros(1), d_BT.new_ones(1)
+    else:
+        unknown = {}
     size_N = d_N.abs().sort().values
     values = (
         size_N.mean(),
@@ -94,7 +99,7 @@ def mismatch(old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tenso
         effective_share(raw_M),
         effective_share(raw_rows),
     )
-    return dict(zip(MISMATCH, torch.stack(values).tolist(), strict=True))
+    return dict(zip(MISMATCH, torch.stack(values).tolist(), strict=True)) | unknown
 
 
 def log_ratio(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ def row_coefficient(aggregation: Aggregation, lengths: Tensor, totals: Totals, m
         lengths: [B] tokens under the mask.
 
     Returns:
-        [B, 1]
+        [B, 1] float64
     """
     sequences, tokens = max(totals.sequences, 1), max(totals.tokens, 1)
-    lengths_B1 = lengths[:, None].clamp(min=1)
+    lengths_B1 = lengths[:, None].clamp(min=1).double()
     if aggregation == "seq_mean":
         return 1.0 / (lengths_B1 * sequences)
     divisor = {"token_mean": tokens, "fixed": sequences * max_tokens, "seq_sum": sequences}[aggregation]
-    return torch.full_like(lengths_B1, 1.0 / divisor, dtype=torch.float64)
+    return torch.full_like(lengths_B1, 1.0 / divisor)
 
 
 def policy_loss(x: LossInputs, clip_low: float, clip_high: float, aggregation: Aggregation, beta: float) -> tuple[Tensor, Stats]:

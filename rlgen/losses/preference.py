@@ -77,7 +77,11 @@ def match_pairs(pair_id: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     sides: dict[int, tuple[list[int], list[int]]] = {}
     for row, (pair, advantage) in enumerate(zip(pair_id.tolist(), advantages.tolist(), strict=True)):
         if pair >= 0:
-            sides.setdefault(pair, ([], []))[0 if advantage > 0 else 1].append(row)
+            chosen, rejected = sides.setdefault(pair, ([], []))
+            if advantage > 0:
+                chosen.append(row)
+            elif advantage < 0:
+                rejected.append(row)
     for pair, (chosen, rejected) in sides.items():
         if len(chosen) != 1 or len(rejected) != 1:
             raise ValueError(f"pair {pair} has {len(chosen)} chosen and {len(rejected)} rejected rows, not one of each")

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rlgen.errors import DivergedError
+from rlgen.errors import DivergedError, SentinelError
 from rlgen.losses.correction import importance_weight, mismatch
 from rlgen.losses.inputs import LossInputs, Mean, Stats
 from rlgen.models.policy import Policy
@@ -80,6 +80,8 @@ class Updater:
         both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
         logp_KBT = self.policy(batch, both)
         policy_logp, at_sampling = logp_KBT[0], logp_KBT[-1].detach()
+        if not policy_logp.isfinite().all():  # capped ratios could hide it from the loss
+            raise DivergedError("a log-prob of the policy is not finite: its weights or activations have overflowed")
         if update == 0:
             window.freeze_old(batch, policy_logp)
             for row, values in zip(batch.rows, at_sampling, strict=True):
@@ -111,6 +113,11 @@ class Updater:
         mask = pad_rows([torch.tensor(sample.loss_mask) for sample in window.samples], False)
         weight = importance_weight(old_logp, sampler_logp, mask, self.algorithm.cap)
         measured = mismatch(old_logp, sampler_logp, weight, mask, corrected=self.algorithm.cap is not None)
+        if unscored := measured["is/unscored_frac"]:
+            raise SentinelError(
+                f"sentinel, batch of step {step}: the engine reported no log-prob for {unscored:.1%} of the sampled tokens,"
+                " so that nothing proves what sampled them. Nothing of this batch was trained on."
+            )
         if self.bounds is not None:
             self.bounds.check(
                 f"sentinel, batch of step {step}",

@@ -69,3 +69,8 @@ def test_p999_is_the_nearest_rank() -> None:
 
 def test_nothing_to_average_is_none() -> None:
     assert set(mismatch(OLD, SAMPLER, torch.ones(1, 3), ~MASK, corrected=True).values()) == {None}
+
+
+def test_an_engine_that_reports_nothing_is_no_agreement() -> None:
+    measured = mismatch(OLD, torch.full_like(SAMPLER, math.nan), torch.ones(1, 3), MASK, corrected=True)
+    assert measured["sampler/delta_max"] is None and measured["is/unscored_frac"] == 1.0 and measured["is/raw_mean"] == 1.0

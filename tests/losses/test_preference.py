@@ -82,6 +82,8 @@ def test_order_and_split_change_nothing() -> None:
 def test_a_pair_needs_one_row_on_each_side() -> None:
     with pytest.raises(ValueError, match="2 chosen and 0 rejected"):
         match_pairs(torch.tensor([0, 0]), torch.tensor([1.0, 1.0]))
+    with pytest.raises(ValueError, match="1 chosen and 0 rejected"):
+        match_pairs(torch.tensor([0, 0]), torch.tensor([1.0, 0.0]))
 
 
 def test_no_pairs_give_zero_and_a_backward() -> None:

@@ -1,6 +1,7 @@
 """Whole runs in this process, on both engines: what is trained on is what was sampled."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from conftest import read_jsonl
 
 from rlgen.cli.train import train_command
 from rlgen.engines import vllm_compat
+from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import SentinelError
 from rlgen.models.policy import Policy
 from rlgen.run.files import read_json
@@ -249,3 +251,16 @@ def test_activations_computed_again_give_the_same_gradient(recipe_file: Path) ->
         norms.append(read_jsonl(directory / "metrics.jsonl")[0]["grad_norm"])
         directory.rename(directory.with_name(f"run-{again}"))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_an_engine_that_stops_reporting_log_probs_is_stopped(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = TransformersEngine.generate
+
+    def silent(engine: TransformersEngine, requests: Any, sampling: Any) -> Any:
+        answers = generate(engine, requests, sampling)
+        hide = len(requests) == 16 and engine.weight_version == 1  # the second rollout, not the probes
+        return [replace(a, logp=(float("nan"),) * len(a.logp)) if hide else a for a in answers]
+
+    monkeypatch.setattr(TransformersEngine, "generate", silent)
+    with pytest.raises(SentinelError, match=r"batch of step 2: the engine reported no log-prob for 100\.0%"):
+        run(recipe_file, "engine={kind: transformers}")
