@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-Scale: TypeAlias = Literal["group", "batch", "none"]
+Scale: TypeAlias = Literal["group", "batch", "batch_centered", "none"]
 
 # Added to standard deviations; and the spread of rewards up to which a group counts as constant. The spread decides, not
 # the standard deviation: rounding of the mean gives equal rewards a small one.
@@ -20,27 +20,45 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, scale: Scale) -> Tensor
     """GRPO (arXiv 2402.03300): (r - group mean) / (s + EPSILON), over scorable rows, ddof 1.
 
     Args:
-        scale: what s is: `group` the group's standard deviation, `batch` that of all scorable rows (arXiv 2508.08221);
-            `none`: no division (arXiv 2503.20783).
+        scale: what s is: `group` the group's standard deviation; `batch` that of all scorable rows (arXiv 2508.08221);
+            `batch_centered` that of r - group mean over all scorable rows (arXiv 2510.13786); `none`: no division
+            (arXiv 2503.20783).
 
     Returns:
         [B] float64; exactly 0 for unscorable rows, in groups of fewer than two scorable rows, and in constant groups.
     """
     rewards_B = rewards.double()
-    advantages_B = torch.zeros_like(rewards_B)
+    scorable_B = ~rewards_B.isnan()
+    centred_B = torch.zeros_like(rewards_B)
+    std_B = torch.ones_like(rewards_B)
     groups = scorable_groups(rewards_B, group_ids)
-    batch_std = rewards_B[~rewards_B.isnan()].std() if scale == "batch" and groups else None
     for rows in groups:
-        rewards_n = rewards_B[rows]
-        if is_constant(rewards_n):
-            continue
-        centred_n = rewards_n - rewards_n.mean()
-        if scale == "none":
-            advantages_B[rows] = centred_n
-        else:
-            std = rewards_n.std() if batch_std is None else batch_std
-            advantages_B[rows] = centred_n / (std + EPSILON)
-    return advantages_B
+        if not is_constant(rewards_B[rows]):
+            centred_B[rows] = rewards_B[rows] - rewards_B[rows].mean()
+            std_B[rows] = rewards_B[rows].std()
+    if scale == "none" or not groups:
+        return centred_B
+    if scale == "group":
+        return centred_B / (std_B + EPSILON)
+    spread_of = rewards_B if scale == "batch" else centred_B
+    return centred_B / (spread_of[scorable_B].std() + EPSILON)
+
+
+def gdpo_advantages(columns: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
+    """GDPO (arXiv 2601.05242): each reward is normalised within its groups, then their weighted sum over the batch.
+
+    A reward with a large scale so cannot drown the others.
+
+    Args:
+        columns: [B, K] the single rewards, NaN: does not apply. It then counts as 0, which is a column's mean.
+        weights: [K].
+
+    Returns:
+        [B] float64; exactly 0 for rows without any reward, and where nothing varies.
+    """
+    parts = [group_advantages(column_B, group_ids, "group") for column_B in columns.unbind(dim=1)]
+    sums_B = torch.stack(parts, dim=1) @ weights.double()
+    return normalized(sums_B, ~columns.isnan().all(dim=1))
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -58,10 +76,27 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return advantages_B
 
 
+def normalized(values: Tensor, counted: Tensor) -> Tensor:
+    """(v - mean) / (std + EPSILON) over the counted rows of [B], ddof 1; exactly 0 for others, and where v is constant."""
+    values_n = values[counted]
+    normalized_B = torch.zeros_like(values)
+    if len(values_n) >= 2 and not is_constant(values_n):
+        normalized_B[counted] = (values_n - values_n.mean()) / (values_n.std() + EPSILON)
+    return normalized_B
+
+
 def zero_variance(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Which groups give no signal: bool, one for each group of at least two scorable rows, by ascending id."""
     flags = [is_constant(rewards[rows]) for rows in scorable_groups(rewards, group_ids)]
     return torch.tensor(flags, dtype=torch.bool, device=rewards.device)
+
+
+def without_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """[B] bool: rows of groups that teach nothing, being constant or having fewer than two scorable rows."""
+    silent_B = torch.ones_like(group_ids, dtype=torch.bool)
+    for rows in scorable_groups(rewards, group_ids):
+        silent_B[group_ids == group_ids[rows[0]]] = is_constant(rewards[rows])
+    return silent_B
 
 
 def scorable_groups(rewards: Tensor, group_ids: Tensor) -> list[Tensor]:

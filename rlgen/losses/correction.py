@@ -4,25 +4,57 @@ d = old_logp - sampler_logp, ratio = exp(d). Nothing here is differentiated.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rlgen.losses.masking import capped_exp, select
 
+Mode: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-def importance_weight(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor, cap: float | None) -> Tensor:
-    """The weight of each token: its ratio, at most `cap` (token-level truncated importance sampling, Yao et al. 2025).
 
-    Args:
-        cap: None: no correction, ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How ratios become weights. Correction(mode="token_truncate", low=None, high=2.0, geometric=None)
+
+    `token_*`: the ratio of each token. `sequence_*`: of each completion, exp(sum d). `*_truncate` moves ratios into
+    [low, high] (Yao et al. 2025), `*_mask` sets those outside to 0 and keeps the others as they are (IcePop 2025).
+    `none`: ones.
+    """
+
+    mode: Mode
+    low: float | None
+    high: float | None
+    geometric: tuple[float, float] | None  # drop completions whose mean ratio, exp(mean d), is outside ("When Speed Kills", 2025)
+
+    @property
+    def of_rows(self) -> bool:
+        return self.mode.startswith("sequence")
+
+
+def importance_weight(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor, correction: Correction) -> Tensor:
+    """The weight of each token [B, T], or for `sequence_*` modes of each row [B, 1].
 
     Returns:
-        [B, T] detached. Outside the mask, and where the engine reported no log-prob, the ratio is 1.
+        Detached. Where the engine reported no log-prob, outside the mask, and of rows with an empty mask, the ratio is 1.
     """
-    if cap is None:
-        return torch.ones_like(old_logp, requires_grad=False)
-    return capped_exp(log_ratio(old_logp, sampler_logp, mask)).clamp(max=cap)
+    d_BT = log_ratio(old_logp, sampler_logp, mask)
+    low = -math.inf if correction.low is None else correction.low
+    high = math.inf if correction.high is None else correction.high
+    ratio = ratio_of(d_BT, correction)
+    if correction.mode == "none":
+        weight = torch.ones_like(ratio)
+    elif correction.mode.endswith("truncate"):
+        weight = ratio.clamp(low, high)
+    else:
+        weight = select((ratio >= low) & (ratio <= high), ratio)
+    if correction.geometric is None:
+        return weight
+    lowest, highest = correction.geometric
+    mean_ratio_B1 = capped_exp(d_BT.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1))
+    return select((mean_ratio_B1 >= lowest) & (mean_ratio_B1 <= highest), weight)
 
 
 MISMATCH = (
@@ -49,35 +81,41 @@ MISMATCH = (
 
 
 @torch.no_grad()
-def mismatch(old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tensor, corrected: bool) -> dict[str, float | None]:
+def mismatch(
+    old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tensor, correction: Correction
+) -> dict[str, float | None]:
     """Diagnostics of one window, from all of its rows at once. None: nothing to average.
 
     `sampler/*` are over tokens that the engine scored. Tokens come from the sampler, so plain means estimate
     KL(sampler || policy): `kl_k1`, and `kl`, its k3; `kl_reverse_*` estimate KL(policy || sampler) by the ratio.
-    `is/*` are over all masked tokens: `raw` the ratio, `weight` what the loss uses. `ess` is the effective share of
+    `is/*` are over what the correction weighs, masked tokens or rows: `raw` the ratio, `weight` what the loss uses.
+    `clipped_frac` counts ratios that a truncation moved, `masked_frac` weights of 0. `ess` is the effective share of
     samples, (sum w)^2 / (N sum w^2): of the weights, of the ratios (`ess_raw`), and of whole rows' ratios (`ess_seq`),
     because tokens hide the collapse of rows.
 
     Args:
-        old_logp, sampler_logp, weight, mask: [B, T], the window's rows padded to one width.
-        corrected: whether `weight` is a correction; else nothing counts as clipped.
+        old_logp, sampler_logp, mask: [B, T], the window's rows padded to one width.
+        weight: of `importance_weight` with the same `correction`.
     """
     d_BT = log_ratio(old_logp.double(), sampler_logp.double(), mask)
-    raw_BT = capped_exp(d_BT)
     scored_BT = mask & sampler_logp.isfinite()
-    d_N, ratio_N = d_BT[scored_BT], raw_BT[scored_BT]
-    raw_M, weight_M = raw_BT[mask], weight.double()[mask]
-    raw_rows = capped_exp(d_BT.sum(dim=1))[mask.any(dim=1)]
-    # A weight below its ratio was capped; rounding of float32 aside.
-    clipped_M = (weight_M < raw_M * (1 - 1e-6)) & corrected
-    if not len(raw_M):
+    d_N = d_BT[scored_BT]
+    rows_B = mask.any(dim=1)
+    if not rows_B.any():
         return dict.fromkeys(MISMATCH)
+    if correction.of_rows:
+        raw_M, weight_M = ratio_of(d_BT, correction)[rows_B, 0], weight.double()[rows_B, 0]
+    else:
+        raw_M, weight_M = ratio_of(d_BT, correction)[mask], weight.double().expand_as(d_BT)[mask]
     if not len(d_N):  # the engine reported nothing: the ratios are all 1, and the gap is unknown
         unknown = {key: None for key in MISMATCH if key.startswith("sampler/")}
-        d_N, ratio_N = d_BT.new_zeros(1), d_BT.new_ones(1)
+        d_N = d_BT.new_zeros(1)
     else:
         unknown = {}
-    size_N = d_N.abs().sort().values
+    ratio_N, size_N = capped_exp(d_N), d_N.abs().sort().values
+    # Compared with the weight, not with the caps: rounding of a float32 weight aside, one that was moved or dropped differs.
+    moved_M = (weight_M - raw_M).abs() > 1e-6 * raw_M
+    truncated_M = moved_M & (weight_M > 0) & correction.mode.endswith("truncate")
     values = (
         size_N.mean(),
         size_N[-1],
@@ -92,12 +130,12 @@ def mismatch(old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tenso
         weight_M.min(),
         weight_M.mean(),
         weight_M.max(),
-        clipped_M.double().mean(),
+        truncated_M.double().mean(),
         (weight_M == 0).double().mean(),
         (~scored_BT[mask]).double().mean(),
         effective_share(weight_M),
         effective_share(raw_M),
-        effective_share(raw_rows),
+        effective_share(capped_exp(d_BT.sum(dim=1))[rows_B]),
     )
     return dict(zip(MISMATCH, torch.stack(values).tolist(), strict=True)) | unknown
 
@@ -106,6 +144,11 @@ def log_ratio(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor) -> Tensor:
     """d [B, T], detached; 0 outside the mask and where the engine reported nothing."""
     scored = mask & sampler_logp.isfinite()
     return select(scored, old_logp.detach()) - select(scored, sampler_logp)
+
+
+def ratio_of(d: Tensor, correction: Correction) -> Tensor:
+    """The ratio of each token [B, T], or of each row [B, 1], before anything is capped."""
+    return capped_exp(d.sum(dim=1, keepdim=True) if correction.of_rows else d)
 
 
 def effective_share(weights: Tensor) -> Tensor:

@@ -11,28 +11,37 @@ class Totals:
     """Denominators: counts of the whole window (all rows of one optimizer step), over micro-batches and processes.
 
     Because they do not depend on the split, the sum of the micro-batches' losses is the loss of the window.
-    A loss clamps the ones it divides by to at least 1. Totals(sequences=64, tokens=9132, pairs=0)
+    A loss clamps the ones it divides by to at least 1. Totals(sequences=64, tokens=9132, kept=9132, prompts=8, pairs=0)
     """
 
     sequences: int  # rows, those with an empty mask included
     tokens: int  # true positions of the masks
+    kept: int  # of these, tokens that the entropy selection keeps; all of them without one
+    prompts: int  # groups
     pairs: int  # preference pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The rows of one micro-batch. Only `policy_logp` receives gradient; positions outside `mask` may hold NaN or inf."""
+    """The rows of one micro-batch. Gradient flows into `policy_logp`, and into `entropy` where the recipe rewards it.
+
+    Positions outside `mask` may hold NaN or inf.
+    """
 
     policy_logp: Tensor  # [B, T] current weights, with gradient
     old_logp: Tensor  # [B, T] trainer, the weights that sampled; frozen at the first update
     sampler_logp: Tensor  # [B, T] reported by the engine; NaN: not reported
     ref_logp: Tensor | None  # [B, T] frozen reference; None: the recipe has none
+    entropy: Tensor  # [B, T] of the distribution that a token is sampled from, nats
     mask: Tensor  # [B, T] bool, true on sampled tokens, the stop token included
+    kept: Tensor  # [B, T] bool, tokens that the entropy selection keeps; `mask` without one
     advantages: Tensor  # [B]; of preferences only the sign counts: > 0 chosen, < 0 rejected
-    weight: Tensor  # [B, T] importance weight sampler -> old; ones when there is none
+    weight: Tensor  # [B, T] or, of whole rows, [B, 1]: importance weight sampler -> old; ones when there is none
+    group_tokens: Tensor  # [B] tokens under the masks of the row's whole group
     pair_id: Tensor  # [B] long, shared by the two rows of a pair; -1: in no pair
     totals: Totals
     max_tokens: int  # `rollout.max_completion_tokens`: the M of aggregation `fixed`
+    epoch: float  # passes over the data before this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +61,4 @@ class Mean:
 
 
 Stats: TypeAlias = dict[str, Mean]
+Measured: TypeAlias = dict[str, Tensor]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlgen.losses.inputs import Mean, Stats
+from rlgen.losses.inputs import Mean, Measured, Stats
 
 
 def select(mask: Tensor, values: Tensor) -> Tensor:
@@ -19,8 +19,14 @@ def capped_exp(z: Tensor) -> Tensor:
     return z.clamp(max=20.0).exp()
 
 
-def masked_means(mask: Tensor, values: dict[str, Tensor]) -> Stats:
-    """The mean of each of `values` (of the mask's shape) under `mask`, from one transfer off the device."""
-    sums = [select(mask, value.detach()).sum(dtype=torch.float64) for value in values.values()]
-    *totals, count = torch.stack([*sums, mask.sum(dtype=torch.float64)]).tolist()
-    return {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}
+def masked_means(mask: Tensor, values: Measured) -> Stats:
+    """Means under `mask` [B, T], from one transfer off the device: of values [B, T] over tokens, of [B, 1] over rows."""
+    rows_B1 = mask.any(dim=1, keepdim=True)
+    parts: list[Tensor] = []
+    for value in values.values():
+        counted = mask if value.shape == mask.shape else rows_B1
+        parts += [select(counted, value.detach()).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)]
+    if not parts:
+        return {}
+    sums = torch.stack(parts).tolist()
+    return {name: Mean(*sums[2 * i : 2 * i + 2]) for i, name in enumerate(values)}

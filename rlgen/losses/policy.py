@@ -1,95 +1,96 @@
-"""Policy-gradient losses: a clipped ratio, weighted, aggregated by a coefficient for each row."""
+"""Policy-gradient losses: a variant's token losses, weighted, and aggregated by a coefficient for each row."""
 
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from rlgen.losses.inputs import LossInputs, Stats, Totals
+from rlgen.losses.inputs import LossInputs, Mean, Stats, Totals
+from rlgen.losses.kl import KL
 from rlgen.losses.masking import capped_exp, masked_means, select
+from rlgen.losses.variants import Terms, Variant
 
-Aggregation: TypeAlias = Literal["seq_mean", "token_mean", "fixed", "seq_sum"]
-
-
-def row_coefficient(aggregation: Aggregation, lengths: Tensor, totals: Totals, max_tokens: int) -> Tensor:
-    """What each row's sum of token losses is multiplied with. Denominators are of the whole window.
-
-    Args:
-        aggregation: `seq_mean` (GRPO), 1 / (length * sequences); `token_mean` (DAPO), 1 / tokens; `fixed` (Dr. GRPO),
-            1 / (sequences * max_tokens); `seq_sum` (RLOO), 1 / sequences.
-        lengths: [B] tokens under the mask.
-
-    Returns:
-        [B, 1] float64
-    """
-    sequences, tokens = max(totals.sequences, 1), max(totals.tokens, 1)
-    lengths_B1 = lengths[:, None].clamp(min=1).double()
-    if aggregation == "seq_mean":
-        return 1.0 / (lengths_B1 * sequences)
-    divisor = {"token_mean": tokens, "fixed": sequences * max_tokens, "seq_sum": sequences}[aggregation]
-    return torch.full_like(lengths_B1, 1.0 / divisor)
+Aggregation: TypeAlias = Literal["seq_mean", "token_mean", "fixed", "seq_sum", "prompt_mean"]
 
 
-def policy_loss(x: LossInputs, clip_low: float, clip_high: float, aggregation: Aggregation, beta: float) -> tuple[Tensor, Stats]:
-    """PPO's clipped objective (arXiv 1707.06347) with importance weights, and a KL to the reference beside it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a policy loss is made of."""
 
-    sum_i c_i sum_t [ -w min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A) + beta * kl ], r = exp(policy - old).
+    variant: Variant
+    aggregation: Aggregation
+    kl: KL | None  # None: no reference in the loss
+    off_policy_max: float | None  # drop completions of negative advantage that are further off the policy; None: keep all
+    entropy_bonus: float  # weight of the mean entropy; 0: none
 
-    Args:
-        beta: of the KL term, which the importance weight does not touch; above 0 it needs `x.ref_logp`.
+
+def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
+    """sum_i c_i sum_t [ w keep l + beta kl ] - bonus, with l of the variant and c of the aggregation.
+
+    The KL is touched neither by keeps nor, unless it says so, by weights. The bonus is the mean entropy of the kept tokens.
 
     Returns:
         The loss of these rows; the losses of all micro-batches of a window add up to the window's.
     """
-    log_ratio_BT = select(x.mask, x.policy_logp) - select(x.mask, x.old_logp.detach())
-    ratio_BT = capped_exp(log_ratio_BT)
-    advantages_B1 = x.advantages.detach()[:, None].to(ratio_BT.dtype)
-    clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    gain_BT = torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
-    token_BT = -select(x.mask, x.weight.detach()) * gain_BT
-
-    too_low = (ratio_BT < 1 - clip_low) & (advantages_B1 < 0)
-    too_high = (ratio_BT > 1 + clip_high) & (advantages_B1 > 0)
-    measured = {
-        "clip/low": too_low,
-        "clip/high": too_high,
-        "clip/region": too_low | too_high,
-        "kl/old_k1": -log_ratio_BT,
-        "kl/old_k3": ratio_BT - 1 - log_ratio_BT,
+    terms = Terms.of(x)
+    token, measured = objective.variant.loss(terms)
+    if not objective.variant.weighs:
+        token = token * terms.weight
+    if objective.off_policy_max is not None:
+        kept_B1 = on_policy(x, objective.off_policy_max)
+        token = select(kept_B1, token)
+        measured["opsm/dropped_frac"] = ~kept_B1
+    token_BT = select(x.kept, token)
+    measured |= {
+        "kl/old_k1": -terms.log_ratio,
+        "kl/old_k3": capped_exp(terms.log_ratio) - 1 - terms.log_ratio,
+        "entropy": x.entropy,
+        "entropy_mask/kept_frac": x.kept,
     }
-    if beta > 0:
-        assert x.ref_logp is not None  # a reference is held whenever beta is above 0
-        kl_BT, kl_measured = kl_term(x.policy_logp, x.old_logp, x.ref_logp, x.mask)
-        token_BT = token_BT + beta * kl_BT
+    coefficient_B1 = row_coefficient(objective.aggregation, x).to(token_BT.dtype)
+    loss = (coefficient_B1 * token_BT).sum()
+    window_share = x.mask.sum().item() / max(x.totals.tokens, 1)
+    policy_part = Mean(loss.item(), window_share)
+    if objective.kl is not None:
+        assert x.ref_logp is not None  # a reference is held whenever the KL is in the loss
+        kl_BT, kl_measured = objective.kl.loss(x.policy_logp, x.old_logp, x.ref_logp, x.mask)
+        if objective.kl.weighted:
+            kl_BT = kl_BT * terms.weight
+        loss = loss + objective.kl.beta * (coefficient_B1 * kl_BT).sum()
         measured |= kl_measured
-    coefficient_B1 = row_coefficient(aggregation, x.mask.sum(dim=1), x.totals, x.max_tokens).to(token_BT.dtype)
-    return (coefficient_B1 * select(x.mask, token_BT)).sum(), masked_means(x.mask, measured)
+    if objective.entropy_bonus:
+        loss = loss - objective.entropy_bonus * select(x.kept, x.entropy).sum() / max(x.totals.kept, 1)
+    return loss, masked_means(x.mask, measured) | {"policy_loss": policy_part}
 
 
-def kl_term(policy_logp: Tensor, old_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """KL(policy || reference) as a loss: k3 times the differentiable ratio (arXiv 2512.02556).
+def row_coefficient(aggregation: Aggregation, x: LossInputs) -> Tensor:
+    """What each row's sum of token losses is multiplied with. Denominators are of the whole window.
 
-    Its gradient is that of the reverse KL; the gradient of plain k3 is biased. u = policy - ref, k3 = exp(-u) + u - 1.
-
-    Returns:
-        [B, T], 0 outside the mask; and the plain k1 and k3 for the metrics.
-    """
-    policy_BT = select(mask, policy_logp)
-    u_BT = policy_BT - select(mask, ref_logp.detach())
-    k3_BT = capped_exp(-u_BT) + u_BT - 1
-    ratio_BT = capped_exp(policy_BT - select(mask, old_logp.detach()))
-    return select(mask, k3_BT * ratio_BT), {"kl/ref_k1": u_BT.detach(), "kl/ref_k3": k3_BT.detach()}
-
-
-def reward_kl(sampler_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
-    """KL of each completion to the reference for use in a reward: the sum of k1 = sampler - ref over its tokens.
-
-    Args:
-        sampler_logp: [B, T] of the true behaviour policy; NaN counts as 0.
+    `seq_mean` (GRPO): 1 / (length * sequences); `token_mean` (DAPO): 1 / tokens; `fixed` (Dr. GRPO):
+    1 / (sequences * max_tokens); `seq_sum` (RLOO): 1 / sequences; `prompt_mean` (ScaleRL, arXiv 2510.13786):
+    1 / (prompts * tokens of the row's group).
 
     Returns:
-        [B] float64, detached.
+        [B, 1] float64
     """
-    scored = mask & sampler_logp.isfinite()
-    k1_BT = select(scored, sampler_logp.double()) - select(scored, ref_logp.double())
-    return k1_BT.detach().sum(dim=1)
+    totals: Totals = x.totals
+    sequences, tokens, prompts = max(totals.sequences, 1), max(totals.tokens, 1), max(totals.prompts, 1)
+    lengths_B1 = x.mask.sum(dim=1, keepdim=True).clamp(min=1).double()
+    if aggregation == "seq_mean":
+        return 1.0 / (lengths_B1 * sequences)
+    if aggregation == "prompt_mean":
+        return 1.0 / (x.group_tokens[:, None].clamp(min=1).double() * prompts)
+    divisor = {"token_mean": tokens, "fixed": sequences * x.max_tokens, "seq_sum": sequences}[aggregation]
+    return torch.full_like(lengths_B1, 1.0 / divisor)
+
+
+def on_policy(x: LossInputs, most: float) -> Tensor:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): whether each row [B, 1] is kept.
+
+    A row of negative advantage is dropped if the mean of sampler - policy over its tokens exceeds `most` nats.
+    """
+    scored = x.mask & x.sampler_logp.isfinite()
+    gap_BT = select(scored, x.sampler_logp) - select(scored, x.policy_logp.detach())
+    gap_B1 = gap_BT.sum(dim=1, keepdim=True) / x.mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return (x.advantages[:, None] >= 0) | (gap_B1 <= most)

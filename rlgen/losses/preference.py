@@ -1,5 +1,7 @@
 """Preferences between completions of one prompt."""
 
+import random
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -10,42 +12,64 @@ from rlgen.losses.inputs import LossInputs, Mean, Stats
 from rlgen.losses.masking import select
 
 Ties: TypeAlias = Literal["skip", "first"]
-PreferenceLoss: TypeAlias = Literal["sigmoid", "ipo"]
+Pairing: TypeAlias = Literal["best_worst", "outside_in", "best_random"]
+PreferenceLoss: TypeAlias = Literal["sigmoid", "ipo", "hinge"]
+Lengths: TypeAlias = Literal["sum", "mean"]
 
 
 def select_pairs(
-    rewards: Tensor, group_ids: Tensor, sample_index: Tensor, min_margin: float, ties: Ties
+    rewards: Tensor,
+    group_ids: Tensor,
+    sample_index: Tensor,
+    *,
+    pairing: Pairing,
+    min_margin: float,
+    ties: Ties,
 ) -> tuple[Tensor, Tensor]:
-    """The best and the worst candidate of each group, found by group id.
+    """Chosen and rejected candidates of each group, found by group id. No candidate is in two pairs.
 
     Args:
         rewards: [B], NaN: unscorable, never chosen nor rejected.
-        sample_index: [B] place within the group; of equal candidates the first is chosen, the last rejected.
+        sample_index: [B] place within the group; of equal candidates the first is the better, the last the worse one.
+        pairing: `best_worst`: one pair. `outside_in`: also the second best and the second worst, and so on.
+            `best_random`: the best and any other, drawn by the group id.
         min_margin: a pair's rewards differ by more than this.
-        ties: `skip` drops groups of equal rewards; `first` keeps them as pairs all the same.
+        ties: `skip` drops pairs of equal rewards; `first` keeps them all the same.
 
     Returns:
         Rows of the chosen [P] and of the rejected [P], pair by pair, by ascending group id.
     """
-    chosen: list[int] = []
-    rejected: list[int] = []
+    pairs: list[tuple[int, int]] = []
     for group_id in group_ids.unique().tolist():
         rows = ((group_ids == group_id) & ~rewards.isnan()).nonzero()[:, 0].tolist()
-        if len(rows) < 2:
-            continue
-        best = min(rows, key=lambda row: (-rewards[row].item(), sample_index[row].item()))
-        worst = min(rows, key=lambda row: (rewards[row].item(), -sample_index[row].item()))
-        margin = (rewards[best] - rewards[worst]).item()
-        if margin > min_margin or (ties == "first" and margin == 0):
-            chosen.append(best)
-            rejected.append(worst)
+        ranked = sorted(rows, key=lambda row: (-rewards[row].item(), sample_index[row].item()))
+        for best, worst in candidates(ranked, pairing, group_id):
+            margin = (rewards[best] - rewards[worst]).item()
+            if margin > min_margin or (ties == "first" and margin == 0):
+                pairs.append((best, worst))
+    chosen, rejected = zip(*pairs, strict=True) if pairs else ((), ())
     return torch.tensor(chosen, dtype=torch.long), torch.tensor(rejected, dtype=torch.long)
 
 
-def dpo_loss(x: LossInputs, beta: float, loss: PreferenceLoss) -> tuple[Tensor, Stats]:
-    """DPO (arXiv 2305.18290), -log sigmoid(beta h), or IPO (arXiv 2310.12036), (h - 1 / (2 beta))^2, over all pairs.
+def candidates(ranked: Sequence[int], pairing: Pairing, group_id: int) -> list[tuple[int, int]]:
+    """Pairs (better, worse) of rows that are ranked from the best to the worst."""
+    if len(ranked) < 2:
+        return []
+    if pairing == "best_random":
+        return [(ranked[0], random.Random(group_id).choice(ranked[1:]))]
+    count = 1 if pairing == "best_worst" else len(ranked) // 2
+    return [(ranked[place], ranked[-1 - place]) for place in range(count)]
 
-    h = (policy_chosen - policy_rejected) - (ref_chosen - ref_rejected), log-probs summed over each completion.
+
+def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengths) -> tuple[Tensor, Stats]:
+    """The mean over all pairs of the window of a loss of h = (policy - ref) chosen - (policy - ref) rejected.
+
+    `sigmoid`: -log sigmoid(beta h) (DPO, arXiv 2305.18290). `ipo`: (h - 1 / (2 beta))^2 (arXiv 2310.12036). `hinge`:
+    max(0, 1 - beta h) (SLiC-HF, arXiv 2305.10425; without gradient at 0). A pair with a row of importance weight 0 has no
+    loss, and stays in the mean's denominator.
+
+    Args:
+        lengths: log-probs are a `sum` over a completion's tokens, or their `mean`.
 
     Raises:
         ValueError: a pair id without exactly one chosen and one rejected row.
@@ -54,18 +78,29 @@ def dpo_loss(x: LossInputs, beta: float, loss: PreferenceLoss) -> tuple[Tensor, 
     chosen, rejected = match_pairs(x.pair_id, x.advantages)
     policy_B = select(x.mask, x.policy_logp).sum(dim=1)
     log_ratio_B = policy_B - select(x.mask, x.ref_logp.detach()).sum(dim=1)
+    if lengths == "mean":
+        log_ratio_B = log_ratio_B / x.mask.sum(dim=1).clamp(min=1)
     h_P = log_ratio_B[chosen] - log_ratio_B[rejected]
-    loss_P = -logsigmoid(beta * h_P) if loss == "sigmoid" else (h_P - 1 / (2 * beta)).square()
+    if loss == "sigmoid":
+        loss_P = -logsigmoid(beta * h_P)
+    elif loss == "ipo":
+        loss_P = (h_P - 1 / (2 * beta)).square()
+    else:
+        loss_P = torch.relu(1 - beta * h_P)
+    row_kept_B = (x.weight.detach() > 0).any(dim=1)
+    kept_P = row_kept_B[chosen] & row_kept_B[rejected]
     # The empty sum keeps a batch without pairs connected to the graph.
-    total = loss_P.sum() / max(x.totals.pairs, 1) + 0.0 * policy_B.sum()
+    total = select(kept_P, loss_P).sum() / max(x.totals.pairs, 1) + 0.0 * policy_B.sum()
     measured = {
         "dpo/margin": beta * h_P,
         "dpo/accuracy": h_P > 0,
         "dpo/chosen_reward": beta * log_ratio_B[chosen],
         "dpo/rejected_reward": beta * log_ratio_B[rejected],
+        "dpo/kept_frac": kept_P,
     }
     count = float(len(h_P))
-    return total, {name: Mean(value.detach().double().sum().item(), count) for name, value in measured.items()}
+    stats = {name: Mean(value.detach().double().sum().item(), count) for name, value in measured.items()}
+    return total, stats | {"dpo/beta": Mean(beta * count, count)}
 
 
 def match_pairs(pair_id: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:

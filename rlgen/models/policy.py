@@ -1,13 +1,14 @@
 """A causal language model as rlgen uses it: ids in, log-probs of the completion's tokens out."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
-from rlgen.losses.logp import head_logits, head_logp
+from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores
 from rlgen.types import Batch
 
 
@@ -44,13 +45,14 @@ class Head:
         """[N, H] -> [N, V] float32. For a few positions only."""
         return head_logits(hidden, self.weight, bias=self.bias, softcap=self.softcap, scale=self.scale, fp32=fp32)
 
-    def logp(self, hidden: Tensor, ids: Tensor, temperatures: tuple[float, ...], fp32: bool) -> Tensor:
-        """[N, H], [N] -> [K, N] float32 log-probs of `ids`, one row a temperature; [N, V] is never held whole."""
-        return head_logp(
+    def scores(self, hidden: Tensor, ids: Tensor, temperatures: tuple[float, ...], entropy: EntropyUse, fp32: bool) -> HeadScores:
+        """[N, H], [N] -> log-probs of `ids` and entropies; [N, V] is never held whole."""
+        return head_scores(
             hidden,
             self.weight,
             ids,
             temperatures,
+            entropy=entropy,
             bias=self.bias,
             softcap=self.softcap,
             scale=self.scale,
@@ -76,6 +78,13 @@ def check_head(model: PreTrainedModel, head: Head) -> None:
         )
 
 
+class PolicyScores(NamedTuple):
+    """Both 0 where the batch's mask is false."""
+
+    logp: Tensor  # [K, B, T] float32, one layer a temperature
+    entropy: Tensor  # [B, T] float32, nats, at the last temperature
+
+
 class Policy(nn.Module):
     """The model that is trained, or a frozen one to compare with.
 
@@ -92,15 +101,13 @@ class Policy(nn.Module):
         self.dtype = dtype
         self.fp32_head = fp32_head
 
-    def forward(self, batch: Batch, temperatures: tuple[float, ...]) -> Tensor:
-        """Log-probs of the completion's tokens.
+    def forward(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
+        """Log-probs of the completion's tokens, and entropies of the distributions that they are from.
 
         Args:
             batch: B rows; padding is on the right, so that causal attention alone keeps it out and no mask is needed.
             temperatures: K of them; the logits are computed once.
-
-        Returns:
-            [K, B, T] float32, 0 where the mask is false.
+            entropy: `none` (zeros are returned), `value` without gradient, or `gradient`.
         """
         device = batch.input_ids.device
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
@@ -108,6 +115,8 @@ class Policy(nn.Module):
         rows, columns = batch.mask.nonzero(as_tuple=True)
         # The logits at a position predict the next id: the only shift by one in rlgen.
         hidden_NH = hidden_BSH[rows, batch.prompt_lengths[rows] - 1 + columns].to(self.dtype)
-        logp_KN = self.head.logp(hidden_NH, batch.completion_ids[rows, columns], temperatures, self.fp32_head)
+        ids_N = batch.completion_ids[rows, columns]
+        scores = self.head.scores(hidden_NH, ids_N, temperatures, entropy, self.fp32_head)
         empty = torch.zeros(len(temperatures), *batch.mask.shape, device=device)
-        return empty.index_put((torch.arange(len(temperatures), device=device)[:, None], rows, columns), logp_KN)
+        logp = empty.index_put((torch.arange(len(temperatures), device=device)[:, None], rows, columns), scores.logp)
+        return PolicyScores(logp, empty[0] if scores.entropy is None else empty[0].index_put((rows, columns), scores.entropy))

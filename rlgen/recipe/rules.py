@@ -1,5 +1,6 @@
 """What no single field can know: contradictions between fields, and fields without an effect."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlgen.recipe.models import (
@@ -7,8 +8,10 @@ from rlgen.recipe.models import (
     ColocatedEngineRecipe,
     GRPORecipe,
     OnlineDPORecipe,
+    PolicyRecipe,
     Recipe,
     RLOORecipe,
+    TrainerRecipe,
 )
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
@@ -64,14 +67,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
                 f"set optim.warmup_steps to {recipe.run.steps - 1} or less",
             )
         )
-    if isinstance(trainer, GRPORecipe | RLOORecipe) and trainer.clip_low > trainer.clip_high:
-        found.append(
-            Finding(
-                "trainer.clip_low",
-                f"trainer.clip_low {trainer.clip_low} is above trainer.clip_high {trainer.clip_high}",
-                f"set trainer.clip_low to {trainer.clip_high} or less",
-            )
-        )
+    found += _trainer_contradictions(trainer)
     weights = [reward.weight for reward in recipe.rewards]
     if not any(weights):
         found.append(Finding("rewards", "every weight in rewards is 0, so that nothing is learned", "set one above 0"))
@@ -96,6 +92,53 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     return found
 
 
+def _trainer_contradictions(trainer: TrainerRecipe) -> list[Finding]:
+    found: list[Finding] = []
+    correction = trainer.correction
+    if isinstance(trainer, PolicyRecipe):
+        if trainer.clip_low > trainer.clip_high:
+            found.append(
+                Finding(
+                    "trainer.clip_low",
+                    f"trainer.clip_low {trainer.clip_low} is above trainer.clip_high {trainer.clip_high}",
+                    f"set trainer.clip_low to {trainer.clip_high} or less",
+                )
+            )
+        if trainer.delta is not None and trainer.delta <= 1 + trainer.clip_high:
+            found.append(
+                Finding(
+                    "trainer.delta",
+                    f"trainer.delta {trainer.delta} is not above 1 + trainer.clip_high = {1 + trainer.clip_high}",
+                    "set it higher; 4 is what its paper has",
+                )
+            )
+    if isinstance(trainer, GRPORecipe) and trainer.combine_rewards == "normalize_then_sum" and trainer.kl == "k1_in_reward":
+        what = "trainer.kl k1_in_reward changes the sum of the rewards, but trainer.combine_rewards normalises each by itself"
+        found.append(Finding("trainer.kl", what, "set trainer.kl to k3_is, or trainer.combine_rewards to sum"))
+    if isinstance(trainer, RLOORecipe):
+        if trainer.reward_clip is not None and trainer.reward_clip[0] >= trainer.reward_clip[1]:
+            what = f"trainer.reward_clip {list(trainer.reward_clip)} is not lowest before highest"
+            found.append(Finding("trainer.reward_clip", what, "swap them"))
+        if trainer.ratio == "sequence" and correction.mode.startswith(("token", "icepop")):
+            found.append(
+                Finding(
+                    "trainer.ratio",
+                    f"trainer.ratio sequence has one ratio for a completion, trainer.correction.mode {correction.mode} one weight"
+                    " for each token",
+                    "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token",
+                )
+            )
+    if correction.min is not None and correction.min >= correction.max and correction.mode != "none":
+        found.append(
+            Finding(
+                "trainer.correction.min",
+                f"trainer.correction.min {correction.min} is not below trainer.correction.max {correction.max}",
+                "lower it, or remove it",
+            )
+        )
+    return found
+
+
 def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: str) -> list[Finding]:
     found: list[Finding] = []
     longest, trainer = recipe.max_row_tokens, recipe.trainer
@@ -115,7 +158,7 @@ def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: 
                 "remove one of them",
             )
         )
-    if engine.structured_regex is not None and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.mode != "none"):
+    if engine.structured_regex is not None and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
         found.append(
             Finding(
                 "engine.structured_regex",
@@ -135,14 +178,7 @@ def inert(recipe: Recipe) -> list[Finding]:
     """Fields without an effect in this recipe. Set by the user they are refused; the resolved recipe leaves them out."""
     found: list[Finding] = []
     trainer, data, model = recipe.trainer, recipe.data, recipe.model
-    if isinstance(trainer, GRPORecipe | RLOORecipe):
-        if trainer.updates_per_rollout == 1:
-            why = "has no effect when trainer.updates_per_rollout is 1: the ratio is 1 until the weights have moved"
-            hint = "remove it, or set trainer.updates_per_rollout to 2 or more"
-            found += [Finding(f"trainer.{key}", f"trainer.{key} {why}", hint) for key in ("clip_low", "clip_high")]
-        if trainer.correction.mode == "none":
-            why = "trainer.correction.max has no effect when trainer.correction.mode is none"
-            found.append(Finding("trainer.correction.max", why, "remove it, or set the mode to token_truncate"))
+    found += _inert_in_trainer(trainer)
     task, local = recipe.task, is_local_source(data.source)
     if task is None:
         found.append(Finding("data.options", "data.options has an effect only with a task: source", "remove it"))
@@ -157,6 +193,46 @@ def inert(recipe: Recipe) -> list[Finding]:
     return found
 
 
+def _inert_in_trainer(trainer: TrainerRecipe) -> list[Finding]:
+    found: list[Finding] = []
+
+    def no_effect(keys: Sequence[str], why: str, hint: str = "remove it") -> None:
+        said = {finding.path for finding in found}
+        paths = [f"trainer.{key}" for key in keys]
+        found.extend(Finding(path, f"{path} has no effect {why}", hint) for path in paths if path not in said)
+
+    if trainer.correction.mode == "none":
+        no_effect(["correction.min", "correction.max"], "when trainer.correction.mode is none", "remove it, or set a mode")
+    if isinstance(trainer, OnlineDPORecipe):
+        return found
+    uncorrected = trainer.correction.mode == "none" and trainer.correction.geometric is None
+    if trainer.beta == 0:
+        no_effect(["kl", "kl_use_weight"], "when trainer.beta is 0", "remove it, or set trainer.beta above 0")
+    if trainer.kl == "k1_in_reward":
+        no_effect(["kl_use_weight"], "when the KL is in the reward")
+    if uncorrected:
+        no_effect(["kl_use_weight"], "when nothing is corrected: weights are 1")
+    unmoved = "when trainer.updates_per_rollout is 1: the ratio is 1 until the weights have moved"
+    more = "remove it, or set trainer.updates_per_rollout to 2 or more"
+    if isinstance(trainer, GRPORecipe):
+        if trainer.combine_rewards == "normalize_then_sum":
+            no_effect(["scale_rewards"], "with trainer.combine_rewards normalize_then_sum, which scales by itself")
+        other = f"with trainer.loss {trainer.loss}"
+        for loss in ("cispo", "sapo", "vespo"):
+            keys = [key for key in GRPORecipe.model_fields if key.startswith(f"{loss}_")]
+            if trainer.loss != loss:
+                no_effect(keys, other)
+            elif trainer.updates_per_rollout == 1 and (loss != "vespo" or uncorrected):
+                no_effect(keys, unmoved, more)
+        if trainer.loss in ("cispo", "sapo", "vespo"):
+            no_effect(["clip_low", "clip_high", "delta"], other)
+    if trainer.updates_per_rollout == 1:
+        no_effect(["clip_low", "clip_high", "delta"], unmoved, more)
+        if isinstance(trainer, RLOORecipe):
+            no_effect(["ratio"], unmoved, more)
+    return found
+
+
 def notices(recipe: Recipe) -> list[str]:
     """What is announced: harmless, and often in templates."""
     said: list[str] = []
@@ -165,6 +241,12 @@ def notices(recipe: Recipe) -> list[str]:
     if recipe.engine.kind == "colocated" and recipe.engine.structured_regex is not None:
         said.append(
             "engine.structured_regex: the sentinel checks the engine before step 1 without it; batches cannot be compared"
+        )
+    trainer = recipe.trainer
+    if isinstance(trainer, GRPORecipe) and trainer.loss in ("gspo", "luspo") and "token" in trainer.correction.mode:
+        said.append(
+            f"trainer.loss {trainer.loss} has one ratio for a completion; trainer.correction.mode {trainer.correction.mode}"
+            " weighs it by the mean of its tokens' weights"
         )
     return said
 
@@ -185,4 +267,11 @@ REFUSED = {
     "optim.lr": "did you mean `learning_rate`?",
     "engine.url": "an engine of this kind has no server",
 }
-REFUSED_BY_KIND = {"online_dpo": {"trainer.correction": "a preference loss has no importance weight; the gap is still measured"}}
+REFUSED_BY_KIND = {
+    "rloo": {
+        "trainer.loss": "RLOO has one loss; trainer.kind grpo has a family of them",
+        "trainer.aggregation": "RLOO sums over each completion; trainer.kind grpo has a choice",
+        "trainer.scale_rewards": "RLOO does not divide by a standard deviation; see normalize_advantages",
+    },
+    "online_dpo": {"trainer.kl": "the reference is in the loss itself; trainer.beta says how strongly it holds"},
+}

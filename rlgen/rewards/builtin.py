@@ -71,6 +71,25 @@ def length(completion_ids: Sequence[int], target: int) -> float:
     return -abs(len(completion_ids) - target) / target
 
 
+def overlong(completion_ids: Sequence[int], max_completion_tokens: int, buffer: int | None = None) -> float:
+    """DAPO's soft penalty (arXiv 2503.14476, eq. 13): 0, falling to -1 over the last `buffer` tokens before the limit.
+
+    Args:
+        max_completion_tokens: `rollout.max_completion_tokens`.
+        buffer: None: a fifth of the limit, as in the paper.
+
+    Raises:
+        ValueError: the buffer is not within the limit.
+    """
+    width = round(0.2 * max_completion_tokens) if buffer is None else buffer
+    if not 0 <= width <= max_completion_tokens:
+        raise ValueError(f"buffer is {width}; it counts tokens within rollout.max_completion_tokens {max_completion_tokens}")
+    over = len(completion_ids) - (max_completion_tokens - width)
+    if over <= 0:
+        return 0.0
+    return max(-over / width, -1.0) if width else -1.0
+
+
 def layout(completion: str, pattern: str | None = None) -> float:
     """1.0 where the completion is `<think>...</think><answer>...</answer>`, each tag once; else 0.0.
 
@@ -118,5 +137,6 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "numeric_match": numeric_match,
     "regex_match": regex_match,
     "length": length,
+    "overlong": overlong,
     "format": layout,
 }

@@ -18,8 +18,9 @@ from rlgen.recipe.models import RewardRecipe
 from rlgen.rewards.builtin import BUILTIN
 
 # What rlgen gives to a reward, besides the data set's columns: for one sample, and for a group as lists.
-SAMPLE_NAMES = frozenset({"prompt", "completion", "prompt_ids", "completion_ids", "finish_reason", "step"})
-GROUP_NAMES = frozenset({"prompts", "completions", "prompt_ids", "completion_ids", "finish_reason", "finish_reasons", "step"})
+OF_EITHER = frozenset({"prompt_ids", "completion_ids", "finish_reason", "max_completion_tokens", "step"})
+SAMPLE_NAMES = OF_EITHER | {"prompt", "completion"}
+GROUP_NAMES = OF_EITHER | {"prompts", "completions", "finish_reasons"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class Scorer:
     """All rewards of a recipe. It owns the event loop of the async ones, which lives as long as their HTTP clients."""
 
     rewards: tuple[RewardFunction, ...]
+    max_completion_tokens: int
     loop: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def close(self) -> None:
@@ -40,7 +41,8 @@ class Scorer:
         Raises:
             RewardError: a function failed, or returned something that is neither a finite number nor None.
         """
-        calls = [call for group in groups for reward in self.rewards for call in calls_of(reward, group, step)]
+        limit = self.max_completion_tokens
+        calls = [call for group in groups for reward in self.rewards for call in calls_of(reward, group, step, limit)]
         values: dict[tuple[int, int], dict[str, float | None]] = {}
         # Not in the event loop: a function that is not async may run one of its own.
         done = [(call, call_now(call)) for call in calls if not call.reward.is_async]
@@ -80,7 +82,7 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
     return totals
 
 
-def calls_of(reward: RewardFunction, group: Group, step: int) -> list[Call]:
+def calls_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int) -> list[Call]:
     """The calls that a reward needs for a group, with everything a function may ask for by name."""
     prompt = group.prompt
     if reward.of_group:
@@ -93,6 +95,7 @@ def calls_of(reward: RewardFunction, group: Group, step: int) -> list[Call]:
             "completion_ids": [list(sample.completion_ids) for sample in group.samples],
             "finish_reason": [sample.finish_reason for sample in group.samples],
             "finish_reasons": [sample.finish_reason for sample in group.samples],
+            "max_completion_tokens": max_completion_tokens,
             "step": step,
         }
         return [Call(reward, group, group.samples, reward.arguments(available))]
@@ -109,6 +112,7 @@ def calls_of(reward: RewardFunction, group: Group, step: int) -> list[Call]:
                     "prompt_ids": list(sample.prompt_ids),
                     "completion_ids": list(sample.completion_ids),
                     "finish_reason": sample.finish_reason,
+                    "max_completion_tokens": max_completion_tokens,
                     "step": step,
                 }
             ),

@@ -17,6 +17,6 @@ def score(policy: Policy, samples: Sequence[Sample], temperature: float, budget:
     lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
     for rows in plan([(row,) for row in range(len(samples))], lengths, budget):
         batch = collate(samples, rows, device)
-        for row, values in zip(rows, policy(batch, (temperature,))[0].cpu(), strict=True):
+        for row, values in zip(rows, policy(batch, (temperature,)).logp[0].cpu(), strict=True):
             logp[row] = values[: len(samples[row].completion_ids)]
     return logp

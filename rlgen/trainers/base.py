@@ -6,7 +6,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
+from rlgen.losses.kl import KL
+from rlgen.recipe.models import CorrectionRecipe, PolicyRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +17,11 @@ class Scores:
     """What the samples of a step earned, one row a sample; rows stand in any order."""
 
     rewards: Tensor  # [B] float64, NaN: not scorable
+    columns: Tensor  # [B, K] float64, the single rewards, NaN: does not apply
+    column_weights: Tensor  # [K] float64
     group_ids: Tensor  # [B]
     sample_index: Tensor  # [B] within the group
+    truncated: Tensor  # [B] bool, ended by the token limit
     kl: Tensor | None  # [B] KL of each completion to the reference, if the algorithm takes it from the reward
 
 
@@ -24,18 +30,21 @@ class Signal:
     """What the samples are to teach."""
 
     advantages: Tensor  # [B] float64
-    trained: Tensor  # [B] bool: rows that go through the model
+    counted: Tensor  # [B] bool: rows in the denominators of the loss
+    trained: Tensor  # [B] bool: of these, rows whose tokens go through the model
     pair_id: Tensor  # [B] the two rows of a pair share it; -1: in no pair
 
     @classmethod
-    def of_all(cls, advantages: Tensor) -> "Signal":
-        """Every row is trained, each on its own."""
-        alone = torch.full_like(advantages, -1, dtype=torch.long)
-        return cls(advantages=advantages, trained=torch.ones_like(advantages, dtype=torch.bool), pair_id=alone)
+    def of_policy(cls, advantages: Tensor, silent: Tensor, scores: Scores, recipe: PolicyRecipe) -> "Signal":
+        """Each row on its own; the recipe says what becomes of truncated rows and of those in `silent` [B] groups."""
+        counted = ~silent if recipe.zero_variance == "drop" else torch.ones_like(silent)
+        trained = counted & ~scores.truncated if recipe.mask_truncated else counted
+        alone = torch.full_like(scores.group_ids, -1)
+        return cls(advantages=advantages, counted=counted, trained=trained, pair_id=alone)
 
 
 class Algorithm(Protocol):
-    """Three numbers say what is computed for the hooks; the hooks say what is done with it."""
+    """A few values say what is computed for the hooks; the hooks say what is done with it."""
 
     @property
     def reference(self) -> Literal["none", "reward", "loss"]:
@@ -43,15 +52,47 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def cap(self) -> float | None:
-        """Cap of the token-level importance weight; None: no correction."""
-        ...
+    def correction(self) -> Correction: ...
 
     @property
     def loss_temperature(self) -> float | None:
         """Temperature of the log-probs in the loss; None: that of sampling."""
         ...
 
+    @property
+    def top_entropy(self) -> float:
+        """Share of the tokens that the loss learns from, those of the highest entropy. Below 1 it costs a forward pass."""
+        ...
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether the loss differentiates the entropy."""
+        ...
+
     def advantages(self, scores: Scores) -> Signal: ...
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]: ...
+
+
+def correction_of(recipe: CorrectionRecipe) -> Correction:
+    geometric = None if recipe.geometric is None else (recipe.geometric.min, recipe.geometric.max)
+    mode = "token_mask" if recipe.mode == "icepop" else recipe.mode
+    return Correction(mode=mode, low=recipe.min, high=recipe.max, geometric=geometric)
+
+
+def reference_use(recipe: PolicyRecipe) -> Literal["none", "reward", "loss"]:
+    if recipe.beta == 0:
+        return "none"
+    return "reward" if recipe.kl == "k1_in_reward" else "loss"
+
+
+def rewards_less_kl(rewards: Tensor, scores: Scores, recipe: PolicyRecipe) -> Tensor:
+    """The rewards, less the KL to the reference where the recipe puts it there."""
+    return rewards if scores.kl is None else rewards - recipe.beta * scores.kl
+
+
+def kl_of(recipe: PolicyRecipe) -> KL | None:
+    """The KL in the loss, if it belongs there."""
+    if recipe.beta == 0 or recipe.kl == "k1_in_reward":
+        return None
+    return KL(recipe.beta, recipe.kl, recipe.kl_use_weight)

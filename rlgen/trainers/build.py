@@ -45,7 +45,7 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     rows = load_rows(recipe.data, recipe.run.seed)
     prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed)
     columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
-    scorer = Scorer(tuple(resolve(entry, columns) for entry in recipe.rewards))
+    scorer = Scorer(tuple(resolve(entry, columns) for entry in recipe.rewards), recipe.rollout.max_completion_tokens)
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in prompts.counts.items())}")
 
     algorithm = build_algorithm(recipe.trainer)

@@ -1,40 +1,83 @@
-"""GRPO (Shao et al. 2024, 2402.03300), with the aggregation of DAPO (2503.14476) or Dr. GRPO (2503.20783)."""
+"""GRPO (Shao et al. 2024, 2402.03300) and the losses that grew out of it, each a variant with an aggregation."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from rlgen.losses.advantages import group_advantages
+from rlgen.losses.advantages import gdpo_advantages, group_advantages, without_signal
+from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
-from rlgen.losses.policy import Aggregation, policy_loss
+from rlgen.losses.policy import Objective, policy_loss
+from rlgen.losses.variants import Cispo, Clip, RatioLevel, Sapo, Variant, Vespo
 from rlgen.recipe.models import GRPORecipe
-from rlgen.trainers.base import Scores, Signal
+from rlgen.trainers.base import Scores, Signal, correction_of, kl_of, reference_use, rewards_less_kl
 
-AGGREGATIONS: dict[str, Aggregation] = {"dapo": "token_mean", "grpo": "seq_mean", "dr_grpo": "fixed"}
+SEQUENCE_RATIOS: dict[str, RatioLevel] = {"gspo": "sequence", "luspo": "sequence", "gspo_token": "sequence_token"}
 
 
 @dataclass(frozen=True, slots=True)
 class GRPO:
-    """Advantages centred within the group; clipped ratio; KL to a reference in the loss."""
+    """Advantages centred within the group."""
 
     recipe: GRPORecipe
 
     @property
-    def reference(self) -> Literal["none", "loss"]:
-        return "loss" if self.recipe.beta > 0 else "none"
+    def reference(self) -> Literal["none", "reward", "loss"]:
+        return reference_use(self.recipe)
 
     @property
-    def cap(self) -> float | None:
-        return self.recipe.correction.cap
+    def correction(self) -> Correction:
+        return correction_of(self.recipe.correction)
 
     @property
     def loss_temperature(self) -> None:
         return None
 
+    @property
+    def top_entropy(self) -> float:
+        return self.recipe.top_entropy
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return self.recipe.entropy_bonus > 0
+
     def advantages(self, scores: Scores) -> Signal:
-        return Signal.of_all(group_advantages(scores.rewards, scores.group_ids, self.recipe.scale))
+        recipe, ids = self.recipe, scores.group_ids
+        if recipe.combine_rewards == "normalize_then_sum":
+            advantages = gdpo_advantages(scores.columns, scores.column_weights, ids)
+            silent = torch.stack([without_signal(column, ids) for column in scores.columns.unbind(1)]).all(0)
+        else:
+            rewards = rewards_less_kl(scores.rewards, scores, recipe)
+            advantages = group_advantages(rewards, ids, recipe.scale_rewards)
+            silent = without_signal(rewards, ids)
+        return Signal.of_policy(advantages, silent, scores, recipe)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
-        clip = self.recipe.clip_low, self.recipe.clip_high
-        return policy_loss(x, *clip, AGGREGATIONS[self.recipe.loss], self.recipe.beta)
+        recipe = self.recipe
+        objective = Objective(
+            variant=variant_of(recipe),
+            aggregation=recipe.aggregation,
+            kl=kl_of(recipe),
+            off_policy_max=recipe.off_policy_max,
+            entropy_bonus=recipe.entropy_bonus,
+        )
+        return policy_loss(x, objective)
+
+
+def variant_of(recipe: GRPORecipe) -> Variant:
+    match recipe.loss:
+        case "cispo":
+            return Cispo(recipe.cispo_max)
+        case "sapo":
+            return Sapo(recipe.sapo_tau_positive, recipe.sapo_tau_negative)
+        case "vespo":
+            return Vespo(
+                k_positive=recipe.vespo_k_positive,
+                lambda_positive=recipe.vespo_lambda_positive,
+                k_negative=recipe.vespo_k_negative,
+                lambda_negative=recipe.vespo_lambda_negative,
+            )
+        case clipped:
+            return Clip(recipe.clip_low, recipe.clip_high, recipe.delta, SEQUENCE_RATIOS.get(clipped, "token"))

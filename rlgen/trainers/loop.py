@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlgen.data import PromptStream
 from rlgen.engines import Engine
 from rlgen.errors import Stopped
-from rlgen.losses.policy import reward_kl
+from rlgen.losses.kl import reward_kl
 from rlgen.models.policy import Policy
 from rlgen.recipe import Recipe
 from rlgen.rewards import Scorer
@@ -66,7 +66,7 @@ class Trainer:
             with clock("reward"):
                 samples = [sample for group in self.scorer.score(groups, step) for sample in group.samples]
             with clock("train"):
-                window, signal = self.window(samples)
+                window, signal = self.window(samples, epoch=(step - 1) * count / len(self.prompts.entries))
                 learned = self.update(window, step)
                 self.schedule.step()
             with clock("sync"):
@@ -82,19 +82,21 @@ class Trainer:
             if stopping and step < recipe.run.steps:
                 raise Stopped(f"stopped on request after step {step} of {recipe.run.steps}; go on with --resume")
 
-    def window(self, samples: Sequence[Sample]) -> tuple[Window, Signal]:
+    def window(self, samples: Sequence[Sample], epoch: float) -> tuple[Window, Signal]:
         """What to learn from the samples of a step, with the reference's log-probs where the algorithm needs them."""
-        nothing = float("nan")
-        rewards = [nothing if sample.reward is None else sample.reward for sample in samples]
+        weights = {reward.label: reward.weight for reward in self.scorer.rewards}
         signal = self.algorithm.advantages(
             Scores(
-                rewards=torch.tensor(rewards, dtype=torch.float64),
+                rewards=torch.tensor([number(sample.reward) for sample in samples], dtype=torch.float64),
+                columns=torch.tensor([[number(s.rewards[label]) for label in weights] for s in samples], dtype=torch.float64),
+                column_weights=torch.tensor(list(weights.values()), dtype=torch.float64),
                 group_ids=torch.tensor([sample.group_id for sample in samples]),
                 sample_index=torch.tensor([sample.sample_index for sample in samples]),
+                truncated=torch.tensor([sample.finish_reason == "length" for sample in samples]),
                 kl=self.kl(samples) if self.algorithm.reference == "reward" else None,
             )
         )
-        window = Window.of(samples, signal, self.recipe.optim.micro_batch_tokens)
+        window = Window.of(samples, signal, epoch, self.recipe.optim.micro_batch_tokens)
         if self.algorithm.reference == "loss":
             window.ref_logp.update(enumerate(self.reference_logp(window.samples)))
         return window, signal
@@ -139,3 +141,8 @@ class Trainer:
         self.directory.write_metrics(record)
         self.directory.write_status("running", step, self.recipe.run.steps)
         self.console.step(record)
+
+
+def number(reward: float | None) -> float:
+    """A reward in a tensor: NaN where it does not apply."""
+    return float("nan") if reward is None else reward

@@ -5,34 +5,58 @@ from typing import Literal
 
 from torch import Tensor
 
-from rlgen.losses.advantages import rloo_advantages
+from rlgen.losses.advantages import normalized, rloo_advantages, without_signal
+from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
-from rlgen.losses.policy import policy_loss
+from rlgen.losses.policy import Objective, policy_loss
+from rlgen.losses.variants import Clip
 from rlgen.recipe.models import RLOORecipe
-from rlgen.trainers.base import Scores, Signal
+from rlgen.trainers.base import Scores, Signal, correction_of, kl_of, reference_use, rewards_less_kl
 
 
 @dataclass(frozen=True, slots=True)
 class RLOO:
-    """Leave-one-out advantages, the KL to a reference taken from the reward; the loss is summed over each completion."""
+    """Leave-one-out advantages; the loss is summed over each completion."""
 
     recipe: RLOORecipe
 
     @property
-    def reference(self) -> Literal["none", "reward"]:
-        return "reward" if self.recipe.beta > 0 else "none"
+    def reference(self) -> Literal["none", "reward", "loss"]:
+        return reference_use(self.recipe)
 
     @property
-    def cap(self) -> float | None:
-        return self.recipe.correction.cap
+    def correction(self) -> Correction:
+        return correction_of(self.recipe.correction)
 
     @property
     def loss_temperature(self) -> None:
         return None
 
+    @property
+    def top_entropy(self) -> float:
+        return self.recipe.top_entropy
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return self.recipe.entropy_bonus > 0
+
     def advantages(self, scores: Scores) -> Signal:
-        rewards = scores.rewards if scores.kl is None else scores.rewards - self.recipe.beta * scores.kl
-        return Signal.of_all(rloo_advantages(rewards, scores.group_ids))
+        clip = self.recipe.reward_clip
+        rewards = rewards_less_kl(scores.rewards if clip is None else scores.rewards.clamp(*clip), scores, self.recipe)
+        advantages = rloo_advantages(rewards, scores.group_ids)
+        if self.recipe.normalize_advantages:
+            advantages = normalized(advantages, ~rewards.isnan())
+        return Signal.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, self.recipe)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
-        return policy_loss(x, self.recipe.clip_low, self.recipe.clip_high, "seq_sum", beta=0.0)
+        recipe = self.recipe
+        of_tokens = recipe.ratio == "token"
+        objective = Objective(
+            variant=Clip(recipe.clip_low, recipe.clip_high, recipe.delta, "token" if of_tokens else "sequence_sum"),
+            # A ratio of the whole completion counts once, which is the mean of what each of its tokens says.
+            aggregation="seq_sum" if of_tokens else "seq_mean",
+            kl=kl_of(recipe),
+            off_policy_max=recipe.off_policy_max,
+            entropy_bonus=recipe.entropy_bonus,
+        )
+        return policy_loss(x, objective)

@@ -54,6 +54,8 @@ class Updater:
         }
         if not window.samples:  # nothing to learn from: Adam would move weights on a gradient of zero
             return metrics
+        if self.algorithm.top_entropy < 1:
+            window = window.select_tokens(self._entropy(window), self.algorithm.top_entropy)
         stats: Stats = {}
         losses: list[float] = []
         for update in range(self.updates):
@@ -74,12 +76,22 @@ class Updater:
         metrics["loss"] = sum(losses) / len(losses)
         return metrics | {name: stat.value for name, stat in stats.items()}
 
+    @torch.no_grad()
+    def _entropy(self, window: Window) -> list[Tensor]:
+        """The entropy of each token, one [L] tensor a row: which tokens count depends on all of them."""
+        entropy: list[Tensor] = [torch.empty(0)] * len(window.samples)
+        for rows in window.micro_batches:
+            batch = collate(window.samples, rows, self.accelerator.device)
+            for row, values in zip(rows, self.policy(batch, (self.temperature,), "value").entropy.cpu(), strict=True):
+                entropy[row] = values[: len(window.samples[row].completion_ids)]
+        return entropy
+
     def _backward(self, window: Window, batch: Batch, update: int, sampled_logp: dict[int, Tensor]) -> tuple[float, Stats]:
         """One micro-batch. Its log-probs at the sampling temperature go to `sampled_logp` on the first update."""
         loss_temperature = self.algorithm.loss_temperature or self.temperature
         both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
-        logp_KBT = self.policy(batch, both)
-        policy_logp, at_sampling = logp_KBT[0], logp_KBT[-1].detach()
+        scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
+        policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach()
         if not policy_logp.isfinite().all():  # capped ratios could hide it from the loss
             raise DivergedError("a log-prob of the policy is not finite: its weights or activations have overflowed")
         if update == 0:
@@ -94,12 +106,16 @@ class Updater:
                 old_logp=old_logp,
                 sampler_logp=batch.sampler_logp,
                 ref_logp=window.gather(window.ref_logp, batch) if window.ref_logp else None,
+                entropy=scores.entropy,
                 mask=batch.mask,
+                kept=window.gather(window.kept, batch) if window.kept else batch.mask,
                 advantages=window.advantages[rows].to(policy_logp.device),
-                weight=importance_weight(old_logp, batch.sampler_logp, batch.mask, self.algorithm.cap),
+                weight=importance_weight(old_logp, batch.sampler_logp, batch.mask, self.algorithm.correction),
+                group_tokens=window.group_tokens[rows].to(policy_logp.device),
                 pair_id=window.pair_id[rows].to(policy_logp.device),
                 totals=window.totals,
                 max_tokens=self.max_tokens,
+                epoch=window.epoch,
             )
         )
         self.accelerator.backward(loss)
@@ -111,8 +127,9 @@ class Updater:
         old_logp = pad_rows([sampled_logp[row].cpu() for row in order], 0.0)
         sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in window.samples], 0.0)
         mask = pad_rows([torch.tensor(sample.loss_mask) for sample in window.samples], False)
-        weight = importance_weight(old_logp, sampler_logp, mask, self.algorithm.cap)
-        measured = mismatch(old_logp, sampler_logp, weight, mask, corrected=self.algorithm.cap is not None)
+        correction = self.algorithm.correction
+        weight = importance_weight(old_logp, sampler_logp, mask, correction)
+        measured = mismatch(old_logp, sampler_logp, weight, mask, correction)
         if unscored := measured["is/unscored_frac"]:
             raise SentinelError(
                 f"sentinel, batch of step {step}: the engine reported no log-prob for {unscored:.1%} of the sampled tokens,"

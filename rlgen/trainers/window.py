@@ -1,10 +1,13 @@
 """All rows of one optimizer step, and what is frozen about them."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import Totals
 from rlgen.rollout.batch import pad_rows, plan
 from rlgen.trainers.base import Signal
@@ -18,16 +21,23 @@ class Window:
     samples: tuple[Sample, ...]  # [B]
     advantages: Tensor  # [B] float32
     pair_id: Tensor  # [B]
+    group_tokens: Tensor  # [B] tokens of the row's whole group
     totals: Totals
+    epoch: float  # passes over the data before this step
     micro_batches: tuple[tuple[int, ...], ...]  # rows of each
     old_logp: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, frozen at the first update
     ref_logp: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, if there is a reference
+    kept: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, if tokens are selected by entropy
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], signal: Signal, budget: int) -> "Window":
+    def of(cls, samples: Sequence[Sample], signal: Signal, epoch: float, budget: int) -> "Window":
         """The rows of `samples` that `signal` trains, planned into micro-batches of at most `budget` tokens."""
         rows = signal.trained.nonzero()[:, 0].tolist()
         trained = tuple(samples[row] for row in rows)
+        tokens = [sum(sample.loss_mask) for sample in trained]
+        of_group: Counter[int] = Counter()
+        for sample, count in zip(trained, tokens, strict=True):
+            of_group[sample.group_id] += count
         pair_id = signal.pair_id[signal.trained]
         pairs: dict[int, list[int]] = {}
         for row, pair in enumerate(pair_id.tolist()):
@@ -35,13 +45,30 @@ class Window:
                 pairs.setdefault(pair, []).append(row)
         units = list(pairs.values()) or [[row] for row in range(len(trained))]
         lengths = [len(sample.prompt_ids) + len(sample.completion_ids) for sample in trained]
+        counted = [sample for sample, counts in zip(samples, signal.counted.tolist(), strict=True) if counts]
         return cls(
             samples=trained,
             advantages=signal.advantages[signal.trained].float(),
             pair_id=pair_id,
-            totals=Totals(sequences=len(trained), tokens=sum(sum(sample.loss_mask) for sample in trained), pairs=len(pairs)),
+            group_tokens=torch.tensor([of_group[sample.group_id] for sample in trained]),
+            totals=Totals(
+                sequences=len(counted),
+                tokens=sum(tokens),
+                kept=sum(tokens),
+                prompts=len({sample.group_id for sample in counted}),
+                pairs=len(pairs),
+            ),
+            epoch=epoch,
             micro_batches=tuple(map(tuple, plan(units, lengths, budget))),
         )
+
+    def select_tokens(self, entropy: Sequence[Tensor], share: float) -> "Window":
+        """Keeps the `share` of the tokens with the highest entropy; one [L] tensor a row comes in."""
+        mask = [torch.tensor(sample.loss_mask) for sample in self.samples]
+        threshold = entropy_threshold(torch.cat(list(entropy)), torch.cat(mask), share)
+        kept = {row: entropy_kept(*of_row, threshold) for row, of_row in enumerate(zip(entropy, mask, strict=True))}
+        count = sum(int(kept_L.sum()) for kept_L in kept.values())
+        return replace(self, kept=kept, totals=replace(self.totals, kept=count))
 
     def freeze_old(self, batch: Batch, logp: Tensor) -> None:
         """Keeps the trainer's log-probs [B, T] under the weights that sampled."""
@@ -50,8 +77,8 @@ class Window:
 
     @staticmethod
     def gather(frozen: dict[int, Tensor], batch: Batch) -> Tensor:
-        """[B, T] of frozen log-probs for the rows of `batch`."""
-        return pad_rows([frozen[row] for row in batch.rows], 0.0).to(batch.input_ids.device)
+        """[B, T] of what is frozen, for the rows of `batch`; padded with 0 or False."""
+        return pad_rows([frozen[row] for row in batch.rows], 0).to(batch.input_ids.device)
 
     def padded(self, batch_tokens: int) -> int:
         """Padding positions, of `batch_tokens` positions that all micro-batches have together."""

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from rlgen.losses.advantages import group_advantages, rloo_advantages, zero_variance
+from rlgen.losses.advantages import (
+    gdpo_advantages,
+    group_advantages,
+    normalized,
+    rloo_advantages,
+    without_signal,
+    zero_variance,
+)
 
 IDS = torch.tensor([7, 3, 7, 3])
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 4.0], dtype=torch.float64)
@@ -18,6 +25,8 @@ REWARDS = torch.tensor([1.0, 2.0, 0.0, 4.0], dtype=torch.float64)
         ("group", [0.70701, -0.70706, -0.70701, 0.70706]),
         ("batch", [0.29275, -0.58551, -0.29275, 0.58551]),
         ("none", [0.5, -1.0, -0.5, 1.0]),
+        # centred [.5, -1, -.5, 1]: std .91287
+        ("batch_centered", [0.54766, -1.09533, -0.54766, 1.09533]),
     ],
 )
 def test_group_advantages(scale: str, expected: list[float]) -> None:
@@ -39,7 +48,37 @@ def test_rloo() -> None:
     ]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rloo_normalized_over_the_rollout() -> None:
+    # [.75, -.75, 0]: mean 0, std .75
+    advantages = rloo_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.long))
+    counted = torch.ones(3, dtype=torch.bool)
+    assert normalized(advantages, counted).tolist() == pytest.approx([0.99987, -0.99987, 0.0], abs=5e-6)
+    # an unscorable row neither counts nor moves; two equal values are constant
+    three = torch.tensor([2.0, 9.0, -2.0], dtype=torch.float64)
+    assert normalized(three, torch.tensor([True, False, True])).tolist() == pytest.approx([0.70708, 0, -0.70708], abs=5e-6)
+    assert normalized(torch.tensor([3.0, 3.0]), torch.ones(2, dtype=torch.bool)).tolist() == [0.0, 0.0]
+
+
+def test_gdpo_normalises_each_reward_before_the_sum() -> None:
+    # columns by group: (1, 0), (1, 0) and (0, 0), (10, 0): s = [.707, -.707, 1.414, -1.414], then over the batch
+    columns, ids = torch.tensor([[1.0, 0.0], [0, 0], [1, 10], [0, 0]]), torch.tensor([0, 0, 1, 1])
+    expected = [0.54765, -0.54765, 1.09537, -1.09537]
+    assert gdpo_advantages(columns, torch.ones(2), ids).tolist() == pytest.approx(expected, abs=5e-6)
+    # a reward that does not apply is neutral; a row without any is out
+    columns = torch.tensor([[1.0, math.nan], [0, math.nan], [math.nan, math.nan]])
+    advantages = gdpo_advantages(columns, torch.tensor([1.0, 9.0]), torch.zeros(3, dtype=torch.long))
+    assert advantages.tolist() == pytest.approx([0.70700, -0.70700, 0.0], abs=5e-5) and advantages[2] == 0
+    assert gdpo_advantages(torch.full((4, 2), 100.3), torch.ones(2), torch.zeros(4, dtype=torch.long)).tolist() == [0.0] * 4
+
+
+def test_batch_scales_count_rows_alone_in_their_group() -> None:
+    # the single row is scorable: std of (1, 0, 5) is 2.64575, of the centred (.5, -.5, 0) it is .5
+    rewards, ids = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 1])
+    assert group_advantages(rewards, ids, "batch").tolist() == pytest.approx([0.18898, -0.18898, 0.0], abs=1e-5)
+    assert group_advantages(rewards, ids, "batch_centered").tolist() == pytest.approx([0.9998, -0.9998, 0.0], abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "batch_centered", "none"])
 @pytest.mark.parametrize("rewards", [[100.3] * 6, [math.nan] * 6, [5.0] + [math.nan] * 5])
 def test_no_signal_is_exactly_zero(scale: str, rewards: list[float]) -> None:
     r, ids = torch.tensor(rewards, dtype=torch.float32), torch.zeros(6, dtype=torch.long)
@@ -50,6 +89,12 @@ def test_no_signal_is_exactly_zero(scale: str, rewards: list[float]) -> None:
 def test_zero_variance_counts_groups_of_two_or_more() -> None:
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 9.0, math.nan, 2.0])
     assert zero_variance(rewards, torch.tensor([4, 4, 2, 2, 8, 8, 9])).tolist() == [False, True]
+
+
+def test_rows_without_signal() -> None:
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 9.0, math.nan, 2.0])
+    silent = without_signal(rewards, torch.tensor([4, 4, 2, 2, 8, 8, 9]))
+    assert silent.tolist() == [True, True, False, False, True, True, True]
 
 
 def test_rows_may_stand_in_any_order() -> None:

@@ -166,7 +166,21 @@ def test_overrides(recipe_file: Path) -> None:
         ("data={source: 'task:sort', template_args: {a: 1}}", "data.template_args has no effect"),
         ("model.revision=main", "model.revision has no effect"),
         ("engine={kind: transformers, url: 'http://x'}", "an engine of this kind has no server"),
-        ("trainer={kind: online_dpo, correction: {mode: none}}", "a preference loss has no importance weight"),
+        ("trainer={kind: online_dpo, correction: {mode: token_truncate}}", "is not one of sequence_mask, none"),
+        ("trainer={kind: online_dpo, kl: k2}", "the reference is in the loss itself"),
+        ("trainer={kind: rloo, loss: dapo}", "RLOO has one loss"),
+        # placements and settings that are known to be wrong
+        ("trainer={beta: 0.1, kl: k1}", "k1 in a loss has an expected gradient of zero"),
+        ("trainer={combine_rewards: normalize_then_sum, beta: 0.1, kl: k1_in_reward}", "normalises each by itself"),
+        ("trainer={combine_rewards: normalize_then_sum, scale_rewards: batch}", "which scales by itself"),
+        ("trainer={correction: {mode: token_mask, min: 1.0, max: 1.0}}", "is not below trainer.correction.max"),
+        ("trainer={correction: {geometric: {min: 1.0}}}", "less than 1"),
+        ("trainer={updates_per_rollout: 2, delta: 1.2}", "is not above 1 + trainer.clip_high"),
+        ("trainer={kind: rloo, updates_per_rollout: 2, ratio: sequence}", "one weight for each token"),
+        ("trainer={kind: rloo, reward_clip: [1.0, -1.0]}", "swap them"),
+        ("trainer.kl=k2", "has no effect when trainer.beta is 0"),
+        ("trainer={loss: cispo, clip_high: 0.3}", "has no effect with trainer.loss cispo"),
+        ("trainer={loss: gspo, updates_per_rollout: 2, cispo_max: 4.0}", "has no effect with trainer.loss gspo"),
     ],
 )
 def test_refused_overrides_are_blamed_on_the_argument(recipe_file: Path, override: str, part: str) -> None:
@@ -242,3 +256,31 @@ def test_local_paths_start_at_the_recipe(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_registry_has_every_trainer_of_the_recipe() -> None:
     union = Recipe.model_fields["trainer"].annotation
     assert set(TRAINERS) == {get_args(variant.model_fields["kind"].annotation)[0] for variant in get_args(union)}
+
+
+@pytest.mark.parametrize(
+    "trainer, expected",
+    [
+        ("{}", {"aggregation": "token_mean", "scale_rewards": "group", "clip_high": 0.28}),
+        ("{loss: dr_grpo}", {"aggregation": "fixed", "scale_rewards": "none", "clip_high": 0.28}),
+        ("{loss: dr_grpo, scale_rewards: batch}", {"aggregation": "fixed", "scale_rewards": "batch"}),
+        ("{loss: gspo}", {"aggregation": "seq_mean", "clip_low": 3e-4, "clip_high": 4e-4}),
+        (
+            "{loss: luspo, updates_per_rollout: 2, clip_low: 0.0001}",
+            {"aggregation": "seq_sum", "clip_low": 1e-4, "clip_high": 4e-4},
+        ),
+        ("{kind: rloo}", {"clip_high": 0.2, "kl": "k1_in_reward"}),
+    ],
+)
+def test_a_loss_brings_its_papers_defaults(recipe_file: Path, trainer: str, expected: dict[str, object]) -> None:
+    found = load_recipe(recipe_file, [f"trainer={trainer}"]).recipe.trainer
+    assert {key: getattr(found, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "mode, low, high",
+    [("token_truncate", None, 2.0), ("token_mask", 0.5, 2.0), ("sequence_mask", None, 3.0), ("icepop", 0.5, 5.0)],
+)
+def test_a_correction_brings_its_caps(recipe_file: Path, mode: str, low: float | None, high: float) -> None:
+    correction = load_recipe(recipe_file, [f"trainer.correction.mode={mode}"]).recipe.trainer.correction
+    assert (correction.min, correction.max) == (low, high)

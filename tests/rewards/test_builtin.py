@@ -12,6 +12,7 @@ from rlgen.rewards.builtin import (
     layout,
     length,
     numeric_match,
+    overlong,
     regex_match,
 )
 
@@ -150,12 +151,22 @@ def hostile_texts():
     yield "".join(map(chr, rng.choices([*range(0xD800), *range(0xE000, 0x110000)], k=100_000)))
 
 
+def test_overlong_falls_over_the_buffer():
+    # DAPO eq. 13 with M = 20, C = 4: from 16 tokens on 1/4 a token, -1 beyond 20
+    assert [overlong(range(n), 20, 4) for n in (15, 16, 18, 20, 21)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert overlong(range(19), 20) == -0.75  # a fifth of 20 is 4
+    assert [overlong(range(n), 20, 0) for n in (20, 21)] == [0.0, -1.0]
+    with pytest.raises(ValueError, match="buffer is 21"):
+        overlong(range(3), 20, 21)
+
+
 def test_every_built_in_is_finite_and_fast_for_any_text():
     calls = {
         "exact_match": lambda text: exact_match(text, "52"),
         "numeric_match": lambda text: numeric_match(text, "52"),
         "regex_match": lambda text: regex_match(text, r"\d+$"),
         "length": lambda text: length(range(len(text)), target=100),
+        "overlong": lambda text: overlong(range(len(text)), max_completion_tokens=500),
         "format": layout,
     }
     assert set(calls) == set(BUILTIN)

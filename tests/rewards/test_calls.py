@@ -27,7 +27,7 @@ def scorer(tmp_path):
     def build(source, *names):
         path = tmp_path / "rewards.py"
         path.write_text(textwrap.dedent(source))
-        return Scorer(tuple(resolve(RewardRecipe(use=f"{path}:{name}"), {"answer"}) for name in names or ("f",)))
+        return Scorer(tuple(resolve(RewardRecipe(use=f"{path}:{name}"), {"answer"}) for name in names or ("f",)), 20)
 
     return build
 

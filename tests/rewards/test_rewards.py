@@ -27,7 +27,7 @@ def group(*completions: str, group_id: int = 4, **columns: Any) -> Group:
 
 def score(entries: list[dict[str, Any]], *groups: Group) -> list[tuple[dict[str, Any], float | None]]:
     columns = set(groups[0].prompt.columns)
-    scored = Scorer(tuple(resolve(RewardRecipe(**entry), columns) for entry in entries)).score(groups, step=3)
+    scored = Scorer(tuple(resolve(RewardRecipe(**entry), columns) for entry in entries), 20).score(groups, step=3)
     return [(dict(sample.rewards), sample.reward) for g in scored for sample in g.samples]
 
 
@@ -111,9 +111,9 @@ def test_functions_are_called_by_parameter_name(file: str) -> None:
     entries = [{"use": f"{file}:{name}"} for name in ("slow", "spread", "everything")]
     entries += [{"use": f"{file}:limited", "args": {"limit": 0}, "weight": 0.5, "name": "long"}]
     scored = score(entries, group("a", "bb", answer="a"))
-    # everything: prompt, answer, prompt_ids, completion_ids, finish_reason, step
-    assert scored[0] == ({"slow": 1.0, "spread": 3.0, "everything": 6.0, "long": 1.0}, 10.5)
-    assert scored[1] == ({"slow": 0.0, "spread": 4.0, "everything": 6.0, "long": 1.0}, 10.5)
+    # everything: prompt, answer, prompt_ids, completion_ids, finish_reason, max_completion_tokens, step
+    assert scored[0] == ({"slow": 1.0, "spread": 3.0, "everything": 7.0, "long": 1.0}, 11.5)
+    assert scored[1] == ({"slow": 0.0, "spread": 4.0, "everything": 7.0, "long": 1.0}, 11.5)
 
 
 def test_none_is_not_zero(file: str) -> None:

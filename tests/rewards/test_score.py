@@ -37,7 +37,7 @@ def scorer(tmp_path):
         path = tmp_path / "rewards.py"
         path.write_text(textwrap.dedent(source))
         recipes = [RewardRecipe(**{**e, "use": f"{path}:{e['use']}"}) for e in entries or [{"use": "f"}]]
-        return Scorer(tuple(resolve(recipe, {"answer"}) for recipe in recipes))
+        return Scorer(tuple(resolve(recipe, {"answer"}) for recipe in recipes), 20)
 
     return build
 

@@ -1,0 +1,51 @@
+"""The KL to a frozen reference, in one of two places: the loss, or the reward. u = policy - ref."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from rlgen.losses.inputs import Measured
+from rlgen.losses.masking import capped_exp, select
+
+# k1 is not among them: in a loss its expected gradient is 0.
+Estimator: TypeAlias = Literal["k3_is", "k3", "k2"]
+
+
+@dataclass(frozen=True, slots=True)
+class KL:
+    """The KL in the loss. Its gradient should be that of KL(policy || reference), which samples of the policy estimate.
+
+    `k3_is`: k3 = exp(-u) + u - 1 times the differentiable ratio policy / old (arXiv 2512.02556), unbiased in value and gradient.
+    `k2`: u^2 / 2, the same gradient while the ratio is 1. `k3` alone: gradient 1 - exp(-u), of the other direction's KL, biased.
+    """
+
+    beta: float
+    estimator: Estimator
+    weighted: bool  # times the importance weight, as the rest of the loss
+
+    def loss(self, policy_logp: Tensor, old_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> tuple[Tensor, Measured]:
+        """[B, T] without `beta`, 0 outside the mask; and the plain k1 and k3 for the metrics."""
+        policy_BT = select(mask, policy_logp)
+        u_BT = policy_BT - select(mask, ref_logp.detach())
+        k3_BT = capped_exp(-u_BT) + u_BT - 1
+        measured = {"kl/ref_k1": u_BT.detach(), "kl/ref_k3": k3_BT.detach()}
+        if self.estimator == "k2":
+            return u_BT.square() / 2, measured
+        if self.estimator == "k3":
+            return k3_BT, measured
+        return k3_BT * capped_exp(policy_BT - select(mask, old_logp.detach())), measured
+
+
+def reward_kl(sampler_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
+    """KL of each completion to the reference for use in a reward: the sum of k1 = sampler - ref over its tokens.
+
+    Args:
+        sampler_logp: [B, T] of the true behaviour policy; NaN counts as 0.
+
+    Returns:
+        [B] float64, detached.
+    """
+    scored = mask & sampler_logp.isfinite()
+    k1_BT = select(scored, sampler_logp.double()) - select(scored, ref_logp.double())
+    return k1_BT.detach().sum(dim=1)
