@@ -13,7 +13,7 @@ from rlgen.cli.train import train_command
 from rlgen.engines import vllm_compat
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import SentinelError
-from rlgen.models.policy import Policy
+from rlgen.models.policy import Policy, PolicyScores
 from rlgen.run.files import read_json
 from rlgen.trainers import build, update
 from rlgen.types import Batch
@@ -41,14 +41,14 @@ class Forwards:
         self.started = False
         forward = Policy.forward
 
-        def counted(policy: Policy, batch: Batch, temperatures: tuple[float, ...]) -> torch.Tensor:
+        def counted(policy: Policy, batch: Batch, temperatures: tuple[float, ...], *entropy: Any) -> PolicyScores:
             if self.started:
                 frozen = not any(p.requires_grad for p in policy.parameters())
                 self.tokens["reference" if frozen else "policy"] += int(batch.mask.sum())
                 if not frozen:
                     for row, start, mask in zip(batch.input_ids, batch.prompt_lengths, batch.mask, strict=True):
                         self.rows.append(tuple(row[: int(start) + int(mask.sum())].tolist()))
-            return forward(policy, batch, temperatures)
+            return forward(policy, batch, temperatures, *entropy)
 
         monkeypatch.setattr(Policy, "forward", counted)
         check_start = build.check_start
