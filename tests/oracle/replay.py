@@ -1,0 +1,219 @@
+"""The same random tensors for both sides, and rlgen's side: its real trainer and updater, with a model that replays log-probs.
+
+Each row's prompt is its number, by which model and reference, here and in `trl_oracle.py`, find what they have to answer.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlgen.models.policy import PolicyScores
+from rlgen.recipe.models import TrainerRecipe
+from rlgen.rewards.score import weighted_sums
+from rlgen.trainers.loop import Trainer
+from rlgen.trainers.registry import build_algorithm
+from rlgen.trainers.update import Updater
+from rlgen.types import Batch, Sample
+
+ROWS, WIDTH, GROUP = 16, 8, 4
+MAX_TOKENS = 10
+TOKEN, STOP, PADDING = 5, 2, 0
+WEIGHTS = {"first": 1.0, "second": 0.5}  # of the rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """What was sampled, what the models say about it, and what it earned."""
+
+    policy_logp: Tensor  # [B, T] after some update
+    old_logp: Tensor  # [B, T] before it
+    sampler_logp: Tensor  # [B, T]
+    ref_logp: Tensor  # [B, T]
+    entropy: Tensor  # [B, T]
+    lengths: tuple[int, ...]  # [B] of the completions
+    mask: Tensor  # [B, T] bool, within `lengths`
+    truncated: tuple[bool, ...]  # [B]
+    group_ids: tuple[int, ...]  # [B]
+    rewards: tuple[dict[str, float | None], ...]  # [B]
+
+    @property
+    def completions(self) -> list[list[int]]:
+        """Ids; a completion that is not truncated ends with the stop token."""
+        last = [TOKEN if truncated else STOP for truncated in self.truncated]
+        return [[TOKEN] * (length - 1) + [end] for length, end in zip(self.lengths, last, strict=True)]
+
+    @property
+    def reward_table(self) -> Tensor:
+        """[B, K], NaN: does not apply."""
+        return torch.tensor([[float("nan") if r is None else r for r in row.values()] for row in self.rewards])
+
+
+class Outcome(NamedTuple):
+    """A loss and its gradients."""
+
+    value: Tensor
+    policy_gradient: Tensor  # [B, T]
+    entropy_gradient: Tensor  # [B, T]
+
+    @classmethod
+    def of(cls, value: Tensor, policy_logp: Tensor, entropy: Tensor) -> "Outcome":
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (policy_logp, entropy)]
+        return cls(value.detach(), *gradients)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Both sides make tensors of lists, in the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Replay:
+    """The model, the optimizer and the accelerator of an Updater: answers with the given log-probs, update by update."""
+
+    device = torch.device("cpu")
+    param_groups = ({"lr": 0.0},)
+
+    def __init__(self, updates: Sequence[Tensor], entropy: Tensor) -> None:
+        self.logp = [logp.clone().requires_grad_() for logp in updates]
+        self.entropy = [entropy.clone().requires_grad_() for _ in updates]
+        self.losses = [torch.zeros((), dtype=entropy.dtype) for _ in updates]
+        self.update = 0
+
+    def __call__(self, batch: Batch, temperatures: Sequence[float], entropy: str) -> PolicyScores:
+        rows, width = batch.input_ids[:, 0], batch.mask.shape[1]
+        logp, of_tokens = self.logp[self.update][rows, :width], self.entropy[self.update][rows, :width]
+        return PolicyScores(logp.expand(len(temperatures), -1, -1), of_tokens if entropy == "gradient" else of_tokens.detach())
+
+    def backward(self, loss: Tensor) -> None:
+        self.losses[self.update] += loss.detach()
+        loss.backward()
+
+    def parameters(self) -> list[Tensor]:
+        return []
+
+    def clip_grad_norm_(self, parameters: Sequence[Tensor], most: float) -> Tensor:
+        return torch.zeros(())
+
+    def step(self) -> None:
+        self.update += 1
+
+    def zero_grad(self) -> None:
+        """Each update has log-probs, hence gradients, of its own."""
+
+    def outcome(self) -> Outcome:
+        """Of the last update."""
+        return Outcome.of(self.losses[-1], self.logp[-1], self.entropy[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineTrainer(Trainer):
+    """rlgen's trainer without a model: what it learns from samples is its own, the reference replays."""
+
+    rollout: Rollout
+
+    @classmethod
+    def of(cls, recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int) -> "OfflineTrainer":
+        parts = dict.fromkeys(field.name for field in fields(Trainer)) | {
+            "algorithm": build_algorithm(recipe),
+            "recipe": SimpleNamespace(optim=SimpleNamespace(micro_batch_tokens=micro_batch_tokens)),
+            "scorer": SimpleNamespace(rewards=[SimpleNamespace(label=name, weight=WEIGHTS[name]) for name in WEIGHTS]),
+        }
+        return cls(**parts, rollout=rollout)
+
+    def reference_logp(self, samples: Sequence[Sample]) -> list[Tensor]:
+        return [self.rollout.ref_logp[sample.prompt_ids[0], : len(sample.completion_ids)] for sample in samples]
+
+
+def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int = 60) -> Outcome:
+    """What rlgen learns from a rollout: at its only update, or after another one that has moved old to policy log-probs."""
+    dtype = rollout.old_logp.dtype
+    with default_dtype(dtype):
+        trainer = OfflineTrainer.of(recipe, rollout, micro_batch_tokens)
+        window, signal = trainer.window(samples_of(rollout), epoch=0.0)
+        # A window keeps them in float32; comparing in float64 would see that.
+        window = replace(window, advantages=signal.advantages[signal.trained].to(dtype))
+        replay = Replay([rollout.old_logp, rollout.policy_logp][: recipe.updates_per_rollout], rollout.entropy)
+        updater = Updater(
+            accelerator=replay,
+            policy=replay,
+            optimizer=replay,
+            algorithm=trainer.algorithm,
+            updates=recipe.updates_per_rollout,
+            max_grad_norm=1.0,
+            temperature=1.0,
+            max_tokens=MAX_TOKENS,
+            bounds=None,
+        )
+        updater(window, step=1)
+    return replay.outcome()
+
+
+def samples_of(rollout: Rollout) -> list[Sample]:
+    sums: list[float | None] = [None] * len(rollout.lengths)
+    for group in set(rollout.group_ids):
+        rows = [row for row, of_row in enumerate(rollout.group_ids) if of_row == group]
+        for row, total in zip(rows, weighted_sums([rollout.rewards[row] for row in rows], WEIGHTS), strict=True):
+            sums[row] = total
+    return [
+        Sample(
+            group_id=rollout.group_ids[row],
+            sample_index=rollout.group_ids[:row].count(rollout.group_ids[row]),
+            prompt_ids=(row,),
+            completion_ids=tuple(ids),
+            sampler_logp=tuple(rollout.sampler_logp[row, : len(ids)].tolist()),
+            loss_mask=tuple(rollout.mask[row, : len(ids)].tolist()),
+            finish_reason="length" if rollout.truncated[row] else "stop",
+            weight_version=0,
+            seed=0,
+            completion="",
+            rewards=rollout.rewards[row],
+            reward=sums[row],
+        )
+        for row, ids in enumerate(rollout.completions)
+    ]
+
+
+def random_rollout(pattern: str, dtype: torch.dtype, **changes: Any) -> Rollout:
+    """Four groups of four; one row in the second group has no reward at all, the third group is constant.
+
+    Args:
+        pattern: `full`: all completions have all tokens. `ragged`: of any length, every fifth truncated. `holes`: ragged, and
+            some tokens inside are not the model's own; the completion of row 6 has none that is.
+    """
+    generator = torch.Generator().manual_seed(3)
+    draw = [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(5)]
+    old = -2 + 0.8 * draw[0]
+    lengths = (WIDTH,) * ROWS if pattern == "full" else tuple(WIDTH - (3 * row) % WIDTH for row in range(ROWS))
+    mask = torch.arange(WIDTH) < torch.tensor(lengths)[:, None]
+    if pattern == "holes":
+        mask &= draw[4] < 1
+        mask[6] = False
+    first = torch.tensor([1.0, 0, 0, 1, 0, 0, 2, 1, 1, 1, 1, 1, 0, 0.5, 3, 1])
+    second = torch.tensor([0.0, 2, 1, 0, 3, 0, 1, 1, 2, 2, 2, 2, 0, 1, 0, 2])
+    rewards = [{"first": f, "second": s} for f, s in zip(first.tolist(), second.tolist(), strict=True)]
+    rewards[5] = {"first": None, "second": None}
+    values: dict[str, Any] = {
+        "policy_logp": old + 0.35 * draw[1],
+        "old_logp": old,
+        "sampler_logp": old + 0.45 * draw[2],
+        "ref_logp": old + 0.5 * draw[3],
+        # representable in float32, in which TRL takes quantiles
+        "entropy": draw[4].abs().float().double(),
+        "lengths": lengths,
+        "mask": mask,
+        "truncated": tuple(pattern != "full" and row % 5 == 2 for row in range(ROWS)),
+        "group_ids": tuple(row // GROUP for row in range(ROWS)),
+        "rewards": tuple(rewards),
+        **changes,
+    }
+    return Rollout(**{key: value.to(dtype) if key.endswith(("logp", "entropy")) else value for key, value in values.items()})
