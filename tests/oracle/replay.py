@@ -22,6 +22,7 @@ from rlgen.types import Batch, Sample
 
 ROWS, WIDTH, GROUP = 16, 8, 4
 MAX_TOKENS = 10
+PATTERNS = ("full", "ragged", "holes")
 TOKEN, STOP, PADDING = 5, 2, 0
 WEIGHTS = {"first": 1.0, "second": 0.5}  # of the rewards
 
@@ -134,7 +135,7 @@ class OfflineTrainer(Trainer):
         return [self.rollout.ref_logp[sample.prompt_ids[0], : len(sample.completion_ids)] for sample in samples]
 
 
-def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int = 60) -> Outcome:
+def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int = 90) -> Outcome:
     """What rlgen learns from a rollout: at its only update, or after another one that has moved old to policy log-probs."""
     dtype = rollout.old_logp.dtype
     with default_dtype(dtype):
@@ -190,7 +191,7 @@ def random_rollout(pattern: str, dtype: torch.dtype, **changes: Any) -> Rollout:
         pattern: `full`: all completions have all tokens. `ragged`: of any length, every fifth truncated. `holes`: ragged, and
             some tokens inside are not the model's own; the completion of row 6 has none that is.
     """
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(PATTERNS.index(pattern))
     draw = [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(5)]
     old = -2 + 0.8 * draw[0]
     lengths = (WIDTH,) * ROWS if pattern == "full" else tuple(WIDTH - (3 * row) % WIDTH for row in range(ROWS))
