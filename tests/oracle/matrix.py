@@ -93,7 +93,8 @@ CORRECTIONS = {
 
 
 def clip(low: float, high: float, delta: float | None = None) -> Words:
-    return Words({"clip_low": low, "clip_high": high, "delta": delta}, {"epsilon": low, "epsilon_high": high, "delta": delta})
+    two_sided = {} if delta is None else {"delta": delta}
+    return Words({"clip_low": low, "clip_high": high, **two_sided}, {"epsilon": low, "epsilon_high": high, **two_sided})
 
 
 def sapo(positive: float, negative: float) -> Words:
@@ -170,24 +171,21 @@ def grpo_cells() -> Iterator[Cell]:
 
 
 def rloo_cells() -> Iterator[Cell]:
-    """TRL's one form, the ratio of the whole completion; its KL is of the old log-probs, which `engine exact` makes rlgen's too."""
+    """TRL's one form, the ratio of the whole completion. Its KL is that of the old log-probs: the engine must be exact."""
     choice = Words({"kind": "rloo", "ratio": "sequence", "correction": {"mode": "none"}}, {})
+    bounds = {"clip .2/.28": clip(0.2, 0.28), "clip .6/2": clip(0.6, 2.0)}
     kls = {"no KL": same(beta=0.0), "KL in the reward": same(beta=0.1)}
     changes = {
         "plain": Words({}, {}),
         "normalized": same(normalize_advantages=True),
         "reward clip": Words({"reward_clip": (0.2, 1.7)}, {"reward_clip_range": (0.2, 1.7)}),
     }
-    for updates, words in (("off policy", OFF_POLICY), ("on policy", ON_POLICY)):
-        for bound in CLIPS if updates == "off policy" else ["clip .2/.28"]:
-            if "delta" in bound:
-                continue
-            limits = {key: value for key, value in CLIPS[bound].rlgen.items() if key != "delta"}
-            theirs = {key: value for key, value in CLIPS[bound].trl.items() if key != "delta"}
-            for estimator, change, pattern in ((k, c, p) for k in kls for c in changes for p in ("full", "ragged")):
-                name = f"{updates}, {bound}, {estimator}, {change}"
-                both = choice + words + Words(limits, theirs) + kls[estimator] + changes[change]
-                yield Cell("rloo", "none", name, RLOO, both, f"{pattern}, engine exact")
+    for (updates, words), bound in itertools.product({"off policy": OFF_POLICY, "on policy": ON_POLICY}.items(), bounds):
+        if updates == "on policy" and bound != "clip .2/.28":
+            continue
+        for estimator, change, pattern in ((k, c, p) for k in kls for c in changes for p in ("full", "ragged")):
+            both = choice + words + bounds[bound] + kls[estimator] + changes[change]
+            yield Cell("rloo", "none", f"{updates}, {bound}, {estimator}, {change}", RLOO, both, f"{pattern}, engine exact")
 
 
 def online_dpo_cells() -> Iterator[Cell]:

@@ -20,7 +20,7 @@ from rlgen.trainers.registry import build_algorithm
 from rlgen.trainers.update import Updater
 from rlgen.types import Batch, Sample
 
-ROWS, WIDTH, GROUP = 16, 8, 4
+ROWS, WIDTH, GROUP = 24, 8, 4
 MAX_TOKENS = 10
 PATTERNS = ("full", "ragged", "holes")
 TOKEN, STOP, PADDING = 5, 2, 0
@@ -185,13 +185,13 @@ def samples_of(rollout: Rollout) -> list[Sample]:
 
 
 def random_rollout(pattern: str, dtype: torch.dtype, **changes: Any) -> Rollout:
-    """Four groups of four; one row in the second group has no reward at all, the third group is constant.
+    """Six groups of four; one row in the second group has no reward at all, the third group is constant. Every fifth is truncated.
 
     Args:
-        pattern: `full`: all completions have all tokens. `ragged`: of any length, every fifth truncated. `holes`: ragged, and
-            some tokens inside are not the model's own; the completion of row 6 has none that is.
+        pattern: `full`: all completions have all tokens. `ragged`: of any length. `holes`: ragged, and some tokens inside are
+            not the model's own; the completion of row 6 has none that is.
     """
-    generator = torch.Generator().manual_seed(PATTERNS.index(pattern))
+    generator = torch.Generator().manual_seed(0)
     draw = [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(5)]
     old = -2 + 0.8 * draw[0]
     lengths = (WIDTH,) * ROWS if pattern == "full" else tuple(WIDTH - (3 * row) % WIDTH for row in range(ROWS))
@@ -199,12 +199,13 @@ def random_rollout(pattern: str, dtype: torch.dtype, **changes: Any) -> Rollout:
     if pattern == "holes":
         mask &= draw[4] < 1
         mask[6] = False
-    first = torch.tensor([1.0, 0, 0, 1, 0, 0, 2, 1, 1, 1, 1, 1, 0, 0.5, 3, 1])
-    second = torch.tensor([0.0, 2, 1, 0, 3, 0, 1, 1, 2, 2, 2, 2, 0, 1, 0, 2])
+    first = torch.tensor([1.0, 0, 0, 1, 0, 0, 2, 1, 1, 1, 1, 1, 0, 0.5, 3, 1, 0, 0, 1, 0, 1, 1, 0.5, 2])
+    second = torch.tensor([0.0, 2, 1, 0, 3, 0, 1, 1, 2, 2, 2, 2, 0, 1, 0, 2, 1, 0, 0, 0, 0, 1, 3, 1])
     rewards = [{"first": f, "second": s} for f, s in zip(first.tolist(), second.tolist(), strict=True)]
     rewards[5] = {"first": None, "second": None}
     values: dict[str, Any] = {
-        "policy_logp": old + 0.35 * draw[1],
+        # tokens move by themselves and rows as a whole: both kinds of ratios meet their bounds
+        "policy_logp": old + 0.4 * draw[1] + 0.3 * draw[1].roll(1, 0)[:, :1],
         "old_logp": old,
         "sampler_logp": old + 0.45 * draw[2],
         "ref_logp": old + 0.5 * draw[3],
@@ -212,7 +213,7 @@ def random_rollout(pattern: str, dtype: torch.dtype, **changes: Any) -> Rollout:
         "entropy": draw[4].abs().float().double(),
         "lengths": lengths,
         "mask": mask,
-        "truncated": tuple(pattern != "full" and row % 5 == 2 for row in range(ROWS)),
+        "truncated": tuple(row % 5 == 2 for row in range(ROWS)),
         "group_ids": tuple(row // GROUP for row in range(ROWS)),
         "rewards": tuple(rewards),
         **changes,
