@@ -1,15 +1,15 @@
 """Every cell: one recipe in rlgen's words and in TRL's, both run on the same rollout, compared in value and gradient.
 
-rlgen splits its window into micro-batches of at most 90 tokens, and its result must not show it; TRL gets all rows as one
+rlgen splits its window into micro-batches of at most 120 tokens, and its result must not show it; TRL gets all rows as one
 micro-batch, because its result would (`test_defects.py`). Left out, each for what TRL does there:
 
 - `gspo_token`: TRL has none. Where no weight and no keep differs between the tokens of a row its gradient is gspo's; those
   cells are here, the others are hand values (tests/losses/test_variants.py).
 - `k3_is` with gspo, gspo_token and luspo: TRL multiplies the token's KL by the whole row's ratio (defect 15). k3 is here.
-- vespo with corrections of sequences: TRL refuses them (defect 8); hand values.
 - RLOO with corrections, a KL in the loss, an entropy bonus: TRL has none. With masked truncated rows and a KL, and the value
   with masked truncated rows: TRL drops such a row's KL and counts its advantage into the value (defect 14).
 - Tokens that the engine did not score: rlgen refuses such a batch before its loss; hand values (tests/losses/test_correction.py).
+- Not left out: vespo with corrections of sequences. TRL's constructor refuses them (defect 8), its loss does not.
 - Aggregation `prompt_mean`, `batch_centered`, k2, `kl_use_weight`, `geometric`, hinge, means and several pairs in Online DPO:
   TRL has none; hand values.
 """
@@ -147,8 +147,6 @@ SAMPLED = Words({"kind": "grpo"}, {"use_vllm": True})
 
 def grpo_cells() -> Iterator[Cell]:
     for loss, mode in ((loss, mode) for loss in LOSSES for mode in CORRECTIONS):
-        if loss == "vespo" and mode.startswith("sequence"):
-            continue
         if loss == "gspo_token" and mode in ("token_truncate", "token_mask", "icepop"):
             continue
         bounds = BOUNDS.get(loss, CLIPS)

@@ -135,7 +135,7 @@ class OfflineTrainer(Trainer):
         return [self.rollout.ref_logp[sample.prompt_ids[0], : len(sample.completion_ids)] for sample in samples]
 
 
-def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int = 90) -> Outcome:
+def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int = 120) -> Outcome:
     """What rlgen learns from a rollout: at its only update, or after another one that has moved old to policy log-probs."""
     dtype = rollout.old_logp.dtype
     with default_dtype(dtype):
@@ -185,7 +185,7 @@ def samples_of(rollout: Rollout) -> list[Sample]:
 
 
 def random_rollout(pattern: str, dtype: torch.dtype, **changes: Any) -> Rollout:
-    """Six groups of four; one row in the second group has no reward at all, the third group is constant. Every fifth is truncated.
+    """Six groups of four: the third is constant, one row of the second has no reward at all. Every fifth row is truncated.
 
     Args:
         pattern: `full`: all completions have all tokens. `ragged`: of any length. `holes`: ragged, and some tokens inside are

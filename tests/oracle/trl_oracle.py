@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
+    from trl.trainer.utils import split_tensor_dict
 
 
 class OneProcess:
@@ -97,16 +98,22 @@ class Offline:
         logp = self.policy_logp if torch.is_grad_enabled() else self.rollout.old_logp
         return (self.rollout.ref_logp if model is self.ref_model else logp)[rows], self.entropy[rows], None
 
-    def outcome(self) -> Outcome:
-        """All rows as one micro-batch: generate and score, then the loss."""
-        with default_dtype(self.rollout.old_logp.dtype):
-            loss = self._compute_loss(self.model, self.scored())
-            loss.backward()
-        return Outcome.of(loss, self.policy_logp, self.entropy)
-
     def scored(self) -> dict[str, Tensor]:
         """What TRL hands from sampling to training: masks, advantages, importance weights, log-probs."""
-        return self._generate_and_score_completions([{"prompt": str(row)} for row in range(len(self.rollout.lengths))])
+        with default_dtype(self.rollout.old_logp.dtype):
+            return self._generate_and_score_completions([{"prompt": str(row)} for row in range(len(self.rollout.lengths))])
+
+    def losses(self) -> list[Tensor]:
+        """Of each micro-batch: one, unless `steps_per_generation` says more."""
+        parts = split_tensor_dict(self.scored(), self.args.steps_per_generation)
+        with default_dtype(self.rollout.old_logp.dtype):
+            return [self._compute_loss(self.model, part) for part in parts]
+
+    def outcome(self) -> Outcome:
+        """The window's loss and gradients, by TRL's accumulation of micro-batches."""
+        loss = torch.stack(self.losses()).sum()
+        loss.backward()
+        return Outcome.of(loss, self.policy_logp, self.entropy)
 
 
 class GRPO(Offline, GRPOTrainer):
@@ -116,7 +123,7 @@ class GRPO(Offline, GRPOTrainer):
         super().__init__(rollout, **settings)
         self.epsilon_low = self.args.epsilon
         self.epsilon_high = self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
-        self.current_gradient_accumulation_steps = 1
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._entropy_bonus_enabled = self.args.entropy_coef != 0
         self.environment_factories = self.environments = None
         self.tools = []
