@@ -199,9 +199,11 @@ CELLS = [*grpo_cells(), *rloo_cells(), *online_dpo_cells()]
 
 
 @cache
-def rollout_of(cell_rollout: str, dtype: torch.dtype) -> Rollout:
-    pattern, _, change = cell_rollout.partition(", ")
+def rollout_of(name: str, updates: int, dtype: torch.dtype) -> Rollout:
+    pattern, _, change = name.partition(", ")
     rollout = random_rollout(pattern, dtype)
+    if updates == 1:  # nothing has moved yet
+        rollout = replace(rollout, policy_logp=rollout.old_logp)
     if change == "engine exact":
         return replace(rollout, sampler_logp=rollout.old_logp)
     if change == "pairs":
@@ -212,10 +214,8 @@ def rollout_of(cell_rollout: str, dtype: torch.dtype) -> Rollout:
 
 def outcomes(cell: Cell, dtype: torch.dtype) -> tuple[Outcome, Outcome]:
     """rlgen's and TRL's."""
-    rollout = rollout_of(cell.rollout, dtype)
-    recipe: Any = RECIPES.validate_python(cell.words.rlgen)
-    if recipe.updates_per_rollout == 1:
-        rollout = replace(rollout, policy_logp=rollout.old_logp)
+    recipe = RECIPES.validate_python(cell.words.rlgen)
+    rollout = rollout_of(cell.rollout, recipe.updates_per_rollout, dtype)
     return rlgen_outcome(recipe, rollout), cell.oracle(rollout, **cell.words.trl).outcome()
 
 

@@ -6,6 +6,7 @@ Each row's prompt is its number, by which model and reference, here and in `trl_
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,9 +28,9 @@ TOKEN, STOP, PADDING = 5, 2, 0
 WEIGHTS = {"first": 1.0, "second": 0.5}  # of the rewards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """What was sampled, what the models say about it, and what it earned."""
+    """What was sampled, what the models say about it, and what it earned. Hashable: what follows from one can be cached."""
 
     policy_logp: Tensor  # [B, T] after some update
     old_logp: Tensor  # [B, T] before it
@@ -159,6 +160,7 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
     return replay.outcome()
 
 
+@cache
 def samples_of(rollout: Rollout) -> list[Sample]:
     sums: list[float | None] = [None] * len(rollout.lengths)
     for group in set(rollout.group_ids):
