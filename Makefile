@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test demo clean
+.PHONY: help setup lint format type test oracle demo clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -24,6 +24,9 @@ type: $(READY) ## check types
 
 test: $(READY) ## all tests, real vLLM included
 	$(VENV)/pytest
+
+oracle: $(READY) ## compare all losses with TRL's own code, in value and gradient, and print the table
+	$(VENV)/python tests/oracle/matrix.py
 
 demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online DPO on vLLM, check what was learned
 	$(VENV)/python scripts/demo.py

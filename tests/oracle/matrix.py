@@ -256,7 +256,7 @@ def check(cells: Sequence[Cell]) -> Findings:
 def report(console: Console) -> bool:
     """Prints the table; whether all cells agree."""
     rows, columns = (list(dict.fromkeys(getattr(cell, of) for cell in CELLS)) for of in ("row", "column"))
-    table = Table("", title="cells, worst relative error in float64 / float32", box=SIMPLE)
+    table = Table("", title="cells, and their worst relative error of value or gradient in float64 and float32", box=SIMPLE)
     for column in columns:
         table.add_column(column)
     wrong: dict[str, list[str]] = {}
@@ -266,7 +266,7 @@ def report(console: Console) -> bool:
             cells = [cell for cell in CELLS if (cell.row, cell.column) == (row, column)]
             worst, said = check(cells)
             wrong |= {name: why for name, why in said.items() if why}
-            entries.append(f"{len(cells)}  {' / '.join(f'{e:.0e}' for e in worst.values())}" if cells else "")
+            entries.append(f"{len(cells)}  {' '.join(f'{e:.0e}' for e in worst.values())}" if cells else "")
         table.add_row(row, *entries)
     console.print(table)
     for name, why in wrong.items():
@@ -277,4 +277,4 @@ def report(console: Console) -> bool:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(0 if report(Console(width=150)) else 1)
+    sys.exit(0 if report(Console(width=130)) else 1)
