@@ -69,7 +69,15 @@ class EngineError(RlgenError):
 
 
 class SentinelError(EngineError):
-    """Engine and trainer disagree: training on these samples would be training on garbage."""
+    """Engine and trainer disagree: training on these samples would be training on garbage.
+
+    Args:
+        fault: name of the cause, a value of `rlgen.sentinel.verdict.Fault`; the message contains it.
+    """
+
+    def __init__(self, message: str, fault: str) -> None:
+        self.fault = fault
+        super().__init__(message)
 
 
 class DivergedError(RlgenError):

@@ -37,6 +37,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]  # [L]
     seed: int  # from position, never from call order
+    salt: str = ""  # requests of unlike salts share no cached activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class Completion:
     logp: tuple[float, ...]  # [L] log-probability of each sampled token, at the sampling temperature
     finish_reason: FinishReason
     weight_version: int  # weights that sampled it
+    prompt_ids: tuple[int, ...]  # what the engine says it answered
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,65 @@
 """What every engine promises."""
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rlgen.types import Completion, Request, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What an engine says about itself, for the sentinel to compare with the trainer.
+
+    Facts(engine="vllm 0.32.0", model="/models/tiny", revision=None, dtype="float32", head_dtype="float32",
+          logprobs_mode="processed_logprobs", vocab_size=260, stop_ids=(257, 259), max_model_len=640, cache_block=128)
+    """
+
+    engine: str  # kind and version
+    model: str  # folder or hub id that it opened, where its tokenizer lies too
+    revision: str | None
+    dtype: str  # of weights and activations
+    head_dtype: str  # of the product with the head
+    logprobs_mode: str  # `processed_logprobs`: of the distribution that was sampled from
+    vocab_size: int
+    stop_ids: tuple[int, ...]  # that its copy of the model names
+    max_model_len: int | None  # longest row in tokens; None: not bounded
+    cache_block: int | None  # tokens of a block of the prefix cache, the least that is reused; None: it has no such cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What an engine received in a sync, taken down before anything is packed, cast or fused."""
+
+    version: int
+    received: Mapping[str, str]  # name -> fingerprint, see `fingerprint`
+    not_loaded: tuple[str, ...]  # tensors of the engine that its loader says it did not fill
+
+
+def fingerprint(tensor: Tensor, hashed: bool) -> str:
+    """"float32[4, 2]", and if `hashed` the SHA-256 of the bytes behind it."""
+    shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if not hashed:
+        return shape
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{shape}:{hashlib.sha256(numbers).hexdigest()}"
+
+
+class Ledger:
+    """Passes tensors on and takes down each as it goes by."""
+
+    def __init__(self, hashed: bool) -> None:
+        self.received: dict[str, str] = {}
+        self._hashed = hashed
+
+    def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.received[name] = fingerprint(tensor, self._hashed)
+            yield name, tensor
 
 
 class Engine(Protocol):
@@ -20,6 +74,10 @@ class Engine(Protocol):
         """Version of the weights that sample now; 0 for those the model was opened with."""
         ...
 
+    def facts(self) -> Facts:
+        """What the engine is, read from the engine itself and not from what it was asked to be."""
+        ...
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion for each request, in the order of the requests.
 
@@ -31,8 +89,25 @@ class Engine(Protocol):
         """
         ...
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        """Log-probs at temperature 1 of given completions, from one pass over prompt and completion instead of decoding.
+
+        Args:
+            rows: prompt ids and completion ids; together shorter than `Facts.max_model_len`.
+
+        Returns:
+            [L] log-probs of each completion's ids.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        ...
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
         """Takes *all* weights, under the names of the checkpoint, and forgets every cached activation.
+
+        Args:
+            hashed: the receipt holds a hash of every tensor; costs a pass over all bytes.
 
         Raises:
             EngineError: the weights were not taken.

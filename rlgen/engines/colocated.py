@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rlgen.engines import vllm_compat
+from rlgen.engines.base import Facts, Ledger, Receipt
 from rlgen.errors import EngineError, SetupError
 from rlgen.types import Completion, Request, Sampling
 
@@ -102,6 +103,7 @@ class ColocatedEngine:
         elif not on_gpu:
             arguments["kv_cache_memory_bytes"] = _kv_bytes(model, revision, dtype, max_num_seqs, max_model_len)
 
+        self._model, self._revision = model, revision
         self._sleeps = sleep
         self._version = 0
         self._syncs = 0
@@ -113,17 +115,24 @@ class ColocatedEngine:
     def weight_version(self) -> int:
         return self._version
 
+    def facts(self) -> Facts:
+        return vllm_compat.facts(self._vllm, self._llm, self._model, self._revision)
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
         with vllm_compat.process_kept_as_is():
             params = [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
-            try:
-                outputs = self._llm.generate(prompts, params, use_tqdm=False)
-            except Exception as error:  # vLLM raises whatever its parts raise
-                raise EngineError(f"vLLM failed while generating {len(requests)} completions: {error}") from error
+            outputs = self._run(prompts, params)
         if len(outputs) != len(requests):
             raise EngineError(f"vLLM answered {len(outputs)} of {len(requests)} requests")
         return [self._completion(request, output) for request, output in zip(requests, outputs, strict=True)]
+
+    def _run(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[Any]:
+        try:
+            outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
+        except Exception as error:  # vLLM raises whatever its parts raise
+            raise EngineError(f"vLLM failed while working on {len(prompts)} requests: {error}") from error
+        return outputs
 
     def _completion(self, request: Request, output: Any) -> Completion:
         if tuple(output.prompt_token_ids) != request.prompt_ids:
@@ -136,17 +145,29 @@ class ColocatedEngine:
             logp=tuple(answer.logprobs.logprobs),
             finish_reason=answer.finish_reason,
             weight_version=self._version,
+            prompt_ids=tuple(output.prompt_token_ids),
+            cached_tokens=output.num_cached_tokens or 0,
         )
         if len(completion.token_ids) != len(completion.logp):
             raise EngineError(f"vLLM gave {len(completion.logp)} log-probs for {len(completion.token_ids)} tokens")
         return completion
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        with vllm_compat.process_kept_as_is():
+            prompts = [{"prompt_token_ids": [*prompt_ids, *completion_ids]} for prompt_ids, completion_ids in rows]
+            outputs = self._run(prompts, [vllm_compat.prefill_params(self._vllm)] * len(rows))
+            return [
+                vllm_compat.prompt_logp(output, first=len(prompt_ids))
+                for output, (prompt_ids, _) in zip(outputs, rows, strict=True)
+            ]
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+        ledger = Ledger(hashed)
         with vllm_compat.process_kept_as_is():
             try:
                 if self._sleeps:
                     self._llm.wake_up(["weights"])
-                vllm_compat.load_weights(self._llm, weights)
+                not_loaded = vllm_compat.load_weights(self._llm, ledger.record(weights))
                 if self._sleeps:
                     self._llm.wake_up(["kv_cache"])
             except EngineError:
@@ -155,6 +176,7 @@ class ColocatedEngine:
                 raise EngineError(f"vLLM did not take the weights of version {version}: {error}") from error
         self._version = version
         self._syncs += 1
+        return Receipt(version=version, received=ledger.received, not_loaded=not_loaded)
 
     def sleep(self) -> None:
         if self._sleeps:

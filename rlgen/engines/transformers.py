@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from rlgen.engines.base import Facts, Ledger, Receipt
 from rlgen.errors import EngineError
+from rlgen.losses.logp import head_dtype
 from rlgen.models.policy import Head
 from rlgen.types import Completion, FinishReason, Request, Sampling
 
@@ -30,6 +33,23 @@ class TransformersEngine:
     @property
     def weight_version(self) -> int:
         return self._version
+
+    def facts(self) -> Facts:
+        model = self._model
+        ends = model.generation_config.eos_token_id if model.generation_config else None
+        multiplied = head_dtype(torch.empty(0, dtype=model.dtype), self._fp32_head)
+        return Facts(
+            engine=f"transformers {transformers.__version__}",
+            model=model.name_or_path,
+            revision=None,
+            dtype=str(model.dtype).removeprefix("torch."),
+            head_dtype=str(multiplied).removeprefix("torch."),
+            logprobs_mode="processed_logprobs",
+            vocab_size=self._head.weight.shape[0],
+            stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
+            max_model_len=None,
+            cache_block=None,
+        )
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -85,22 +105,35 @@ class TransformersEngine:
             attended = torch.cat([attended, attended.new_ones(len(running), 1)], dim=-1)
             positions = positions[:, -1:] + 1
         return [
-            Completion(token_ids=tuple(t), logp=tuple(v), finish_reason=reason, weight_version=self._version)
-            for t, v, reason in zip(tokens, logps, reasons, strict=True)
+            Completion(
+                token_ids=tuple(tokens[row]),
+                logp=tuple(logps[row]),
+                finish_reason=reasons[row],
+                weight_version=self._version,
+                prompt_ids=request.prompt_ids,
+            )
+            for row, request in enumerate(requests)
         ]
 
     @torch.no_grad()
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        own = dict(self._model.named_parameters())
-        sent = set()
-        for name, tensor in weights:
+    def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        answers = []
+        for prompt_ids, completion_ids in rows:
+            ids = torch.tensor([prompt_ids + completion_ids], device=self._model.device)
+            hidden = self._model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt_ids) - 1 : -1]
+            logp = self._head.logits(hidden, self._fp32_head).log_softmax(-1)
+            answers.append(tuple(logp.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].tolist()))
+        return answers
+
+    @torch.no_grad()
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+        own, ledger = dict(self._model.named_parameters()), Ledger(hashed)
+        for name, tensor in ledger.record(weights):
             if name not in own or own[name].shape != tensor.shape:
                 raise EngineError(f"weight sync: the engine has no tensor {name} of shape {tuple(tensor.shape)}")
             own[name].copy_(tensor)
-            sent.add(name)
-        if missing := sorted(set(own) - sent):
-            raise EngineError(f"weight sync: {len(missing)} tensors did not arrive, among them {missing[0]}")
         self._version = version
+        return Receipt(version=version, received=ledger.received, not_loaded=tuple(sorted(set(own) - set(ledger.received))))
 
     def sleep(self) -> None:
         pass

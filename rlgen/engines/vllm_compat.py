@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlgen.engines.base import Facts
 from rlgen.errors import EngineError, SetupError
 from rlgen.types import Request, Sampling
 
@@ -158,16 +159,78 @@ def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
     )
 
 
-def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def prefill_params(vllm: Any) -> Any:
+    """vLLM's settings for the log-probs of a prompt. It reports them at temperature 1, and must decode one token to do so."""
+    return vllm.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+
+
+def prompt_logp(output: Any, first: int) -> tuple[float, ...]:
+    """Log-probs of a prompt's ids from place `first`, at least 1, on."""
+    # The first id of a prompt has no log-prob, so that the flat list is one shorter than the prompt.
+    return tuple(output.prompt_logprobs.logprobs[first - 1 :])
+
+
+def facts(vllm: Any, llm: Any, model: str, revision: str | None) -> Facts:
+    """What the running engine is, from its own configuration."""
+    config, cache = llm.llm_engine.model_config, llm.llm_engine.vllm_config.cache_config
+    ends = config.try_get_generation_config().get("eos_token_id") or config.hf_config.eos_token_id
+    return Facts(
+        engine=f"vllm {vllm.__version__}",
+        model=model,
+        revision=revision,
+        dtype=str(config.dtype).removeprefix("torch."),
+        head_dtype=str(config.head_dtype).removeprefix("torch."),
+        logprobs_mode=str(config.logprobs_mode),
+        vocab_size=config.get_vocab_size(),
+        stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
+        max_model_len=config.max_model_len,
+        cache_block=cache.block_size if cache.enable_prefix_caching else None,
+    )
+
+
+def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
     """Replaces all weights of the engine and empties its caches. Names are those of the checkpoint.
+
+    Returns:
+        The engine's own names of tensors that the loader did not fill.
 
     Raises:
         EngineError: the prefix cache could not be emptied.
     """
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    with loader_overheard(llm) as missed:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.apply_model(repack_heads)
-    if not llm.reset_prefix_cache():
+    if not reset_prefix_cache(llm):
         raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
+    return tuple(sorted(missed))
+
+
+@contextmanager
+def loader_overheard(llm: Any) -> Iterator[set[str]]:
+    """What the model's loader says it did not fill, known after the block: vLLM writes it to its log alone.
+
+    Quantised tensors are loaded under other names than they are held: nothing is concluded from those.
+    """
+    (model,) = llm.apply_model(lambda model: model)
+    load, own, missed = model.load_weights, {name for name, _ in model.named_parameters()}, set()
+
+    def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        loaded: set[str] | None = load(weights)
+        if loaded is not None and llm.llm_engine.model_config.quantization is None:
+            missed.update(own - loaded)
+        return loaded
+
+    model.load_weights = heard
+    try:
+        yield missed
+    finally:
+        del model.load_weights
+
+
+def reset_prefix_cache(llm: Any) -> bool:
+    """Whether the cached activations are gone."""
+    done: bool = llm.reset_prefix_cache()
+    return done
 
 
 def repack_heads(model: nn.Module) -> int:
@@ -184,4 +247,4 @@ def repack_heads(model: nn.Module) -> int:
 
 def prompts_of(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
     """The salt keeps activations of one weight version from serving another, should a cache outlive its reset."""
-    return [{"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt} for request in requests]
+    return [{"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt + request.salt} for request in requests]

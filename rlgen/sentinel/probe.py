@@ -1,0 +1,68 @@
+"""What every rung needs: both sides, some prompts, and the way to sample and to score them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.engines.base import Engine, Facts
+from rlgen.models.policy import Policy
+from rlgen.rollout.sample import rollout
+from rlgen.rollout.score import score
+from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.gap import Gap, compare
+from rlgen.types import Prompt, Sample, Sampling
+
+PROMPTS = 16
+TOKENS = 64  # of a completion at rung 1
+FEWER_TOKENS = 32  # of later ones: a wrong weight shows at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """The trainer's side: log-probs of samples under the weights that the policy holds now."""
+
+    policy: Policy
+    budget: int  # tokens that go through the model together
+    device: torch.device
+
+    def logp(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
+        """[L] float32 of each sample."""
+        return score(self.policy, samples, temperature, self.budget, self.device)
+
+    def gap(self, samples: Sequence[Sample], temperature: float) -> Gap:
+        """To what the engine reported."""
+        return compare(samples, self.logp(samples, temperature))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Both sides of the comparison."""
+
+    scorer: Scorer
+    engine: Engine
+    facts: Facts  # of the engine
+    expected: Facts  # what the recipe made of the trainer asks of the engine
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt]  # [PROMPTS]
+    sampling: Sampling  # of the run
+    bounds: Bounds
+    seed: int
+    version: int  # of the weights that both sides hold
+
+    @property
+    def policy(self) -> Policy:
+        return self.scorer.policy
+
+    def sample(self, temperature: float, tokens: int, prompts: Sequence[Prompt] | None = None) -> list[Sample]:
+        """One completion of each prompt, of the full distribution; of `tokens` at most and no more than the run has."""
+        settings = Sampling(
+            max_tokens=min(tokens, self.sampling.max_tokens), temperature=temperature, stop_ids=self.sampling.stop_ids
+        )
+        groups = rollout(self.engine, prompts or self.prompts, settings, 1, self.seed, self.tokenizer)
+        return [sample for group in groups for sample in group.samples]
+
+    def bounded(self, bounds: Bounds) -> "Probe":
+        return replace(self, bounds=bounds)
