@@ -11,6 +11,7 @@ from rlgen.engines.base import Facts, Ledger, Receipt
 from rlgen.errors import EngineError
 from rlgen.losses.logp import head_dtype
 from rlgen.models.policy import Head
+from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.types import Completion, FinishReason, Request, Sampling
 
 
@@ -127,13 +128,15 @@ class TransformersEngine:
 
     @torch.no_grad()
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
-        own, ledger = dict(self._model.named_parameters()), Ledger(hashed)
-        for name, tensor in ledger.record(weights):
+        own, ledger = own_tensors(self._model), Ledger(hashed)
+        missing = set(own)
+        for name, tensor in model_tensors(self._model, ledger.record(weights)):
             if name not in own or own[name].shape != tensor.shape:
                 raise EngineError(f"weight sync: the engine has no tensor {name} of shape {tuple(tensor.shape)}")
             own[name].copy_(tensor)
+            missing.discard(name)
         self._version = version
-        return Receipt(version=version, received=ledger.received, not_loaded=tuple(sorted(set(own) - set(ledger.received))))
+        return Receipt(version=version, received=ledger.received, not_loaded=tuple(sorted(missing)))
 
     def sleep(self) -> None:
         pass

@@ -197,6 +197,8 @@ def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, 
     Raises:
         EngineError: the prefix cache could not be emptied.
     """
+    if not torch.cuda.is_available():
+        llm.apply_model(forget_expert_kernels)
     with loader_overheard(llm) as missed:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.apply_model(repack_heads)
@@ -231,6 +233,17 @@ def reset_prefix_cache(llm: Any) -> bool:
     """Whether the cached activations are gone."""
     done: bool = llm.reset_prefix_cache()
     return done
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Makes the coming reload treat mixture-of-experts layers as the first load did.
+
+    On the CPU the first load packs the experts' weights for its kernel; a reload into an existing kernel skips that, and the
+    kernel reads unpacked weights as packed ones: log-probs are wrong by nats, silently. Without a kernel, it is built anew.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "RoutedExperts":
+            module.quant_method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def repack_heads(model: nn.Module) -> int:
