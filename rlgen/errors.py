@@ -5,6 +5,7 @@ appears only with `--debug`. An exception that is not an `RlgenError` is a bug i
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 class RlgenError(Exception):
@@ -68,16 +69,49 @@ class EngineError(RlgenError):
     exit_code = 6
 
 
+class Fault(StrEnum):
+    """What can be wrong between engine and trainer. The names are part of messages and do not change."""
+
+    TEMPLATE_MISMATCH = "template_mismatch"  # one text, other prompt ids
+    SPECIAL_TOKENS = "special_tokens"  # other EOS, BOS or pad id
+    ENGINE_SETTINGS = "engine_settings"  # other dtype, head or vocabulary
+    FLATTENED_COMPLETIONS = "flattened_completions"  # every token came as a completion
+    MISSING_PROMPT = "missing_prompt"  # a prompt was dropped, repeated or replaced
+    COMPLETION_ORDER = "completion_order"  # answers stand in another order than the questions
+    DROPPED_STOP_TOKEN = "dropped_stop_token"  # the id that ended a completion is not in it
+    MISSING_LOGPROBS = "missing_logprobs"  # fewer log-probs than ids, or none
+    WRONG_VERSION = "wrong_version"  # the engine names other weights than it was sent
+    SHIFTED_LOGPROBS = "shifted_logprobs"  # the log-prob of a neighbour
+    NUMERICS = "numerics"  # same ids and weights, other log-probs, from the start
+    RAW_LOGPROBS = "raw_logprobs"  # log-probs of the logits before the temperature
+    WRONG_TEMPERATURE = "wrong_temperature"  # both sides do not mean the same temperature
+    TRUNCATED_SUPPORT = "truncated_support"  # top-p, top-k or min-p
+    INCOMPLETE_SYNC = "incomplete_sync"  # tensors that did not arrive, or were not loaded
+    STALE_TENSOR = "stale_tensor"  # one tensor is of an earlier version
+    STALE_HEAD = "stale_head"  # the head's copy of a tied embedding is
+    STALE_WEIGHTS = "stale_weights"  # all of them are
+    SWAPPED_TENSORS = "swapped_tensors"  # two tensors of equal shape have changed places
+    STALE_PREFIX_CACHE = "stale_prefix_cache"  # activations of earlier weights are reused
+    DECODE_PREFILL = "decode_prefill"  # decoding computes otherwise than prefilling
+    BATCH_DEPENDENCE = "batch_dependence"  # neighbours change the answer
+    SPLIT_DEPENDENCE = "split_dependence"  # micro-batches change the gradient
+    STALE_ROLLOUTS = "stale_rollouts"  # sampled by earlier weights than the loop takes them for
+    DRIFT = "drift"  # a gap that came while training, without a known cause
+    UNEXPLAINED = "unexplained"  # a gap that no rival explains
+
+
 class SentinelError(EngineError):
     """Engine and trainer disagree: training on these samples would be training on garbage.
 
     Args:
-        fault: name of the cause, a value of `rlgen.sentinel.verdict.Fault`; the message contains it.
+        fault: the cause.
+        sentence: what was seen and what to do.
+        where: rung, step or sync; the place comes before the sentence.
     """
 
-    def __init__(self, message: str, fault: str) -> None:
-        self.fault = fault
-        super().__init__(message)
+    def __init__(self, fault: Fault, sentence: str, where: str = "") -> None:
+        self.fault, self.sentence = fault, sentence
+        super().__init__(": ".join(part for part in ("sentinel", where, fault.value, sentence) if part))
 
 
 class DivergedError(RlgenError):

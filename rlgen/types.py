@@ -37,7 +37,6 @@ class Request:
 
     prompt_ids: tuple[int, ...]  # [L]
     seed: int  # from position, never from call order
-    salt: str = ""  # requests of unlike salts share no cached activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +82,7 @@ class Sample:
     completion: str  # text for rewards and people only
     rewards: Mapping[str, float | None]  # by name; None: does not apply
     reward: float | None  # weighted sum of those that apply; None: not scorable
+    cached_tokens: int = 0  # of the prompt, that the engine took from its prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,20 +12,27 @@ from rlgen.types import Completion, Request, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What decides how ids become log-probs; engine and trainer must have the same."""
+
+    dtype: str  # of weights and activations
+    head_dtype: str  # of the product with the head
+    logprobs_mode: str  # `processed_logprobs`: of the distribution that was sampled from
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What an engine says about itself, for the sentinel to compare with the trainer.
 
-    Facts(engine="vllm 0.32.0", model="/models/tiny", revision=None, dtype="float32", head_dtype="float32",
-          logprobs_mode="processed_logprobs", vocab_size=260, stop_ids=(257, 259), max_model_len=640, cache_block=128)
+    Facts(engine="vllm 0.32.0", model="/models/tiny", revision=None, settings=Settings(...), stop_ids=(257, 259),
+          max_model_len=640, cache_block=128)
     """
 
     engine: str  # kind and version
     model: str  # folder or hub id that it opened, where its tokenizer lies too
     revision: str | None
-    dtype: str  # of weights and activations
-    head_dtype: str  # of the product with the head
-    logprobs_mode: str  # `processed_logprobs`: of the distribution that was sampled from
-    vocab_size: int
+    settings: Settings
     stop_ids: tuple[int, ...]  # that its copy of the model names
     max_model_len: int | None  # longest row in tokens; None: not bounded
     cache_block: int | None  # tokens of a block of the prefix cache, the least that is reused; None: it has no such cache
@@ -41,11 +48,11 @@ class Receipt:
 
 
 def fingerprint(tensor: Tensor, hashed: bool) -> str:
-    """"float32[4, 2]", and if `hashed` the SHA-256 of the bytes behind it."""
+    """ "float32[4, 2]", and if `hashed` the SHA-256 of the bytes behind it."""
     shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not hashed:
         return shape
-    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{shape}:{hashlib.sha256(numbers).hexdigest()}"
 
 
@@ -79,7 +86,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion for each request, in the order of the requests.
+        """One completion for each request, in the order of the requests; `rollout.answers` checks that.
 
         The distribution is softmax(logits / temperature) over the whole vocabulary. A completion depends on its request
         and on the weights, not on the other requests of the call.

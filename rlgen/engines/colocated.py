@@ -123,9 +123,7 @@ class ColocatedEngine:
         with vllm_compat.process_kept_as_is():
             params = [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
             outputs = self._run(prompts, params)
-        if len(outputs) != len(requests):
-            raise EngineError(f"vLLM answered {len(outputs)} of {len(requests)} requests")
-        return [self._completion(request, output) for request, output in zip(requests, outputs, strict=True)]
+        return [self._completion(output) for output in outputs]
 
     def _run(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[Any]:
         try:
@@ -134,13 +132,11 @@ class ColocatedEngine:
             raise EngineError(f"vLLM failed while working on {len(prompts)} requests: {error}") from error
         return outputs
 
-    def _completion(self, request: Request, output: Any) -> Completion:
-        if tuple(output.prompt_token_ids) != request.prompt_ids:
-            raise EngineError("vLLM answered for another prompt than it was asked for: the order of requests was lost")
+    def _completion(self, output: Any) -> Completion:
         answer = output.outputs[0]
         if answer.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended a completion with finish_reason {answer.finish_reason!r}, not stop or length")
-        completion = Completion(
+        return Completion(
             token_ids=tuple(answer.token_ids),
             logp=tuple(answer.logprobs.logprobs),
             finish_reason=answer.finish_reason,
@@ -148,9 +144,6 @@ class ColocatedEngine:
             prompt_ids=tuple(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
         )
-        if len(completion.token_ids) != len(completion.logp):
-            raise EngineError(f"vLLM gave {len(completion.logp)} log-probs for {len(completion.token_ids)} tokens")
-        return completion
 
     def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         with vllm_compat.process_kept_as_is():

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlgen.engines.base import Facts, Ledger, Receipt
+from rlgen.engines.base import Facts, Ledger, Receipt, Settings
 from rlgen.errors import EngineError
 from rlgen.losses.logp import head_dtype
 from rlgen.models.policy import Head
@@ -43,10 +43,12 @@ class TransformersEngine:
             engine=f"transformers {transformers.__version__}",
             model=model.name_or_path,
             revision=None,
-            dtype=str(model.dtype).removeprefix("torch."),
-            head_dtype=str(multiplied).removeprefix("torch."),
-            logprobs_mode="processed_logprobs",
-            vocab_size=self._head.weight.shape[0],
+            settings=Settings(
+                dtype=str(model.dtype).removeprefix("torch."),
+                head_dtype=str(multiplied).removeprefix("torch."),
+                logprobs_mode="processed_logprobs",
+                vocab_size=self._head.weight.shape[0],
+            ),
             stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
             max_model_len=None,
             cache_block=None,

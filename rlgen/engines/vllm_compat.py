@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlgen.engines.base import Facts
+from rlgen.engines.base import Facts, Settings
 from rlgen.errors import EngineError, SetupError
 from rlgen.types import Request, Sampling
 
@@ -178,10 +178,12 @@ def facts(vllm: Any, llm: Any, model: str, revision: str | None) -> Facts:
         engine=f"vllm {vllm.__version__}",
         model=model,
         revision=revision,
-        dtype=str(config.dtype).removeprefix("torch."),
-        head_dtype=str(config.head_dtype).removeprefix("torch."),
-        logprobs_mode=str(config.logprobs_mode),
-        vocab_size=config.get_vocab_size(),
+        settings=Settings(
+            dtype=str(config.dtype).removeprefix("torch."),
+            head_dtype=str(config.head_dtype).removeprefix("torch."),
+            logprobs_mode=str(config.logprobs_mode),
+            vocab_size=config.get_vocab_size(),
+        ),
         stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
         max_model_len=config.max_model_len,
         cache_block=cache.block_size if cache.enable_prefix_caching else None,
@@ -260,4 +262,4 @@ def repack_heads(model: nn.Module) -> int:
 
 def prompts_of(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
     """The salt keeps activations of one weight version from serving another, should a cache outlive its reset."""
-    return [{"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt + request.salt} for request in requests]
+    return [{"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt} for request in requests]

@@ -85,6 +85,12 @@ class PolicyScores(NamedTuple):
     entropy: Tensor  # [B, T] float32, nats, at the last temperature
 
 
+class Hidden(NamedTuple):
+    states: Tensor  # [N, H]
+    rows: Tensor  # [N] places in [B, T]
+    columns: Tensor  # [N]
+
+
 class Policy(nn.Module):
     """The model that is trained, or a frozen one to compare with.
 
@@ -110,13 +116,17 @@ class Policy(nn.Module):
             entropy: `none` (zeros are returned), `value` without gradient, or `gradient`.
         """
         device = batch.input_ids.device
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            hidden_BSH = self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        rows, columns = batch.mask.nonzero(as_tuple=True)
-        # The logits at a position predict the next id: the only shift by one in rlgen.
-        hidden_NH = hidden_BSH[rows, batch.prompt_lengths[rows] - 1 + columns].to(self.dtype)
+        hidden_NH, rows, columns = self.hidden(batch)
         ids_N = batch.completion_ids[rows, columns]
         scores = self.head.scores(hidden_NH, ids_N, temperatures, entropy, self.fp32_head)
         empty = torch.zeros(len(temperatures), *batch.mask.shape, device=device)
         logp = empty.index_put((torch.arange(len(temperatures), device=device)[:, None], rows, columns), scores.logp)
         return PolicyScores(logp, empty[0] if scores.entropy is None else empty[0].index_put((rows, columns), scores.entropy))
+
+    def hidden(self, batch: Batch) -> Hidden:
+        """What the head makes the distributions of the N sampled tokens from."""
+        with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            hidden_BSH = self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        rows, columns = batch.mask.nonzero(as_tuple=True)
+        # The logits at a position predict the next id: the only shift by one in rlgen.
+        return Hidden(hidden_BSH[rows, batch.prompt_lengths[rows] - 1 + columns].to(self.dtype), rows, columns)

@@ -376,6 +376,8 @@ class SentinelRecipe(Strict):
     """Most that engine and trainer may differ on any sampled token, in nats. Both None: the dtype's own bounds."""
     mean_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Most that they may differ on average."""
+    on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
+    """When they differ by more in a batch: train on and say so, stop, or keep a checkpoint of what was trained and stop."""
 
 
 EngineRecipe = Annotated[ColocatedEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine
+from rlgen.rollout.answers import check_answers
 from rlgen.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 
@@ -21,21 +22,27 @@ def rollout(
     sampling: Sampling,
     group_size: int,
     run_seed: int,
+    version: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Group]:
     """Samples `group_size` completions of each prompt. Ids go into the engine and ids come out; text is derived for rewards.
+
+    Args:
+        version: of the weights that must have sampled.
 
     Returns:
         One group a prompt, in the order of the prompts; samples carry the prompt's position as `group_id`.
 
     Raises:
         EngineError: as `Engine.generate`.
+        SentinelError: an answer is not one to its request.
     """
     places = [(prompt, index) for prompt in prompts for index in range(group_size)]
     requests = [
         Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index)) for prompt, index in places
     ]
     completions = engine.generate(requests, sampling)
+    check_answers(requests, completions, sampling, version)
     samples: dict[int, list[Sample]] = {prompt.position: [] for prompt in prompts}
     for (prompt, index), request, completion in zip(places, requests, completions, strict=True):
         samples[prompt.position].append(
@@ -52,6 +59,7 @@ def rollout(
                 completion=completion_text(tokenizer, completion, sampling.stop_ids),
                 rewards={},
                 reward=None,
+                cached_tokens=completion.cached_tokens,
             )
         )
     return [Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples[prompt.position])) for prompt in prompts]

@@ -55,6 +55,10 @@ class Checkpoints:
         complete = [path for path in self.folder.glob("step_*") if (path / "state" / "state.json").is_file()]
         return max(complete, default=None)
 
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is there."""
+        return (self.folder / f"step_{step:06d}").exists()
+
     def save(
         self,
         step: int,

@@ -1,11 +1,11 @@
-"""How far engine and trainer may disagree."""
+"""How far apart engine and trainer may be."""
 
 from dataclasses import dataclass
 
 from rlgen.sentinel.gap import Gap
 
 POWER = 5.0  # a fault must move the gap by this many bounds, or its absence proves nothing
-AFTER_RUNG_1 = 3.0  # later gaps may be this often the first, where only the mean is bounded
+AFTER_RUNG_1 = 3.0  # where only the mean is bounded, later gaps may be this often that of rung 1
 FLOOR = 1e-4  # of such a bound: a gap of 0 at rung 1 is luck
 
 
@@ -40,7 +40,7 @@ class Bounds:
     @property
     def bound(self) -> float:
         """The one that is printed."""
-        bound = self.max_delta if self.by_max else self.mean_delta
+        bound = self.max_delta if self.max_delta is not None else self.mean_delta
         assert bound is not None  # one of both is set
         return bound
 
@@ -49,7 +49,7 @@ class Bounds:
         return gap.max_delta if self.by_max else gap.mean_delta
 
     def words(self, gap: Gap) -> str:
-        """`max |Δ| 0.84, mean 0.021, bound 0.0001 (max)`"""
+        """`max |Δ log-prob| is 0.84 nats, mean 0.021, the bound is 0.0001 (max)`"""
         return (
             f"max |Δ log-prob| is {gap.max_delta:.3g} nats, mean {gap.mean_delta:.3g}, the bound is {self.bound:.3g}"
             f" ({'max' if self.by_max else 'mean'})"
@@ -57,18 +57,18 @@ class Bounds:
 
 
 # By the coarser of the two dtypes.
-BY_DTYPE = {"float32": Bounds(max_delta=1e-4, mean_delta=None), "bfloat16": Bounds(max_delta=None, mean_delta=0.03)}
+BY_DTYPE = {"float32": Bounds(1e-4, None), "bfloat16": Bounds(None, 0.03)}
 
 
 def bounds_for(dtypes: tuple[str, str], max_delta: float | None, mean_delta: float | None) -> Bounds:
-    """Bounds of `sentinel` in the recipe; where it says nothing, those of the dtypes of trainer and engine."""
+    """The bounds of a recipe: its own where it names any, otherwise those of its dtypes (trainer's and engine's)."""
     if max_delta is not None or mean_delta is not None:
         return Bounds(max_delta, mean_delta)
     return BY_DTYPE["bfloat16" if "bfloat16" in dtypes else "float32"]
 
 
-def bounds_after(bounds: Bounds, first: Gap) -> Bounds:
-    """Bounds of the rungs above rung 1, which measured `first`: the usual mean is wide, this pair's own is telling."""
-    if bounds != BY_DTYPE["bfloat16"]:
+def bounds_after(bounds: Bounds, first_mean: float) -> Bounds:
+    """Bounds of the rungs above rung 1, which measured `first_mean`: the usual mean is wide, this pair's own is telling."""
+    if bounds.max_delta is not None or bounds.mean_delta is None:
         return bounds
-    return Bounds(None, min(max(AFTER_RUNG_1 * first.mean_delta, FLOOR), BY_DTYPE["bfloat16"].mean_delta or 0.0))
+    return Bounds(None, min(max(AFTER_RUNG_1 * first_mean, FLOOR), bounds.mean_delta))

@@ -20,11 +20,16 @@ class Gap:
 
     @classmethod
     def of(cls, delta: Tensor) -> "Gap":
-        """delta: [N], at least one. A value that is not a number makes all three so."""
+        """delta: [N]. Without any value, or with one that is not a number, all three are not numbers."""
         size = delta.double().abs().flatten().sort().values
-        if not size.isfinite().all():
+        if not len(size) or not size.isfinite().all():
             return cls(math.nan, math.nan, math.nan)
         return cls(size[-1].item(), size.mean().item(), size[math.ceil(0.999 * len(size)) - 1].item())
+
+    def as_measured(self, by_max: bool) -> dict[str, float]:
+        """The value that is bounded comes first."""
+        largest = {"max_delta": self.max_delta, "p999_delta": self.p999_delta}
+        return {**largest, "mean_delta": self.mean_delta} if by_max else {"mean_delta": self.mean_delta, **largest}
 
 
 def sampler_logp(samples: Sequence[Sample]) -> list[Tensor]:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.engines.base import Engine, Facts
+from rlgen.engines.base import Engine, Settings
 from rlgen.models.policy import Policy
+from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
-from rlgen.rollout.score import score
+from rlgen.rollout.score import score, score_at
 from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.gap import Gap, compare
 from rlgen.types import Prompt, Sample, Sampling
@@ -21,8 +22,8 @@ FEWER_TOKENS = 32  # of later ones: a wrong weight shows at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scorer:
-    """The trainer's side: log-probs of samples under the weights that the policy holds now."""
+class TrainerSide:
+    """Log-probs of samples under the weights that the policy holds now."""
 
     policy: Policy
     budget: int  # tokens that go through the model together
@@ -32,21 +33,30 @@ class Scorer:
         """[L] float32 of each sample."""
         return score(self.policy, samples, temperature, self.budget, self.device)
 
+    def logp_at(self, samples: Sequence[Sample], temperatures: tuple[float, ...]) -> list[Tensor]:
+        """[K, L] float32 of each sample."""
+        return score_at(self.policy, samples, temperatures, self.budget, self.device)
+
     def gap(self, samples: Sequence[Sample], temperature: float) -> Gap:
         """To what the engine reported."""
         return compare(samples, self.logp(samples, temperature))
 
+    @torch.no_grad()
+    def distributions(self, sample: Sample, temperature: float) -> Tensor:
+        """[L, V] float64 log-probs of all ids wherever one was sampled."""
+        hidden = self.policy.hidden(collate([sample], [0], self.device)).states
+        return (self.policy.head.logits(hidden, self.policy.fp32_head).double() / temperature).log_softmax(-1).cpu()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Both sides of the comparison."""
+    """Both sides of the comparison, and how the run samples."""
 
-    scorer: Scorer
+    trainer: TrainerSide
     engine: Engine
-    facts: Facts  # of the engine
-    expected: Facts  # what the recipe made of the trainer asks of the engine
+    expected: Settings  # of the engine, by the recipe
     tokenizer: PreTrainedTokenizerBase
-    prompts: Sequence[Prompt]  # [PROMPTS]
+    prompts: Sequence[Prompt]  # PROMPTS of them
     sampling: Sampling  # of the run
     bounds: Bounds
     seed: int
@@ -54,14 +64,14 @@ class Probe:
 
     @property
     def policy(self) -> Policy:
-        return self.scorer.policy
+        return self.trainer.policy
 
     def sample(self, temperature: float, tokens: int, prompts: Sequence[Prompt] | None = None) -> list[Sample]:
         """One completion of each prompt, of the full distribution; of `tokens` at most and no more than the run has."""
         settings = Sampling(
             max_tokens=min(tokens, self.sampling.max_tokens), temperature=temperature, stop_ids=self.sampling.stop_ids
         )
-        groups = rollout(self.engine, prompts or self.prompts, settings, 1, self.seed, self.tokenizer)
+        groups = rollout(self.engine, prompts or self.prompts, settings, 1, self.seed, self.version, self.tokenizer)
         return [sample for group in groups for sample in group.samples]
 
     def bounded(self, bounds: Bounds) -> "Probe":

@@ -1,19 +1,23 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
 import copy
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, get_scheduler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from rlgen.data import PromptStream, Rows, build_prompts, load_rows
 from rlgen.engines import build_engine
+from rlgen.engines.base import Settings
 from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.policy import Policy
-from rlgen.models.weights import checkpoint_tensors
 from rlgen.recipe import Recipe
+from rlgen.recipe.models import ColocatedEngineRecipe
 from rlgen.rewards import Scorer, resolve
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.console import Console
@@ -21,7 +25,12 @@ from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json, write_json
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.bounds import bounds_for
-from rlgen.sentinel.start import StartReport, check_start
+from rlgen.sentinel.ladder import climb, summary
+from rlgen.sentinel.probe import PROMPTS, Probe, TrainerSide
+from rlgen.sentinel.sync import send_weights
+from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.watch import Watch
+from rlgen.trainers.base import Algorithm
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm
 from rlgen.trainers.update import Updater
@@ -40,72 +49,141 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     Raises:
         RlgenError: whatever the parts raise; nothing has been trained.
     """
-    accelerator = Accelerator()
-    location, revision = locate(recipe.model.path), recipe.model.revision
-    tokenizer = load_tokenizer(location, revision)
+    data = load_data(recipe)
+    scorer = build_scorer(recipe, data.rows)
+    console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
+    console.say(f"model: {data.location}; opening the engine")
+    sides = open_sides(recipe, data, checkpoint)
+    rungs = []
+    for rung in climb(sides.probe):
+        rungs.append(rung)
+        if rung.verdict is Verdict.FAILED:
+            raise rung.error()
+    console.say(f"sentinel: {summary(rungs)}")
+    record_attempt(directory, data, scorer, rungs, sides.done)
+    watch = Watch(
+        probe=sides.probe,
+        on_drift=recipe.sentinel.on_drift,
+        sleeps=isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep,
+        say=console.say,
+    )
+    trainer = Trainer(
+        recipe=recipe,
+        tokenizer=data.tokenizer,
+        prompts=data.prompts,
+        scorer=scorer,
+        engine=sides.probe.engine,
+        sampling=sides.probe.sampling,
+        policy=sides.probe.policy,
+        reference=sides.reference,
+        algorithm=sides.algorithm,
+        update=sides.updater(None if sides.probe.sampling.regex else watch),
+        schedule=sides.schedule,
+        directory=directory,
+        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep),
+        console=console,
+    )
+    return trainer, sides.done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What the model is asked, and its tokenizer."""
+
+    location: str  # of the model: folder or hub id
+    tokenizer: PreTrainedTokenizerBase
+    rows: Rows
+    prompts: PromptStream
+
+
+def load_data(recipe: Recipe) -> Data:
+    location = locate(recipe.model.path)
+    tokenizer = load_tokenizer(location, recipe.model.revision)
     rows = load_rows(recipe.data, recipe.run.seed)
     prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed)
-    columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
-    scorer = Scorer(tuple(resolve(entry, columns) for entry in recipe.rewards), recipe.rollout.max_completion_tokens)
-    console.say(f"data: {', '.join(f'{count} {name}' for name, count in prompts.counts.items())}")
+    return Data(location=location, tokenizer=tokenizer, rows=rows, prompts=prompts)
 
+
+def build_scorer(recipe: Recipe, rows: Rows) -> Scorer:
+    columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
+    return Scorer(tuple(resolve(entry, columns) for entry in recipe.rewards), recipe.rollout.max_completion_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """Trainer and engine, holding the same weights."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    algorithm: Algorithm
+    reference: Policy | None
+    optimizer: Optimizer
+    schedule: LRScheduler
+    probe: Probe
+    done: int  # steps
+
+    def updater(self, watch: Watch | None) -> Updater:
+        """What trains the policy."""
+        return Updater(
+            accelerator=self.accelerator,
+            policy=self.probe.policy,
+            optimizer=self.optimizer,
+            algorithm=self.algorithm,
+            updates=self.recipe.trainer.updates_per_rollout,
+            max_grad_norm=self.recipe.optim.max_grad_norm,
+            temperature=self.probe.sampling.temperature,
+            max_tokens=self.probe.sampling.max_tokens,
+            watch=watch,
+        )
+
+
+def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
+    """Raises RlgenError, as the model and the engine do."""
+    accelerator = Accelerator()
+    revision = recipe.model.revision
     algorithm = build_algorithm(recipe.trainer)
-    policy = build_policy(recipe, location, accelerator.device)
+    policy = build_policy(recipe, data.location, accelerator.device)
     reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
     optim = recipe.optim
     optimizer = torch.optim.AdamW(policy.parameters(), lr=optim.learning_rate, weight_decay=optim.weight_decay)
     schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
     done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule).step if checkpoint else 0
     policy, prepared = accelerator.prepare(policy, optimizer)
-
-    console.say(f"model: {location}, {sum(p.numel() for p in policy.parameters()):,} parameters; opening the engine")
-    engine = build_engine(recipe, location, accelerator.device)
-    sampling = Sampling(
-        max_tokens=recipe.rollout.max_completion_tokens,
-        temperature=recipe.rollout.temperature,
-        stop_ids=stop_ids(tokenizer, location, revision),
-        regex=recipe.engine.structured_regex if recipe.engine.kind == "colocated" else None,
-    )
+    engine = build_engine(recipe, data.location, accelerator.device)
     dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
-    bounds = bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta)
-    if done:
-        engine.sync(checkpoint_tensors(policy.model), done)
-    probes = prompts.take(0, recipe.rollout.prompts_per_step)
-    budget, seed = optim.micro_batch_tokens, recipe.run.seed
-    agreement = check_start(policy, engine, probes, sampling, bounds, seed, tokenizer, done, budget, accelerator.device)
-    console.say(
-        f"sentinel: engine and trainer agree within {agreement.start.max_delta:.1e} nats at the start,"
-        f" {agreement.changed.max_delta:.1e} after a sync of changed weights (unsynced: {agreement.unsynced.max_delta:.1g})"
-    )
-    record_attempt(directory, rows, prompts, scorer, agreement, location, done)
-    update = Updater(
-        accelerator=accelerator,
-        policy=policy,
-        optimizer=prepared,
-        algorithm=algorithm,
-        updates=recipe.trainer.updates_per_rollout,
-        max_grad_norm=optim.max_grad_norm,
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        bounds=None if sampling.regex else bounds,
-    )
-    trainer = Trainer(
-        recipe=recipe,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        scorer=scorer,
+    probe = Probe(
+        trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, device=accelerator.device),
         engine=engine,
-        sampling=sampling,
-        policy=policy,
-        reference=reference,
-        algorithm=algorithm,
-        update=update,
-        schedule=schedule,
-        directory=directory,
-        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep),
-        console=console,
+        expected=Settings(
+            dtype=dtypes[1],
+            head_dtype="float32" if recipe.model.fp32_head else dtypes[1],
+            logprobs_mode="processed_logprobs",
+            vocab_size=policy.head.weight.shape[0],
+        ),
+        tokenizer=data.tokenizer,
+        prompts=data.prompts.take(0, PROMPTS),
+        sampling=Sampling(
+            max_tokens=recipe.rollout.max_completion_tokens,
+            temperature=recipe.rollout.temperature,
+            stop_ids=stop_ids(data.tokenizer, data.location, revision),
+            regex=recipe.engine.structured_regex if recipe.engine.kind == "colocated" else None,
+        ),
+        bounds=bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
+        seed=recipe.run.seed,
+        version=done,
     )
-    return trainer, done
+    if done:
+        send_weights(engine, policy.model, done)
+    return Sides(
+        recipe=recipe,
+        accelerator=accelerator,
+        algorithm=algorithm,
+        reference=reference,
+        optimizer=prepared,
+        schedule=schedule,
+        probe=probe,
+        done=done,
+    )
 
 
 def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
@@ -116,23 +194,16 @@ def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
     return Policy(model, getattr(torch, recipe.model.dtype), recipe.model.fp32_head)
 
 
-def record_attempt(
-    directory: RunDirectory,
-    rows: Rows,
-    prompts: PromptStream,
-    scorer: Scorer,
-    agreement: StartReport,
-    location: str,
-    done: int,
-) -> None:
+def record_attempt(directory: RunDirectory, data: Data, scorer: Scorer, rungs: Sequence[Rung], done: int) -> None:
     """Adds this attempt to `provenance.json`."""
     earlier = read_json(directory.provenance) if directory.provenance.exists() else []
+    rows = data.rows
     facts = {
         **provenance(),
-        "model": location,
-        "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **prompts.counts},
+        "model": data.location,
+        "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
         "rewards": {reward.label: reward.sha256 for reward in scorer.rewards},
-        "sentinel": asdict(agreement),
+        "sentinel": [rung.as_json() for rung in rungs],
         "from_step": done,
     }
     write_json(directory.provenance, [*earlier, facts])

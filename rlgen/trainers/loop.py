@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlgen.data import PromptStream
 from rlgen.engines import Engine
-from rlgen.errors import Stopped
+from rlgen.errors import SentinelError, Stopped
 from rlgen.losses.kl import reward_kl
 from rlgen.models.policy import Policy
-from rlgen.models.weights import checkpoint_tensors
 from rlgen.recipe import Recipe
 from rlgen.rewards import Scorer
 from rlgen.rollout.batch import pad_rows
@@ -25,10 +24,11 @@ from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.records import rollout_records, sample_metrics
 from rlgen.run.signals import StopRequest
+from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.base import Algorithm, Scores, Signal
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
-from rlgen.types import Sample, Sampling
+from rlgen.types import Group, Prompt, Sample, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +60,50 @@ class Trainer:
         recipe, count = self.recipe, self.recipe.rollout.prompts_per_step
         for step in range(done + 1, recipe.run.steps + 1):
             clock = Clock()
-            with clock("generate"):
-                prompts = self.prompts.take((step - 1) * count, count)
-                groups = rollout(self.engine, prompts, self.sampling, recipe.rollout.group_size, recipe.run.seed, self.tokenizer)
-                self.engine.sleep()
-            with clock("reward"):
-                samples = [sample for group in self.scorer.score(groups, step) for sample in group.samples]
-            with clock("train"):
-                window, signal = self.window(samples, epoch=(step - 1) * count / len(self.prompts.entries))
-                learned = self.update(window, step)
-                self.schedule.step()
+            try:
+                with clock("generate"):
+                    prompts = self.prompts.take((step - 1) * count, count)
+                    groups = self.sample(prompts, version=step - 1)
+                with clock("reward"):
+                    samples = [sample for group in self.scorer.score(groups, step) for sample in group.samples]
+                with clock("train"):
+                    window, signal = self.window(samples, epoch=(step - 1) * count / len(self.prompts.entries))
+                    learned = self.update(window, step)
+                    self.schedule.step()
+            except SentinelError:  # nothing of this step was trained on
+                if recipe.sentinel.on_drift == "checkpoint_and_stop" and step - 1 > done:
+                    self.save(step - 1)
+                raise
             with clock("sync"):
-                self.engine.sync(checkpoint_tensors(self.policy.model), version=step)
+                refused = self.sync(step)
             stopping = stop.requested  # read once: a request that comes later waits for the next step
             with clock("save"):
                 self.directory.write_rollouts(
                     step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
                 )
-                if stopping or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
+                if stopping or refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
             self.report(step, samples, learned, clock)
+            if refused:
+                raise refused
             if stopping and step < recipe.run.steps:
                 raise Stopped(f"stopped on request after step {step} of {recipe.run.steps}; go on with --resume")
+
+    def sample(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
+        """The groups of a step, by weights of `version`; the engine rests after it."""
+        recipe = self.recipe
+        size, seed = recipe.rollout.group_size, recipe.run.seed
+        groups = rollout(self.engine, prompts, self.sampling, size, seed, version, self.tokenizer)
+        self.engine.sleep()
+        return groups
+
+    def sync(self, step: int) -> SentinelError | None:
+        """Sends the weights of `step`. An engine that does not confirm them ends the run, but the step is trained and is kept."""
+        try:
+            send_weights(self.engine, self.policy.model, step)
+        except SentinelError as error:
+            return error
+        return None
 
     def window(self, samples: Sequence[Sample], epoch: float) -> tuple[Window, Signal]:
         """What to learn from the samples of a step, with the reference's log-probs where the algorithm needs them."""
@@ -121,6 +143,9 @@ class Trainer:
         self.engine.close()
 
     def save(self, step: int) -> None:
+        """Unless it is saved already."""
+        if self.checkpoints.has(step):
+            return
         self.checkpoints.save(
             step,
             step * self.recipe.rollout.prompts_per_step,

@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rlgen.errors import DivergedError, SentinelError
+from rlgen.errors import DivergedError
 from rlgen.losses.correction import importance_weight, mismatch
 from rlgen.losses.inputs import LossInputs, Mean, Stats
 from rlgen.models.policy import Policy
 from rlgen.rollout.batch import collate, pad_rows
-from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.watch import Watch
 from rlgen.trainers.base import Algorithm
 from rlgen.trainers.window import Window
 from rlgen.types import Batch
@@ -36,7 +36,7 @@ class Updater:
     max_grad_norm: float
     temperature: float  # of sampling
     max_tokens: int
-    bounds: Bounds | None  # None: the engine samples from a restricted distribution, which cannot be compared
+    watch: Watch | None  # None: the engine samples from a restricted distribution, which cannot be compared
 
     def __call__(self, window: Window, step: int) -> dict[str, Any]:
         """Trains on `window` and returns its metrics.
@@ -75,6 +75,15 @@ class Updater:
             losses.append(loss)
         metrics["loss"] = sum(losses) / len(losses)
         return metrics | {name: stat.value for name, stat in stats.items()}
+
+    def gradient(self, window: Window) -> Tensor:
+        """[N] float64 of the first update on `window`, on the CPU; no weight moves. For the sentinel."""
+        sampled_logp: dict[int, Tensor] = {}
+        for rows in window.micro_batches:
+            self._backward(window, collate(window.samples, rows, self.accelerator.device), 0, sampled_logp)
+        flat = torch.cat([p.grad.flatten().double().cpu() for p in self.policy.parameters() if p.grad is not None])
+        self.optimizer.zero_grad()
+        return flat
 
     @torch.no_grad()
     def _entropy(self, window: Window) -> list[Tensor]:
@@ -122,7 +131,7 @@ class Updater:
         return loss.item(), stats
 
     def _mismatch(self, window: Window, sampled_logp: dict[int, Tensor], step: int) -> dict[str, Any]:
-        """The gap between engine and trainer over the whole window; the sentinel looks at every batch."""
+        """The gap between engine and trainer over the whole window; the sentinel looks at every one."""
         order = range(len(window.samples))
         old_logp = pad_rows([sampled_logp[row].cpu() for row in order], 0.0)
         sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in window.samples], 0.0)
@@ -130,19 +139,8 @@ class Updater:
         correction = self.algorithm.correction
         weight = importance_weight(old_logp, sampler_logp, mask, correction)
         measured = mismatch(old_logp, sampler_logp, weight, mask, correction)
-        if unscored := measured["is/unscored_frac"]:
-            raise SentinelError(
-                f"sentinel, batch of step {step}: the engine reported no log-prob for {unscored:.1%} of the sampled tokens,"
-                " so that nothing proves what sampled them. Nothing of this batch was trained on."
-            )
-        if self.bounds is not None:
-            self.bounds.check(
-                f"sentinel, batch of step {step}",
-                measured["sampler/delta_max"] or 0.0,
-                measured["sampler/delta_mean"] or 0.0,
-                "The engine samples with other weights than the trainer holds, or computes them otherwise. Nothing of this"
-                " batch was trained on.",
-            )
+        if self.watch is not None:
+            measured["sentinel/drift"] = self.watch(window.samples, [sampled_logp[row].cpu() for row in order], step)
         return measured
 
     def _step(self, loss: float, step: int) -> float:

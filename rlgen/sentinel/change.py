@@ -1,0 +1,82 @@
+"""Weights that are changed for a while: only a sync of *changed* weights is evidence."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlgen.models.policy import Policy
+
+NOISE = 0.05  # of a changed tensor, relative to its root mean square
+LEAST = 0.02  # taken for the root mean square of smaller ones: a bias of zeros changes too
+
+
+@dataclass(slots=True)
+class Change:
+    """Each call adds noise to every tensor of the policy, twice as much as the call before."""
+
+    parameters: Mapping[str, Tensor]
+    saved: Mapping[str, Tensor]  # on the CPU, as they were
+    noise: float = NOISE
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters.values():
+            size = self.noise * max(parameter.float().square().mean().sqrt().item(), LEAST)
+            noise = torch.randn(parameter.shape, generator=generator) * size
+            parameter.add_(noise.to(parameter.device, parameter.dtype))
+        self.noise *= 2
+
+    @contextmanager
+    def put_back(self, *names: str) -> Iterator[None]:
+        """Inside the block, the tensors `names` have their old values."""
+        now = {name: self.parameters[name].detach().clone() for name in names}
+        fill(self.parameters, {name: self.saved[name] for name in names})
+        try:
+            yield
+        finally:
+            fill(self.parameters, now)
+
+    @contextmanager
+    def swapped(self, one: str, other: str) -> Iterator[None]:
+        """Inside the block, two tensors of equal shape have each other's values."""
+        now = {name: self.parameters[name].detach().clone() for name in (one, other)}
+        fill(self.parameters, {one: now[other], other: now[one]})
+        try:
+            yield
+        finally:
+            fill(self.parameters, now)
+
+
+@torch.no_grad()
+def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        parameters[name].copy_(value)
+
+
+@contextmanager
+def changed_weights(policy: Policy) -> Iterator[Change]:
+    """Every tensor of the policy is changed inside the block and restored to the last bit after it."""
+    parameters = dict(policy.model.named_parameters())
+    saved = {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+    try:
+        change = Change(parameters, saved)
+        change()
+        yield change
+    finally:
+        fill(parameters, saved)
+
+
+@contextmanager
+def earlier_head(policy: Policy, weight: Tensor) -> Iterator[None]:
+    """Inside the block a tied head multiplies with `weight` [V, H], while the embedding keeps its own."""
+    embedding = policy.model.get_output_embeddings()
+    own = embedding.weight
+    embedding.weight = torch.nn.Parameter(weight.to(own.device, own.dtype), requires_grad=False)
+    try:
+        yield
+    finally:
+        embedding.weight = own

@@ -1,0 +1,190 @@
+"""Names the cause of a gap by rescoring: the trainer scores the same ids as each rival would have, and the rival under which
+both sides agree again is the cause. The shape of a gap tells little: raw log-probs at temperature 0.7 have a mean Δ near 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from rlgen.errors import Fault
+from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.change import Change, earlier_head
+from rlgen.sentinel.gap import Gap, between, sampler_logp
+from rlgen.sentinel.probe import TrainerSide
+from rlgen.types import Sample
+
+TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)
+FEW = 4  # samples that a search through many rivals rescores
+SWAPS = 2000  # pairs of tensors that are tried
+OUTLIERS = 0.02  # share of tokens whose kept set cannot be told from a log-prob: equal probabilities at its edge
+
+Cause = tuple[Fault, str]
+
+
+def explain(trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds) -> Cause | None:
+    """The cause under which the engine's log-probs of `samples` are within the bounds, or None."""
+    for cause, gap in rivals(trainer, samples, temperature):
+        if bounds.hold(gap):
+            return cause
+    return None
+
+
+def rivals(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) -> Iterator[tuple[Cause, Gap]]:
+    """Each cause, with the gap that would be left if it were the true one."""
+    reported, own = sampler_logp(samples), trainer.logp(samples, temperature)
+    others = tuple(t for t in TEMPERATURES if t != temperature)
+    at_others = trainer.logp_at(samples, others)
+    for k, other in enumerate(others):
+        yield temperature_cause(trainer, samples, temperature, other), between([logp[k] for logp in at_others], reported)
+    if found := truncation(trainer, samples, reported, temperature):
+        rule, gap = found
+        sentence = f"the engine samples from a truncated distribution ({rule}) and reports its log-probs; switch that off"
+        yield (Fault.TRUNCATED_SUPPORT, sentence), gap
+    long = [row for row, logp in enumerate(own) if len(logp) > 2]
+    if long:
+        shifted = Fault.SHIFTED_LOGPROBS, "log-probs stand one place off: each token has that of its neighbour"
+        yield shifted, between([own[row][1:] for row in long], [reported[row][:-1] for row in long])
+        yield shifted, between([own[row][:-1] for row in long], [reported[row][1:] for row in long])
+    exchanged = "log-probs belong to other completions of the same length: rows were exchanged after sampling"
+    yield (Fault.COMPLETION_ORDER, exchanged), between(own, matched_rows(own, reported))
+    attached = "completions stand under other prompts than they were sampled for: rows were exchanged after sampling"
+    yield (Fault.COMPLETION_ORDER, attached), other_prompts(trainer, samples, own, reported, temperature)
+
+
+def temperature_cause(trainer: TrainerSide, samples: Sequence[Sample], ours: float, theirs: float) -> Cause:
+    """Log-probs are those of temperature `theirs`. Were the tokens sampled at it too?"""
+    if theirs == 1.0 and surprise(trainer, samples, ours) < surprise(trainer, samples, theirs):
+        return (
+            Fault.RAW_LOGPROBS,
+            f"the engine samples at temperature {ours:g}, but reports raw log-probs, those of temperature 1; have it report"
+            " processed ones (logprobs_mode)",
+        )
+    return (
+        Fault.WRONG_TEMPERATURE,
+        f"the engine samples at temperature {theirs:g}, the trainer scores at {ours:g}; both must mean rollout.temperature",
+    )
+
+
+def surprise(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) -> float:
+    """How far the mean log-prob of the sampled ids is from its expectation, were they sampled at `temperature`."""
+    gaps = []
+    for sample in samples[:FEW]:
+        logp_LV = trainer.distributions(sample, temperature)
+        expected_L = (logp_LV.exp() * logp_LV).sum(-1)
+        gaps.append(logp_LV.gather(-1, torch.tensor(sample.completion_ids)[:, None])[:, 0] - expected_L)
+    return abs(torch.cat(gaps).mean().item())
+
+
+def truncation(
+    trainer: TrainerSide, samples: Sequence[Sample], reported: list[Tensor], temperature: float
+) -> tuple[str, Gap] | None:
+    """A top-k, top-p or min-p that explains the reported log-probs, and the gap that it leaves.
+
+    Whatever the rule, the kept ids are the most probable ones, and a token's gap is the log of their mass. So each token tells
+    how many were kept, and one rule must fit all of them.
+    """
+    left, count, mass, mass_before, last_kept, first_dropped = [], [], [], [], [], []
+    for sample, told_L in zip(samples[:FEW], reported, strict=False):
+        logp_LV = trainer.distributions(sample, temperature)
+        logp_L = logp_LV.gather(-1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+        ranked_LV = logp_LV.exp().sort(-1, descending=True).values
+        mass_LV = ranked_LV.cumsum(-1)
+        last_L1 = (mass_LV - (logp_L - told_L).exp()[:, None]).abs().argmin(-1, keepdim=True)
+        mass_L, ranked_L = mass_LV.gather(-1, last_L1)[:, 0], ranked_LV.gather(-1, last_L1)[:, 0]
+        next_L = torch.nn.functional.pad(ranked_LV, (0, 1)).gather(-1, last_L1 + 1)[:, 0]
+        left.append(logp_L - mass_L.log() - told_L)
+        count.append(last_L1[:, 0].double() + 1)
+        mass.append(mass_L)
+        mass_before.append(mass_L - ranked_L)
+        last_kept.append(ranked_L / ranked_LV[:, 0])
+        first_dropped.append(next_L / ranked_LV[:, 0])
+    gap = Gap.of(torch.cat(left))
+    if torch.cat(mass).mean() > 0.999:  # next to nothing is missing
+        return None
+    if edge(count, OUTLIERS) == edge(count, 1 - OUTLIERS):
+        return f"top-k {edge(count, 0.5):.0f}", gap
+    if edge(mass_before, 1 - OUTLIERS) < edge(mass, OUTLIERS):
+        return f"top-p {(edge(mass_before, 1 - OUTLIERS) + edge(mass, OUTLIERS)) / 2:.2g}", gap
+    if edge(first_dropped, 1 - OUTLIERS) < edge(last_kept, OUTLIERS):
+        return f"min-p {(edge(first_dropped, 1 - OUTLIERS) + edge(last_kept, OUTLIERS)) / 2:.2g}", gap
+    return None
+
+
+def edge(values: list[Tensor], quantile: float) -> float:
+    return torch.cat(values).quantile(quantile).item()
+
+
+def matched_rows(own: list[Tensor], reported: list[Tensor]) -> list[Tensor]:
+    """For each row the reported log-probs, among those of its length, that are nearest to the trainer's."""
+    return [
+        min((told for told in reported if len(told) == len(logp)), key=lambda told: (told - logp).abs().max().item())
+        for logp in own
+    ]
+
+
+def other_prompts(
+    trainer: TrainerSide, samples: Sequence[Sample], own: list[Tensor], reported: list[Tensor], temperature: float
+) -> Gap:
+    """The gap that is left when the worst rows take the prompts, of all samples, that suit them best."""
+    off = [(told - logp).abs().max().item() for logp, told in zip(own, reported, strict=True)]
+    worst = sorted(range(len(samples)), key=lambda row: -off[row])[:FEW]
+    prompts = list(dict.fromkeys(sample.prompt_ids for sample in samples))
+    left = []
+    for row in worst:
+        scored = trainer.logp([replace(samples[row], prompt_ids=prompt) for prompt in prompts], temperature)
+        left.append(min((logp - reported[row] for logp in scored), key=lambda delta: delta.abs().max().item()))
+    return Gap.of(torch.cat(left))
+
+
+def explain_sync(
+    trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds, change: Change
+) -> Cause | None:
+    """Why samples that were drawn after a sync of changed weights are not theirs: tensors that did not arrive, or changed places.
+
+    Args:
+        change: the trainer's weights as they were before and, in the policy, as they were sent.
+    """
+    few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
+    policy, names = trainer.policy, list(change.parameters)
+    with change.put_back(*names):
+        if bounds.hold(trainer.gap(few, temperature)):
+            return Fault.STALE_WEIGHTS, "the engine computes with the weights it had before: the sync reached none of them"
+    head = policy.model.get_output_embeddings().weight
+    for name in names:
+        if change.parameters[name] is head and policy.model.config.get_text_config().tie_word_embeddings:
+            with earlier_head(policy, change.saved[name]):
+                if bounds.hold(trainer.gap(few, temperature)):
+                    return (
+                        Fault.STALE_HEAD,
+                        f"the engine's head multiplies with an earlier copy of {name}, to which it is tied: repack it after"
+                        " each reload",
+                    )
+    if stale := stale_tensors(trainer, few, temperature, bounds, change):
+        return Fault.STALE_TENSOR, f"the engine computes with earlier values of {', '.join(stale[:3])}" + (
+            f" and {len(stale) - 3} more" if len(stale) > 3 else ""
+        )
+    pairs = [(a, b) for a, b in combinations(names, 2) if change.parameters[a].shape == change.parameters[b].shape]
+    for one, other in pairs[:SWAPS]:
+        with change.swapped(one, other):
+            if bounds.hold(trainer.gap(few, temperature)):
+                return Fault.SWAPPED_TENSORS, f"the engine holds {one} in the place of {other}, and the other way round"
+    return None
+
+
+def stale_tensors(
+    trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds, change: Change
+) -> list[str]:
+    """The tensors whose old values explain the samples: put back one after another, those that help stay back."""
+    helpful: list[str] = []
+    least = trainer.gap(samples, temperature)
+    for name in change.parameters:
+        with change.put_back(*helpful, name):
+            gap = trainer.gap(samples, temperature)
+        if gap.mean_delta < least.mean_delta:
+            helpful, least = [*helpful, name], gap
+            if bounds.hold(least):
+                return helpful
+    return []

@@ -1,0 +1,56 @@
+"""The ladder: engine and trainer are compared in one thing more with each rung. The first that fails ends the climb."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from rlgen.errors import SentinelError
+from rlgen.sentinel import rungs
+from rlgen.sentinel.bounds import bounds_after
+from rlgen.sentinel.contract import contract
+from rlgen.sentinel.probe import Probe
+from rlgen.sentinel.verdict import Rung, Verdict
+
+
+def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iterator[Rung]:
+    """Rungs 0 to 4 and, where `gradient` is given (see `rungs.loss_split`), the two above them; one after another.
+
+    The policy is left as it was and the engine with its weights. A rung that failed is the last.
+    """
+    for step in steps(probe, gradient):
+        yield step
+        if step.verdict is Verdict.FAILED:
+            return
+
+
+def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Rung]:
+    yield caught(0, "contract", lambda: contract(probe))
+    first = caught(1, "same weights", lambda: rungs.numerics(probe))
+    yield first  # the climb ends here unless it measured
+    above = probe.bounded(bounds_after(probe.bounds, first.measured["mean_delta"]))
+    yield caught(2, "recipe's temperature", lambda: rungs.recipe_sampling(above))
+    yield caught(3, "changed weights", lambda: rungs.changed_sync(above))
+    yield caught(4, "prefix cache", lambda: rungs.prefix_cache(above))
+    if gradient is not None:
+        yield caught(5, "paths", lambda: rungs.paths(above))
+        yield caught(6, "loss", lambda: rungs.loss_split(gradient, probe.policy.dtype))
+
+
+def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
+    """A rung; one that raises has failed."""
+    try:
+        return rung()
+    except SentinelError as error:
+        return Rung(number=number, name=name, verdict=Verdict.FAILED, fault=error.fault, sentence=error.sentence)
+
+
+def summary(rungs: Sequence[Rung]) -> str:
+    """`same weights 9.5e-07, changed weights 1.2e-06 (0.84 if they had not arrived); not needed: prefix cache`"""
+    parts = [
+        f"{rung.name} {next(iter(rung.measured.values())):.1e}"
+        + ("" if rung.power is None else f" ({rung.power:.2g} if they had not arrived)" if rung.number == 3 else "")
+        for rung in rungs
+        if rung.measured
+    ]
+    unseen = [f"{rung.verdict}: {rung.name}" for rung in rungs if rung.verdict is Verdict.NOT_MEASURABLE]
+    return "engine and trainer agree: " + ", ".join([*parts, *unseen])

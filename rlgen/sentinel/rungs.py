@@ -1,0 +1,228 @@
+"""The rungs that compute: each compares one more thing that can come between engine and trainer (rung 0 is `contract`)."""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlgen.errors import Fault, SentinelError
+from rlgen.sentinel.bounds import POWER
+from rlgen.sentinel.change import changed_weights
+from rlgen.sentinel.diagnose import Cause, explain, explain_sync
+from rlgen.sentinel.gap import Gap, between, sampler_logp
+from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
+from rlgen.sentinel.sync import send_weights
+from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.types import Prompt, Sample
+
+ATTEMPTS = 6  # to change all weights until it shows, each time twice as much
+SPLIT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of gradients, relative: the noise of another order of sums
+UNEXPLAINED = Fault.UNEXPLAINED, "no known cause fits"
+
+
+def judged(
+    number: int,
+    name: str,
+    probe: Probe,
+    gap: Gap,
+    sentence: str,
+    cause: Callable[[], Cause | None],
+    otherwise: Cause = UNEXPLAINED,
+    power: Gap | None = None,
+) -> Rung:
+    """Within the bounds: ok, if a fault would have shown. Otherwise failed: by `cause` if it finds one."""
+    bounds = probe.bounds
+    verdict, fault = Verdict.OK, None
+    if not bounds.hold(gap):
+        verdict = Verdict.FAILED
+        fault, why = cause() or otherwise
+        sentence = f"{why}. {bounds.words(gap)}."
+    elif power is not None and not bounds.see(power):
+        verdict = Verdict.NOT_MEASURABLE
+        sentence = f"The fault would move log-probs by {bounds.of(power):.2g} nats only: less than {POWER:.0f} bounds."
+    return Rung(
+        number=number,
+        name=name,
+        verdict=verdict,
+        sentence=sentence,
+        measured=gap.as_measured(bounds.by_max),
+        bound=bounds.bound,
+        power=None if power is None else bounds.of(power),
+        fault=fault,
+    )
+
+
+def numerics(probe: Probe) -> Rung:
+    """Rung 1: the same weights and ids at temperature 1."""
+    samples = probe.sample(1.0, TOKENS)
+    return judged(
+        1,
+        "same weights",
+        probe,
+        probe.trainer.gap(samples, 1.0),
+        "Both sides give the sampled tokens the same log-probs.",
+        lambda: explain(probe.trainer, samples, 1.0, probe.bounds),
+        (Fault.NUMERICS, "at the start, with the same ids, log-probs differ: dtype, head precision or model code"),
+    )
+
+
+def recipe_sampling(probe: Probe) -> Rung:
+    """Rung 2: at the temperature of the recipe."""
+    temperature = probe.sampling.temperature
+    if temperature == 1.0:
+        sentence = "The recipe samples at temperature 1, as rung 1 did."
+        return Rung(number=2, name="recipe's temperature", verdict=Verdict.NOT_NEEDED, sentence=sentence)
+    samples = probe.sample(temperature, FEWER_TOKENS)
+    own, at_one = probe.trainer.logp(samples, temperature), probe.trainer.logp(samples, 1.0)
+    return judged(
+        2,
+        "recipe's temperature",
+        probe,
+        between(own, sampler_logp(samples)),
+        f"Both sides mean log-probs at temperature {temperature:g}.",
+        lambda: explain(probe.trainer, samples, temperature, probe.bounds),
+        power=between(own, at_one),
+    )
+
+
+def changed_sync(probe: Probe) -> Rung:
+    """Rung 3: every tensor changed, sent, compared; then restored, sent, compared. The engine is left with the run's weights."""
+    temperature, trainer, bounds = probe.sampling.temperature, probe.trainer, probe.bounds
+    before = probe.sample(temperature, FEWER_TOKENS)
+    samples: list[Sample] = []
+    cause: Cause | None = None
+    with changed_weights(probe.policy) as change:
+        power = trainer.gap(before, temperature)
+        for _ in range(ATTEMPTS):
+            if bounds.see(power):
+                break
+            change()
+            power = trainer.gap(before, temperature)
+        probe.engine.sleep()
+        send_weights(probe.engine, probe.policy.model, probe.version, hashed=True)
+        samples = probe.sample(temperature, FEWER_TOKENS)
+        gap = trainer.gap(samples, temperature)
+        if not bounds.hold(gap):
+            cause = cached_only(probe, samples) or explain_sync(trainer, samples, temperature, bounds, change)
+    if bounds.hold(gap):
+        probe.engine.sleep()
+        send_weights(probe.engine, probe.policy.model, probe.version, hashed=True)
+        samples = probe.sample(temperature, FEWER_TOKENS)
+        gap = max(gap, trainer.gap(samples, temperature), key=bounds.of)
+    return judged(
+        3,
+        "changed weights",
+        probe,
+        gap,
+        "Changed weights arrive whole, and so do the old ones again.",
+        lambda: cause,
+        (Fault.UNEXPLAINED, "after a sync the engine computes with other weights than it was sent"),
+        power,
+    )
+
+
+def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
+    """Do just the rows differ whose prompts came from the prefix cache?"""
+    fresh = [sample for sample in samples if not sample.cached_tokens]
+    if not fresh or len(fresh) == len(samples) or not probe.bounds.hold(probe.trainer.gap(fresh, probe.sampling.temperature)):
+        return None
+    return Fault.STALE_PREFIX_CACHE, "only completions of cached prompts differ: the cache holds activations of earlier weights"
+
+
+def prefix_cache(probe: Probe) -> Rung:
+    """Rung 4: a prompt that is in the cache, after its weights have changed."""
+    number, name = 4, "prefix cache"
+    facts, temperature, tokens = probe.engine.facts(), probe.sampling.temperature, 8
+    if facts.cache_block is None:
+        return Rung(number=number, name=name, verdict=Verdict.NOT_NEEDED, sentence="The engine keeps no prefix cache.")
+    length = facts.cache_block + 1
+    if facts.max_model_len is not None and length + tokens > facts.max_model_len:
+        sentence = f"Rows of at most {facts.max_model_len} tokens never fill a block of {facts.cache_block} and a token more."
+        return Rung(number=number, name=name, verdict=Verdict.NOT_NEEDED, sentence=sentence)
+    prompt = long_prompt(probe, length)
+    (first,), (again,) = (probe.sample(temperature, tokens, [prompt]) for _ in range(2))
+    if not again.cached_tokens:
+        sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be looked at."
+        return Rung(number=number, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
+    with changed_weights(probe.policy):
+        power = probe.trainer.gap([first], temperature)
+        probe.engine.sleep()
+        send_weights(probe.engine, probe.policy.model, probe.version)
+        after = probe.sample(temperature, tokens, [prompt])
+        gap = probe.trainer.gap(after, temperature)
+    probe.engine.sleep()
+    send_weights(probe.engine, probe.policy.model, probe.version)
+    if after[0].cached_tokens and not probe.bounds.hold(gap):
+        stale = f"{after[0].cached_tokens} tokens of a prompt came from the cache right after a sync: it holds old weights' work"
+        cause: Cause | None = (Fault.STALE_PREFIX_CACHE, f"{stale}; empty it with each sync, and salt it with the version")
+    else:
+        cause = None
+    return judged(number, name, probe, gap, "A cached prompt is computed anew after a sync.", lambda: cause, power=power)
+
+
+def long_prompt(probe: Probe, length: int) -> Prompt:
+    """Prompts of the run, one after another, cut at `length` ids."""
+    ids: tuple[int, ...] = ()
+    while len(ids) < length:
+        for prompt in probe.prompts:
+            ids += prompt.prompt_ids
+    return Prompt(position=0, row=0, text="", prompt_ids=ids[:length], columns={})
+
+
+def paths(probe: Probe) -> Rung:
+    """Rung 5: prefilling what was decoded, and decoding alone what was decoded in a batch."""
+    samples = probe.sample(1.0, FEWER_TOKENS)
+    decoded = sampler_logp(samples)
+    rows = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
+    prefilled = [torch.tensor(logp, dtype=torch.float64) for logp in probe.engine.prefill_logp(rows)]
+    gap = between(decoded, prefilled)
+    fault: Cause = (Fault.DECODE_PREFILL, "decoding and prefilling the same ids give different log-probs")
+    if probe.bounds.hold(gap):
+        deltas = [alone(probe, row, sample) for row, sample in list(enumerate(samples))[:4]]
+        batch = Gap.of(torch.cat(deltas))
+        if not probe.bounds.hold(batch):
+            fault = (Fault.BATCH_DEPENDENCE, "a request alone and the same request in a batch give different log-probs")
+        gap = max(gap, batch, key=probe.bounds.of)
+    return judged(5, "paths", probe, gap, "Decoding, prefilling and sampling alone agree.", lambda: fault)
+
+
+def alone(probe: Probe, row: int, sample: Sample) -> Tensor:
+    """[L] differences of the log-probs of `sample`, drawn once more without neighbours. Up to where the draws part: rounding
+    may tip one, and what follows is another text."""
+    (single,) = probe.sample(1.0, FEWER_TOKENS, [probe.prompts[row]])
+    pairs = zip(sample.completion_ids, single.completion_ids, strict=False)
+    same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    if not same:
+        sentence = f"prompt {row} alone starts with another token than in a batch, by the same seed"
+        raise SentinelError(Fault.BATCH_DEPENDENCE, sentence)
+    one, other = (torch.tensor(s.sampler_logp[:same], dtype=torch.float64) for s in (sample, single))
+    return one - other
+
+
+def loss_split(gradient: Callable[[int], Tensor], dtype: torch.dtype) -> Rung:
+    """Rung 6: the gradient of one window, whole and in pieces.
+
+    Args:
+        gradient: the gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens.
+        dtype: of the forward.
+    """
+    whole, split = gradient(1 << 30), gradient(1)
+    distance = ((whole - split).norm() / whole.norm().clamp(min=1e-30)).item()
+    power = whole.norm().item()
+    bound = SPLIT_BOUND[dtype]
+    verdict, fault, sentence = Verdict.OK, None, "The gradient does not depend on micro-batches."
+    if not distance <= bound:
+        verdict, fault = Verdict.FAILED, Fault.SPLIT_DEPENDENCE
+        sentence = f"the gradient depends on the split: in micro-batches it differs by {distance:.3g} of its norm"
+    elif not power > 0:
+        verdict, sentence = Verdict.NOT_MEASURABLE, "The gradient of the toy window is zero."
+    return Rung(
+        number=6,
+        name="loss",
+        verdict=verdict,
+        sentence=sentence,
+        measured={"relative_distance": distance},
+        bound=bound,
+        fault=fault,
+    )

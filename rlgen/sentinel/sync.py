@@ -1,0 +1,67 @@
+"""A weight sync, and the proof that what arrived is what was sent."""
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
+
+from rlgen.engines.base import Engine, Ledger, Receipt
+from rlgen.errors import Fault, SentinelError
+from rlgen.models.weights import checkpoint_tensors
+
+
+def send_weights(engine: Engine, model: PreTrainedModel, version: int, hashed: bool = False) -> None:
+    """Sends every weight of `model` and compares the engine's receipt with what was sent.
+
+    A receipt is taken before the engine packs its weights: hashes of packed ones are blind. It cannot see what the engine
+    does afterwards; that is what comparing log-probs is for.
+
+    Args:
+        hashed: compare the bytes too, not names, dtypes and shapes alone.
+
+    Raises:
+        SentinelError: something is missing, unasked for, changed or exchanged.
+        EngineError: the engine failed.
+    """
+    sent = Ledger(hashed)
+    weights = sent.record(checkpoint_tensors(model))
+    receipt = engine.sync(weights, version, hashed)
+    for _ in weights:
+        pass  # what the engine left is recorded as sent
+    check_receipt(sent.received, receipt, version, engine.weight_version)
+
+
+def check_receipt(sent: Mapping[str, str], receipt: Receipt, version: int, echoed: int) -> None:
+    """Raises SentinelError unless `receipt` names what was `sent`."""
+    where = f"weight sync to version {version}"
+    if receipt.version != version or echoed != version:
+        raise SentinelError(
+            Fault.STALE_WEIGHTS,
+            f"the engine reports version {receipt.version} received and {echoed} in use, but {version} was sent",
+            where,
+        )
+    got = receipt.received
+    missing = sorted(set(sent) - set(got)) + [name for name in receipt.not_loaded if name not in sent]
+    missing += [name for name in receipt.not_loaded if name in sent]
+    if missing:
+        raise SentinelError(
+            Fault.INCOMPLETE_SYNC,
+            f"{len(missing)} tensors did not arrive or were not loaded, among them {', '.join(missing[:3])}: the engine goes on"
+            " with earlier values of them",
+            where,
+        )
+    if extra := sorted(set(got) - set(sent)):
+        raise SentinelError(Fault.INCOMPLETE_SYNC, f"the engine received {extra[0]}, which was not sent", where)
+    other = [name for name in sent if got[name] != sent[name]]
+    if not other:
+        return
+    senders = {print_: name for name, print_ in sent.items()}
+    if all(got[name] in senders for name in other) and len(other) > 1:
+        raise SentinelError(
+            Fault.SWAPPED_TENSORS, f"{other[0]} arrived as {senders[got[other[0]]]}: tensors changed places on the way", where
+        )
+    raise SentinelError(
+        Fault.STALE_WEIGHTS if len(other) == len(sent) else Fault.STALE_TENSOR,
+        f"{len(other)} of {len(sent)} tensors arrived with other values, dtypes or shapes than they were sent with, among them"
+        f" {', '.join(other[:3])} (sent {sent[other[0]][:40]}, received {got[other[0]][:40]})",
+        where,
+    )

@@ -1,0 +1,88 @@
+"""Rung 7: every batch of a run, before its weights move."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
+
+from rlgen.errors import Fault, SentinelError
+from rlgen.sentinel.bounds import FLOOR
+from rlgen.sentinel.diagnose import Cause, explain
+from rlgen.sentinel.gap import Gap, compare
+from rlgen.sentinel.probe import FEWER_TOKENS, Probe
+from rlgen.sentinel.sync import send_weights
+from rlgen.types import Sample
+
+OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
+MEMORY, LEAST_MEMORY, RISE = 20, 5, 3.0  # batches whose median counts, how many it needs, and how far above it is drift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """Compares the log-probs of each batch; what a drift leads to is the recipe's choice.
+
+    In float32 any gap above the bound is one. In bfloat16 healthy gaps differ from model to model, so a rise to three times
+    the run's own median is one too.
+    """
+
+    probe: Probe
+    on_drift: OnDrift
+    sleeps: bool  # whether the engine's weights are gone while the trainer works
+    say: Callable[[str], None]
+    means: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
+
+    def __call__(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int) -> bool:
+        """Whether engine and trainer have drifted apart on `samples`, which both claim version `step` - 1 for.
+
+        Args:
+            logp: [L] of each sample, by the trainer, at the temperature of the run.
+
+        Raises:
+            SentinelError: they have, and the recipe says stop.
+        """
+        gap = compare(samples, logp)
+        drifted = not self.probe.bounds.hold(gap) or self.risen(gap)
+        self.means.append(gap.mean_delta)
+        if not drifted:
+            return False
+        where = f"batch of step {step}"
+        words = self.probe.bounds.words(gap)
+        temperature = self.probe.sampling.temperature
+        cause = explain(self.probe.trainer, samples, temperature, self.probe.bounds)
+        if self.on_drift == "warn":
+            fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run and see `rlgen doctor`")
+            self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
+            return True
+        fault, why = cause or self.look_again(step - 1)
+        raise SentinelError(fault, f"{why}. {words}. Nothing of this batch was trained on.", where)
+
+    def risen(self, gap: Gap) -> bool:
+        """Only where no single token is bounded."""
+        if self.probe.bounds.by_max or len(self.means) < LEAST_MEMORY:
+            return False
+        return gap.mean_delta > max(RISE * statistics.median(self.means), FLOOR)
+
+    def look_again(self, version: int) -> Cause:
+        """Climbs again on present weights: does the engine hold them, and does sending them once more help?"""
+        probe = replace(self.probe, version=version)
+        temperature = probe.sampling.temperature
+        if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
+            return (
+                Fault.STALE_ROLLOUTS,
+                f"the engine agrees on new samples of the present weights, so that this batch was sampled by other weights than"
+                f" those of version {version}, which it names",
+            )
+        send_weights(probe.engine, probe.policy.model, version, hashed=True)
+        if probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
+            return (
+                Fault.STALE_WEIGHTS,
+                f"the engine agrees once version {version} is sent again: it sampled with other weights, though it named these",
+            )
+        return (
+            Fault.DRIFT,
+            "engine and trainer agreed before and do not any more, not even after the weights are sent again; `rlgen doctor`"
+            " on the last checkpoint looks further",
+        )
