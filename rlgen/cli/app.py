@@ -61,6 +61,19 @@ def train(
 
 
 @app.command()
+def doctor(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    store_baseline: Annotated[bool, typer.Option("--store-baseline", help="Keep the numbers, to compare with later.")] = False,
+) -> None:
+    """Check that trainer and engine agree, rung by rung; name what is wrong. Trains nothing."""
+    from rlgen.cli.doctor import doctor_command
+
+    doctor_command(recipe, overrides or [], as_json, store_baseline)
+
+
+@app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe without running it: keys, values, rules, files. Loads no model."""
     from rlgen.cli.inspect import validate_command

@@ -1,12 +1,14 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
@@ -26,15 +28,18 @@ from rlgen.run.files import read_json, write_json
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.bounds import bounds_for
 from rlgen.sentinel.ladder import climb, summary
-from rlgen.sentinel.probe import PROMPTS, Probe, TrainerSide
+from rlgen.sentinel.probe import FEWER_TOKENS, PROMPTS, Probe, TrainerSide
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.sentinel.watch import Watch
-from rlgen.trainers.base import Algorithm
+from rlgen.trainers.base import Algorithm, Scores
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm
 from rlgen.trainers.update import Updater
-from rlgen.types import Sampling
+from rlgen.trainers.window import Window
+from rlgen.types import Sample, Sampling
+
+TOY_ROWS, TOY_TOKENS = 8, 5  # of the window whose gradient is taken whole and in pieces; the least tokens of a row
 
 
 def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console) -> tuple[Trainer, int]:
@@ -184,6 +189,43 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
         probe=probe,
         done=done,
     )
+
+
+def toy_gradient(sides: Sides) -> Callable[[int], Tensor]:
+    """The gradient of the recipe's own loss on made-up rewards, as a function of the tokens of a micro-batch.
+
+    For `rungs.loss_split`: pairs of completions of unequal lengths, one of each better than the other.
+    """
+    probe, update = sides.probe, sides.updater(None)
+
+    def gradient(budget: int) -> Tensor:
+        samples = [
+            replace(sample, group_id=place // 2, sample_index=place % 2, **first_tokens(sample, TOY_TOKENS + 3 * place))
+            for place, sample in enumerate(probe.sample(probe.sampling.temperature, FEWER_TOKENS)[:TOY_ROWS])
+        ]
+        rewards = torch.tensor([float(sample.sample_index) for sample in samples], dtype=torch.float64)
+        signal = sides.algorithm.advantages(
+            Scores(
+                rewards=rewards,
+                columns=rewards[:, None],
+                column_weights=torch.ones(1, dtype=torch.float64),
+                group_ids=torch.tensor([sample.group_id for sample in samples]),
+                sample_index=torch.tensor([sample.sample_index for sample in samples]),
+                truncated=torch.zeros(len(samples), dtype=torch.bool),
+                kl=torch.zeros(len(samples)) if sides.algorithm.reference == "reward" else None,
+            )
+        )
+        window = Window.of(samples, signal, 0.0, budget)
+        if sides.algorithm.reference == "loss":
+            window.ref_logp.update((row, torch.tensor(sample.sampler_logp)) for row, sample in enumerate(window.samples))
+        return update.gradient(window)
+
+    return gradient
+
+
+def first_tokens(sample: Sample, count: int) -> dict[str, Any]:
+    """The fields of a completion that are one value a token, cut."""
+    return {name: getattr(sample, name)[:count] for name in ("completion_ids", "sampler_logp", "loss_mask")}
 
 
 def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
