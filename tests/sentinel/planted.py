@@ -1,0 +1,332 @@
+"""Faults that others trained on, each planted in the real engine where it is the engine's, and in a wrapper of one otherwise.
+
+A plant takes a `pytest.MonkeyPatch`, and returns a list that grows whenever the fault happens: a test asserts that it did.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlgen.engines import build_engine, vllm_compat
+from rlgen.engines.base import Facts, Receipt
+from rlgen.engines.colocated import ColocatedEngine
+from rlgen.losses import policy as policy_module
+from rlgen.losses.inputs import LossInputs, Totals
+from rlgen.models.load import load_model, load_tokenizer
+from rlgen.models.weights import checkpoint_tensors
+from rlgen.sentinel import contract
+from rlgen.trainers import build
+from rlgen.types import Completion, Request, Sampling
+
+Plant = Callable[[pytest.MonkeyPatch], list[str]]
+Answers = list[Completion]
+Named = list[tuple[str, Tensor]]
+
+
+# --- in vLLM -----------------------------------------------------------------------------------------------------------------
+
+
+def engine_argument(name: str, value: object) -> Plant:
+    """vLLM is opened with another argument than rlgen gives."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        fired: list[str] = []
+        open_llm = vllm_compat.open_llm
+
+        def opened(vllm: Any, arguments: dict[str, Any]) -> Any:
+            fired.append(name)
+            return open_llm(vllm, {**arguments, name: value})
+
+        monkeypatch.setattr(vllm_compat, "open_llm", opened)
+        return fired
+
+    return plant
+
+
+def sampling_parameter(name: str, value: object) -> Plant:
+    """vLLM samples with another parameter."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        fired: list[str] = []
+        sampling_params = vllm_compat.sampling_params
+
+        def params(vllm: Any, request: Request, sampling: Sampling) -> Any:
+            made = sampling_params(vllm, request, sampling)
+            setattr(made, name, value)
+            fired.append(name)
+            return made
+
+        monkeypatch.setattr(vllm_compat, "sampling_params", params)
+        return fired
+
+    return plant
+
+
+def lying(field: str, value: object, plant: Plant) -> Plant:
+    """As `plant`, while the engine says of itself what the trainer hopes to hear."""
+
+    def planted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        facts = vllm_compat.facts
+
+        def told(*arguments: Any) -> Facts:
+            found = facts(*arguments)
+            return replace(found, settings=replace(found.settings, **{field: value}))
+
+        monkeypatch.setattr(vllm_compat, "facts", told)
+        return plant(monkeypatch)
+
+    return planted
+
+
+def loaded(change: Callable[[Named, dict[str, Tensor]], Named | None]) -> Plant:
+    """What vLLM loads after it gave its receipt: `change` of the tensors that arrived and those it was opened with."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        fired: list[str] = []
+        load_weights = vllm_compat.load_weights
+
+        def load(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
+            changed = change(list(weights), original(llm))
+            fired.append("load")
+            return () if changed is None else load_weights(llm, changed)
+
+        monkeypatch.setattr(vllm_compat, "load_weights", load)
+        return fired
+
+    return plant
+
+
+def original(llm: Any) -> dict[str, Tensor]:
+    """The tensors that the engine was opened with."""
+    model = load_model(llm.llm_engine.model_config.model, None, torch.float32, "sdpa", torch.device("cpu"))
+    return dict(checkpoint_tensors(model))
+
+
+def received(change: Callable[[Named], Named]) -> Plant:
+    """What vLLM receives, before it gives its receipt."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        fired: list[str] = []
+        sync = ColocatedEngine.sync
+
+        def synced(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+            fired.append("sync")
+            return sync(self, change(list(weights)), version, hashed)
+
+        monkeypatch.setattr(ColocatedEngine, "sync", synced)
+        return fired
+
+    return plant
+
+
+def swapped(one: str, other: str) -> Callable[..., Named]:
+    def change(arrived: Named, *_: Any) -> Named:
+        held = dict(arrived)
+        return list({**held, one: held[other], other: held[one]}.items())
+
+    return change
+
+
+def without(name: str) -> Callable[..., Named]:
+    return lambda arrived, *_: [(other, tensor) for other, tensor in arrived if other != name]
+
+
+def stale(*names: str) -> Callable[..., Named]:
+    return lambda arrived, first: [(name, first[name] if name in names else tensor) for name, tensor in arrived]
+
+
+def nothing(arrived: Named, first: dict[str, Tensor]) -> None:
+    return None
+
+
+def tied_head_stale(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    fired: list[str] = []
+    monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: fired.append("head") or 0)
+    return fired
+
+
+def cache_not_emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    fired: list[str] = []
+    prompts_of = vllm_compat.prompts_of
+    monkeypatch.setattr(vllm_compat, "reset_prefix_cache", lambda llm: not fired.append("reset"))
+    monkeypatch.setattr(vllm_compat, "prompts_of", lambda requests, salt: prompts_of(requests, "always the same"))
+    return fired
+
+
+def sync_skipped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engine skips a sync and says so."""
+    fired: list[str] = []
+
+    def sync(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+        fired.append("sync")
+        return Receipt(version=-1, received={}, not_loaded=())
+
+    monkeypatch.setattr(ColocatedEngine, "sync", sync)
+    return fired
+
+
+def noisy_prefill(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    fired: list[str] = []
+    prefill = ColocatedEngine.prefill_logp
+
+    def prefilled(self: Any, rows: Any) -> Any:
+        fired.append("prefill")
+        return [tuple(value - 0.01 for value in row) for row in prefill(self, rows)]
+
+    monkeypatch.setattr(ColocatedEngine, "prefill_logp", prefilled)
+    return fired
+
+
+# --- around an engine --------------------------------------------------------------------------------------------------------
+
+
+class Wrapped:
+    """An engine whose answers pass through `change(requests, answers)`."""
+
+    def __init__(self, engine: Any, change: Callable[[Sequence[Request], Answers], Answers], fired: list[str]) -> None:
+        self._engine, self._change, self._fired = engine, change, fired
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Answers:
+        answers = self._engine.generate(requests, sampling)
+        changed = self._change(requests, list(answers))
+        if changed != answers:
+            self._fired.append("answers")
+        return changed
+
+
+def answers(change: Callable[[Sequence[Request], Answers], Answers]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        fired: list[str] = []
+        monkeypatch.setattr(build, "build_engine", lambda *arguments: Wrapped(build_engine(*arguments), change, fired))
+        return fired
+
+    return plant
+
+
+def each(change: Callable[[Completion], Completion]) -> Plant:
+    return answers(lambda requests, given: [change(answer) for answer in given])
+
+
+def without_last(answer: Completion) -> Completion:
+    return replace(answer, token_ids=answer.token_ids[:-1], logp=answer.logp[:-1]) if answer.finish_reason == "stop" else answer
+
+
+def without_last_logp(answer: Completion) -> Completion:
+    return replace(answer, logp=answer.logp[:-1]) if answer.finish_reason == "stop" else answer
+
+
+def without_logp(answer: Completion) -> Completion:
+    return replace(answer, logp=(float("nan"),) * len(answer.logp))
+
+
+def rolled(answer: Completion) -> Completion:
+    return replace(answer, logp=(*answer.logp[1:], answer.logp[0]))
+
+
+def last_repeated(answer: Completion) -> Completion:
+    return replace(answer, logp=(*answer.logp[1:], answer.logp[-1]))
+
+
+def noisy(answer: Completion) -> Completion:
+    return replace(answer, logp=tuple(value - 0.02 * (1 + place % 3) for place, value in enumerate(answer.logp)))
+
+
+def flattened(requests: Sequence[Request], given: Answers) -> Answers:
+    return [
+        replace(answer, token_ids=(token,), logp=(logp,), finish_reason="length")
+        for answer in given
+        for token, logp in zip(answer.token_ids, answer.logp, strict=True)
+    ]
+
+
+def duplicated(requests: Sequence[Request], given: Answers) -> Answers:
+    return [*given, given[-1]]
+
+
+def dropped(requests: Sequence[Request], given: Answers) -> Answers:
+    return given[:-1]
+
+
+def replaced(requests: Sequence[Request], given: Answers) -> Answers:
+    """As many answers as requests, the first one twice and the last not at all."""
+    return [given[0], *given[:-1]]
+
+
+def interleaved(requests: Sequence[Request], given: Answers) -> Answers:
+    """A0 B0 A1 B1 for A0 A1 B0 B1."""
+    return [*given[0::2], *given[1::2]]
+
+
+def relabelled(requests: Sequence[Request], given: Answers) -> Answers:
+    """The first two rows change places, and their echoes of the prompts are put right."""
+    if len(given) < 2 or given[0].prompt_ids == given[1].prompt_ids:
+        return given
+    first, second = given[:2]
+    return [replace(second, prompt_ids=first.prompt_ids), replace(first, prompt_ids=second.prompt_ids), *given[2:]]
+
+
+def exchanged_logp(requests: Sequence[Request], given: Answers) -> Answers:
+    """Two rows of equal length change log-probs."""
+    if len(given) < 2 or len(given[0].logp) != len(given[1].logp):
+        return given
+    return [replace(given[0], logp=given[1].logp), replace(given[1], logp=given[0].logp), *given[2:]]
+
+
+def noisy_alone(requests: Sequence[Request], given: Answers) -> Answers:
+    """Log-probs depend on how many requests there are."""
+    return given if len(given) > 1 else [noisy(answer) for answer in given]
+
+
+def engine_tokenizer(change: Callable[[Any], None]) -> Plant:
+    """Beside the engine's weights lies another tokenizer."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        fired: list[str] = []
+
+        def load(location: str, revision: str | None) -> Any:
+            tokenizer = load_tokenizer(location, revision)
+            change(tokenizer)
+            fired.append("tokenizer")
+            return tokenizer
+
+        monkeypatch.setattr(contract, "load_tokenizer", load)
+        return fired
+
+    return plant
+
+
+def other_template(tokenizer: Any) -> None:
+    tokenizer.chat_template += "{{ ' ' }}"
+
+
+def other_end(tokenizer: Any) -> None:
+    tokenizer.eos_token = "<|endoftext|>"
+
+
+def other_pad(tokenizer: Any) -> None:
+    tokenizer.pad_token = "<|endoftext|>"
+
+
+# --- in the trainer ----------------------------------------------------------------------------------------------------------
+
+
+def local_denominator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The loss divides by the tokens of the micro-batch."""
+    fired: list[str] = []
+    row_coefficient = policy_module.row_coefficient
+
+    def local(aggregation: Any, x: LossInputs) -> Tensor:
+        fired.append("loss")
+        tokens = int(x.mask.sum())
+        totals = Totals(sequences=len(x.mask), tokens=tokens, kept=tokens, prompts=1, pairs=1)
+        return row_coefficient(aggregation, replace(x, totals=totals))
+
+    monkeypatch.setattr(policy_module, "row_coefficient", local)
+    return fired

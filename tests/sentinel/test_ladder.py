@@ -1,0 +1,112 @@
+"""Every fault that the sentinel can name is planted, and named: by the ladder before step 1."""
+
+from pathlib import Path
+
+import planted as p
+import pytest
+
+from rlgen.errors import Fault
+from rlgen.recipe import load_recipe
+from rlgen.sentinel.ladder import climb
+from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.trainers.build import load_data, open_sides, toy_gradient
+
+UP_1, UP_2 = "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"
+DOWN = "model.layers.2.mlp.down_proj.weight"
+TRANSFORMERS = "engine={kind: transformers}"
+# Rows that fill a block of the prefix cache; log-probs at another temperature than 1.
+LONG, WARM = "engine={kind: colocated, max_model_len: 160}", "rollout.temperature=0.7"
+
+# name -> (plant, the rung that must fail, the fault it must name, words of its sentence, overrides)
+PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
+    # in vLLM
+    "raw log-probs": (p.engine_argument("logprobs_mode", "raw_logprobs"), 0, Fault.RAW_LOGPROBS, "raw_logprobs", [WARM]),
+    "raw log-probs, denied": (
+        p.lying("logprobs_mode", "processed_logprobs", p.engine_argument("logprobs_mode", "raw_logprobs")),
+        2,
+        Fault.RAW_LOGPROBS,
+        "those of temperature 1",
+        [WARM],
+    ),
+    "other temperature": (p.sampling_parameter("temperature", 1.0), 2, Fault.WRONG_TEMPERATURE, "temperature 1", [WARM]),
+    "other temperature at 1": (p.sampling_parameter("temperature", 0.7), 1, Fault.WRONG_TEMPERATURE, "at temperature 0.7", []),
+    "top-p": (p.sampling_parameter("top_p", 0.9), 1, Fault.TRUNCATED_SUPPORT, "top-p 0.9", []),
+    "top-k": (p.sampling_parameter("top_k", 50), 1, Fault.TRUNCATED_SUPPORT, "top-k 50", []),
+    "min-p": (p.sampling_parameter("min_p", 0.3), 1, Fault.TRUNCATED_SUPPORT, "min-p 0.3", []),
+    "bfloat16 engine": (p.engine_argument("dtype", "bfloat16"), 0, Fault.ENGINE_SETTINGS, "'bfloat16' there", []),
+    "bfloat16 engine, denied": (
+        p.lying("head_dtype", "float32", p.lying("dtype", "float32", p.engine_argument("dtype", "bfloat16"))),
+        1,
+        Fault.NUMERICS,
+        "dtype, head precision or model code",
+        [],
+    ),
+    "stale tensor": (p.loaded(p.stale(DOWN)), 3, Fault.STALE_TENSOR, f"earlier values of {DOWN}", []),
+    "two stale tensors": (p.loaded(p.stale(DOWN, UP_1)), 3, Fault.STALE_TENSOR, UP_1, []),
+    "all weights stale": (p.loaded(p.nothing), 3, Fault.STALE_WEIGHTS, "reached none of them", []),
+    "sync skipped": (p.sync_skipped, 3, Fault.STALE_WEIGHTS, "version -1 received", []),
+    "tied head stale": (p.tied_head_stale, 3, Fault.STALE_HEAD, "model.embed_tokens.weight", []),
+    "swapped in the engine": (p.loaded(p.swapped(UP_1, UP_2)), 3, Fault.SWAPPED_TENSORS, UP_2, []),
+    "swapped on the way": (p.received(p.swapped(UP_1, UP_2)), 3, Fault.SWAPPED_TENSORS, "changed places on the way", []),
+    "lost on the way": (p.received(p.without(DOWN)), 3, Fault.INCOMPLETE_SYNC, DOWN, []),
+    "not loaded": (p.loaded(p.without(DOWN)), 3, Fault.INCOMPLETE_SYNC, DOWN, []),
+    "prefix cache kept": (p.cache_not_emptied, 4, Fault.STALE_PREFIX_CACHE, "128 tokens", [LONG]),
+    "decode is not prefill": (p.noisy_prefill, 5, Fault.DECODE_PREFILL, "prefilling", []),
+    # around an engine
+    "other template": (p.engine_tokenizer(p.other_template), 0, Fault.TEMPLATE_MISMATCH, "chat", [TRANSFORMERS]),
+    "other end": (p.engine_tokenizer(p.other_end), 0, Fault.SPECIAL_TOKENS, "eos_token_id", [TRANSFORMERS]),
+    "other pad": (p.engine_tokenizer(p.other_pad), 0, Fault.SPECIAL_TOKENS, "pad_token_id", [TRANSFORMERS]),
+    "last id dropped": (p.each(p.without_last), 0, Fault.DROPPED_STOP_TOKEN, "never learns to stop", [TRANSFORMERS]),
+    "last log-prob dropped": (p.each(p.without_last_logp), 0, Fault.MISSING_LOGPROBS, "the stop token too", [TRANSFORMERS]),
+    "no log-probs": (p.each(p.without_logp), 0, Fault.MISSING_LOGPROBS, "0 log-probs", [TRANSFORMERS]),
+    "rolled": (p.each(p.rolled), 1, Fault.SHIFTED_LOGPROBS, "one place off", [TRANSFORMERS]),
+    "shifted, last repeated": (p.each(p.last_repeated), 1, Fault.SHIFTED_LOGPROBS, "one place off", [TRANSFORMERS]),
+    "flattened": (p.answers(p.flattened), 0, Fault.FLATTENED_COMPLETIONS, "list of tokens", [TRANSFORMERS]),
+    "duplicated": (p.answers(p.duplicated), 0, Fault.MISSING_PROMPT, "6 completions were asked for, 7 came", [TRANSFORMERS]),
+    "dropped": (p.answers(p.dropped), 0, Fault.MISSING_PROMPT, "6 completions were asked for, 5 came", [TRANSFORMERS]),
+    "replaced": (p.answers(p.replaced), 0, Fault.MISSING_PROMPT, "no answer to their prompt", [TRANSFORMERS]),
+    "interleaved": (p.answers(p.interleaved), 0, Fault.COMPLETION_ORDER, "another order", [TRANSFORMERS]),
+    "relabelled": (p.answers(p.relabelled), 1, Fault.COMPLETION_ORDER, "under other prompts", [TRANSFORMERS]),
+    "log-probs exchanged": (p.answers(p.exchanged_logp), 1, Fault.COMPLETION_ORDER, "of the same length", [TRANSFORMERS]),
+    "batch dependence": (p.answers(p.noisy_alone), 5, Fault.BATCH_DEPENDENCE, "alone", [TRANSFORMERS]),
+    # in the trainer
+    "split dependence": (p.local_denominator, 6, Fault.SPLIT_DEPENDENCE, "depends on the split", [TRANSFORMERS]),
+}
+# Named while a run goes on: see test_watch.py.
+WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT}
+
+
+def ladder(recipe: Path, overrides: list[str]) -> list[Rung]:
+    loaded = load_recipe(recipe, ["rollout.max_completion_tokens=24", *overrides]).recipe
+    sides = open_sides(loaded, load_data(loaded), None)
+    try:
+        return list(climb(sides.probe, toy_gradient(sides)))
+    finally:
+        sides.probe.engine.close()
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant, number, fault, words, overrides = PLANTED[name]
+    fired = plant(monkeypatch)
+    rungs = ladder(recipe_file, overrides)
+    assert fired, "the fault did not happen"
+    assert [rung.verdict for rung in rungs[:-1] if rung.verdict is Verdict.FAILED] == []
+    assert (rungs[-1].number, rungs[-1].verdict, rungs[-1].fault) == (number, Verdict.FAILED, fault), rungs[-1]
+    assert words in rungs[-1].sentence
+    error = rungs[-1].error()
+    assert error.exit_code == 6 and error.fault is fault and fault.value in str(error)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", [LONG, TRANSFORMERS])
+def test_without_a_fault_nothing_is_named(recipe_file: Path, engine: str, dtype: str) -> None:
+    rungs = ladder(recipe_file, [engine, WARM, f"model.dtype={dtype}"])
+    assert [rung.number for rung in rungs] == list(range(7))
+    expected = {Verdict.OK} if engine == LONG else {Verdict.OK, Verdict.NOT_NEEDED}
+    assert {rung.verdict for rung in rungs} == expected
+    assert all(rung.power > 5 * rung.bound for rung in rungs if rung.power is not None and rung.bound is not None)
+
+
+def test_every_fault_is_planted_somewhere() -> None:
+    assert {fault for _, _, fault, _, _ in PLANTED.values()} | WHILE_RUNNING == set(Fault) - {Fault.UNEXPLAINED}
