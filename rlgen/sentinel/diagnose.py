@@ -149,9 +149,6 @@ def explain_sync(
     """
     few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
     policy, names = trainer.policy, list(change.parameters)
-    with change.put_back(*names):
-        if bounds.hold(trainer.gap(few, temperature)):
-            return Fault.STALE_WEIGHTS, "the engine computes with the weights it had before: the sync reached none of them"
     head = policy.model.get_output_embeddings().weight
     for name in names:
         if change.parameters[name] is head and policy.model.config.get_text_config().tie_word_embeddings:
@@ -177,14 +174,19 @@ def explain_sync(
 def stale_tensors(
     trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds, change: Change
 ) -> list[str]:
-    """The tensors whose old values explain the samples: put back one after another, those that help stay back."""
-    helpful: list[str] = []
+    """The tensors whose old values explain the samples: put back in the order of how much each helps alone."""
+
+    def left(*names: str) -> Gap:
+        with change.put_back(*names):
+            return trainer.gap(samples, temperature)
+
     least = trainer.gap(samples, temperature)
-    for name in change.parameters:
-        with change.put_back(*helpful, name):
-            gap = trainer.gap(samples, temperature)
+    alone = {name: left(name).mean_delta for name in change.parameters}
+    stale: list[str] = []
+    for name in sorted(alone, key=alone.__getitem__):
+        gap = left(*stale, name)
         if gap.mean_delta < least.mean_delta:
-            helpful, least = [*helpful, name], gap
+            stale, least = [*stale, name], gap
             if bounds.hold(least):
-                return helpful
+                return stale
     return []

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from rlgen.errors import SentinelError
 from rlgen.sentinel import rungs
 from rlgen.sentinel.bounds import bounds_after
 from rlgen.sentinel.contract import contract
@@ -24,24 +23,16 @@ def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iter
 
 
 def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Rung]:
-    yield caught(0, "contract", lambda: contract(probe))
-    first = caught(1, "same weights", lambda: rungs.numerics(probe))
+    yield rungs.caught(0, "contract", lambda: contract(probe))
+    first = rungs.caught(1, "same weights", lambda: rungs.numerics(probe))
     yield first  # the climb ends here unless it measured
     above = probe.bounded(bounds_after(probe.bounds, first.measured["mean_delta"]))
-    yield caught(2, "recipe's temperature", lambda: rungs.recipe_sampling(above))
-    yield caught(3, "changed weights", lambda: rungs.changed_sync(above))
-    yield caught(4, "prefix cache", lambda: rungs.prefix_cache(above))
+    yield rungs.caught(2, "recipe's temperature", lambda: rungs.recipe_sampling(above))
+    yield rungs.caught(3, "changed weights", lambda: rungs.changed_sync(above))
+    yield rungs.caught(4, "prefix cache", lambda: rungs.prefix_cache(above))
     if gradient is not None:
-        yield caught(5, "paths", lambda: rungs.paths(above))
-        yield caught(6, "loss", lambda: rungs.loss_split(gradient, probe.policy.dtype))
-
-
-def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
-    """A rung; one that raises has failed."""
-    try:
-        return rung()
-    except SentinelError as error:
-        return Rung(number=number, name=name, verdict=Verdict.FAILED, fault=error.fault, sentence=error.sentence)
+        yield rungs.caught(5, "paths", lambda: rungs.paths(above))
+        yield rungs.caught(6, "loss", lambda: rungs.loss_split(gradient, probe.policy.dtype))
 
 
 def summary(rungs: Sequence[Rung]) -> str:

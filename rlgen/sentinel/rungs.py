@@ -53,6 +53,14 @@ def judged(
     )
 
 
+def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
+    """A rung; one that raises has failed."""
+    try:
+        return rung()
+    except SentinelError as error:
+        return Rung(number=number, name=name, verdict=Verdict.FAILED, fault=error.fault, sentence=error.sentence)
+
+
 def numerics(probe: Probe) -> Rung:
     """Rung 1: the same weights and ids at temperature 1."""
     samples = probe.sample(1.0, TOKENS)
@@ -104,7 +112,8 @@ def changed_sync(probe: Probe) -> Rung:
         samples = probe.sample(temperature, FEWER_TOKENS)
         gap = trainer.gap(samples, temperature)
         if not bounds.hold(gap):
-            cause = cached_only(probe, samples) or explain_sync(trainer, samples, temperature, bounds, change)
+            cause = unmoved(before, samples) or cached_only(probe, samples)
+            cause = cause or explain_sync(trainer, samples, temperature, bounds, change)
     if bounds.hold(gap):
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, hashed=True)
@@ -120,6 +129,14 @@ def changed_sync(probe: Probe) -> Rung:
         (Fault.UNEXPLAINED, "after a sync the engine computes with other weights than it was sent"),
         power,
     )
+
+
+def unmoved(before: list[Sample], after: list[Sample]) -> Cause | None:
+    """Does the engine, with the same seeds, answer as if nothing had been sent?"""
+    answers = [[(sample.completion_ids, sample.sampler_logp) for sample in samples] for samples in (before, after)]
+    if answers[0] != answers[1]:
+        return None
+    return Fault.STALE_WEIGHTS, "the engine answers to the last bit as before: the sync reached none of its weights"
 
 
 def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:

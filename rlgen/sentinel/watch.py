@@ -13,7 +13,8 @@ from rlgen.sentinel.bounds import FLOOR
 from rlgen.sentinel.diagnose import Cause, explain
 from rlgen.sentinel.gap import Gap, compare
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
-from rlgen.sentinel.sync import send_weights
+from rlgen.sentinel.rungs import caught, changed_sync
+from rlgen.sentinel.verdict import Verdict
 from rlgen.types import Sample
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
@@ -75,14 +76,16 @@ class Watch:
                 f"the engine agrees on new samples of the present weights, so that this batch was sampled by other weights than"
                 f" those of version {version}, which it names",
             )
-        send_weights(probe.engine, probe.policy.model, version, hashed=True)
-        if probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
+        again = caught(3, "changed weights", lambda: changed_sync(probe))
+        if again.verdict is not Verdict.FAILED:
             return (
                 Fault.STALE_WEIGHTS,
                 f"the engine agrees once version {version} is sent again: it sampled with other weights, though it named these",
             )
+        if again.fault is not None and again.fault is not Fault.UNEXPLAINED:
+            return again.fault, again.sentence
         return (
             Fault.DRIFT,
-            "engine and trainer agreed before and do not any more, not even after the weights are sent again; `rlgen doctor`"
-            " on the last checkpoint looks further",
+            "engine and trainer agreed before and do not any more, not even on weights that are sent anew; `rlgen doctor` on the"
+            " last checkpoint looks further",
         )

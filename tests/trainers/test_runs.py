@@ -1,7 +1,6 @@
 """Whole runs in this process, on both engines: what is trained on is what was sampled."""
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import torch
 from conftest import read_jsonl
 
 from rlgen.cli.train import train_command
-from rlgen.engines import vllm_compat
-from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import SentinelError
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.run.files import read_json
 from rlgen.trainers import build, update
@@ -51,14 +47,13 @@ class Forwards:
             return forward(policy, batch, temperatures, *entropy)
 
         monkeypatch.setattr(Policy, "forward", counted)
-        check_start = build.check_start
+        record_attempt = build.record_attempt
 
-        def start(*arguments: Any) -> Any:
-            report = check_start(*arguments)
+        def recorded(*arguments: Any) -> None:
+            record_attempt(*arguments)
             self.started = True  # the probes of the sentinel are not training
-            return report
 
-        monkeypatch.setattr(build, "check_start", start)
+        monkeypatch.setattr(build, "record_attempt", recorded)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -138,7 +133,9 @@ def test_a_run_on_vllm_leaves_everything_behind(recipe_file: Path, kind: str) ->
         assert {"loss", "grad_norm", "reward/mean", "reward/std", "reward/exact_match/mean", "is/ess"} <= set(record)
     assert {row["weight_version"] for row in rollouts(directory) if row["step"] == 3} == {2}
     facts = read_json(directory / "provenance.json")[0]
-    assert facts["packages"]["torch"] == torch.__version__ and facts["sentinel"]["unsynced"]["max_delta"] > 1e-2
+    assert facts["packages"]["torch"] == torch.__version__ and [
+        rung["power"] for rung in facts["sentinel"] if rung["number"] == 3
+    ] > [1e-2]
 
 
 def test_the_saved_model_opens_with_transformers_alone(recipe_file: Path) -> None:
@@ -151,47 +148,6 @@ def test_the_saved_model_opens_with_transformers_alone(recipe_file: Path) -> Non
     start = AutoModelForCausalLM.from_pretrained(read_json(directory / "provenance.json")[0]["model"])
     moved = [(a - b).abs().max().item() for a, b in zip(model.parameters(), start.parameters(), strict=True)]
     assert min(moved) > 0, "every tensor was trained"
-
-
-def test_a_stale_head_stops_the_run_before_step_1(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: 0)
-    with pytest.raises(SentinelError, match=r"after a sync of changed weights.*tied or packed head"):
-        run(recipe_file)
-    status = read_json(recipe_file.parent / "run" / "status.json")
-    assert (status["exit_code"], status["step"], status["state"]) == (6, 0, "failed")
-
-
-def test_a_head_that_goes_stale_later_stops_the_run_before_a_second_update(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_start = build.check_start
-
-    def then_break(*arguments: Any) -> Any:
-        report = check_start(*arguments)
-        monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: 0)
-        return report
-
-    monkeypatch.setattr(build, "check_start", then_break)
-    with pytest.raises(SentinelError, match="batch of step 2"):
-        run(recipe_file, "run.steps=5")
-    directory = recipe_file.parent / "run"
-    assert [record["step"] for record in read_jsonl(directory / "metrics.jsonl")] == [1]
-    assert read_json(directory / "status.json")["exit_code"] == 6
-
-
-def test_raw_log_probs_stop_the_run(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_llm = vllm_compat.open_llm
-    monkeypatch.setattr(
-        vllm_compat, "open_llm", lambda vllm, arguments: open_llm(vllm, {**arguments, "logprobs_mode": "raw_logprobs"})
-    )
-    with pytest.raises(SentinelError, match="before step 1"):
-        run(recipe_file, "rollout.temperature=0.7")
-
-
-def test_weights_that_never_arrive_stop_the_run(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_compat, "load_weights", lambda llm, weights: None)
-    with pytest.raises(SentinelError, match="after a sync of changed weights"):
-        run(recipe_file)
 
 
 def test_old_logp_is_frozen_at_the_first_update(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,16 +207,3 @@ def test_activations_computed_again_give_the_same_gradient(recipe_file: Path) ->
         norms.append(read_jsonl(directory / "metrics.jsonl")[0]["grad_norm"])
         directory.rename(directory.with_name(f"run-{again}"))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-
-
-def test_an_engine_that_stops_reporting_log_probs_is_stopped(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = TransformersEngine.generate
-
-    def silent(engine: TransformersEngine, requests: Any, sampling: Any) -> Any:
-        answers = generate(engine, requests, sampling)
-        hide = len(requests) == 16 and engine.weight_version == 1  # the second rollout, not the probes
-        return [replace(a, logp=(float("nan"),) * len(a.logp)) if hide else a for a in answers]
-
-    monkeypatch.setattr(TransformersEngine, "generate", silent)
-    with pytest.raises(SentinelError, match=r"batch of step 2: the engine reported no log-prob for 100\.0%"):
-        run(recipe_file, "engine={kind: transformers}")
