@@ -20,7 +20,7 @@ from rlgen.run.files import read_json
 from rlgen.trainers import build
 from rlgen.types import Completion, Request, Sampling
 
-ROWS = 16  # of a rollout of the test recipe; probes ask for other numbers than this, but for the rungs' own
+ROWS = 32  # of a rollout in this file; probes ask for fewer
 TRANSFORMERS = "engine={kind: transformers}"
 Event = Callable[[pytest.MonkeyPatch], None]
 
@@ -89,7 +89,7 @@ def in_rollouts(change: Callable[[Any, Completion], Completion], first: int, pro
 
         def changed(engine: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
             answers = generate(engine, requests, sampling)
-            if engine.weight_version < first or not (probes_too or len(requests) == ROWS * 2):
+            if engine.weight_version < first or not (probes_too or len(requests) == ROWS):
                 return answers
             return [change(engine, answer) for answer in answers]
 
@@ -107,7 +107,7 @@ def rollouts_of_older_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return sync(engine, weights, version, hashed)
 
     def lagging(engine: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        if engine.weight_version != 2 or len(requests) != ROWS * 2:
+        if engine.weight_version != 2 or len(requests) != ROWS:
             return generate(engine, requests, sampling)
         now = {name: value.clone() for name, value in engine._model.state_dict().items()}
         engine._model.load_state_dict(seen[0])
