@@ -154,7 +154,7 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
             max_grad_norm=1.0,
             temperature=1.0,
             max_tokens=MAX_TOKENS,
-            bounds=None,
+            watch=None,
         )
         updater(window, step=1)
     return replay.outcome()
