@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError
+from rlgen.models.weights import model_tensors
 from rlgen.run.files import read_json, write_json
 
 FORMAT = 1
@@ -113,10 +114,11 @@ class Checkpoints:
 
 
 @torch.no_grad()
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: PreTrainedModel) -> None:
     """Copies the weights in `path` into `model`, in place: an optimizer keeps its parameters."""
     files = sorted(path.glob("*.safetensors"))
-    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    stored = (item for file in files for item in load_file(file).items())
+    saved = dict(model_tensors(model, stored))
     own = dict(model.named_parameters())
     if missing := sorted(set(own) - set(saved)):
         raise CheckpointError(f"{path} has no weights for {missing[0]}: it is a checkpoint of another model")
