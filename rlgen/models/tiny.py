@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from rlgen.errors import SetupError
+from rlgen.models.weights import own_tensors
 
 PAD, END_OF_TEXT, TURN_START, TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -38,25 +40,72 @@ SHAPE = {
     "initializer_range": 0.06,
 }
 
-# name -> (transformers' model type, tied by default, settings beyond SHAPE)
-ARCHITECTURES: dict[str, tuple[str, bool, dict[str, object]]] = {
-    "qwen3": ("qwen3", True, {}),
-    "llama": ("llama", False, {}),
-    "qwen2": ("qwen2", True, {}),
-    # Logits are divided by 4 and capped at 30: what a head computes beyond a product.
-    "granite": ("granite", False, {"logits_scaling": 4.0}),
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Shorter than a probe's samples, so that both sides must mean the same window.
+WINDOW = {"sliding_window": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What makes a tiny model of one architecture differ from SHAPE."""
+
+    tied: bool  # embedding and head, as in its large relatives
+    settings: dict[str, object] = field(default_factory=dict)
+    both: bool = True  # may the tying be turned around? Not where vLLM then serves another model.
+
+
+# By transformers' model type. `scripts/parity.py` measures each of them against vLLM.
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen3": Architecture(tied=True),
+    "llama": Architecture(tied=False),
+    "qwen2": Architecture(tied=True),
+    "mistral": Architecture(tied=False, settings=WINDOW),
+    "gemma3_text": Architecture(tied=True, settings={"query_pre_attn_scalar": 32, **WINDOW}),
+    "olmo3": Architecture(tied=False, settings=WINDOW),
+    "smollm3": Architecture(tied=True),
+    "ernie4_5": Architecture(tied=True),
+    "exaone4": Architecture(tied=False, settings=WINDOW),
+    "glm4": Architecture(tied=False),
+    "phi3": Architecture(tied=False),
+    "nemotron": Architecture(tied=False),
+    "stablelm": Architecture(tied=False),
+    "starcoder2": Architecture(tied=True),
+    # Every head has its own key and value; vLLM believes a setting that the model itself does not read.
+    "gpt_neox": Architecture(tied=False, settings={"num_key_value_heads": 4}),
+    "gpt2": Architecture(tied=True, settings={"n_inner": 384}),
+    # Heads that compute more than a product: a bias, a scale, a cap.
+    "phi": Architecture(tied=False),
+    "granite": Architecture(tied=False, settings={"logits_scaling": 4.0}),
+    # vLLM drops an untied head of cohere. Its successor cohere2 is left out: vLLM's window is one token longer.
+    "cohere": Architecture(tied=True, settings={"logit_scale": 0.25}, both=False),
     # Attention is not capped: torch's fused attention cannot, so trainer and engine would differ by 3e-4.
-    "gemma2": (
-        "gemma2",
-        True,
-        {
+    "gemma2": Architecture(
+        tied=True,
+        settings={
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": None,
             "query_pre_attn_scalar": 32,
             "sliding_window": 4096,
         },
     ),
+    # Mixtures of experts: routed with weights that do or do not sum to one, shared experts, a router with a correction bias.
+    "qwen3_moe": Architecture(tied=False, settings={**EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
+    "qwen2_moe": Architecture(tied=False, settings={**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 128}),
+    "mixtral": Architecture(tied=False, settings={"num_local_experts": 4}),
+    # vLLM leaves a tied head of olmoe without weights.
+    "olmoe": Architecture(tied=False, settings={"num_experts": 8, "num_experts_per_tok": 2}, both=False),
+    "granitemoe": Architecture(tied=True, settings={"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0}),
+    "glm4_moe": Architecture(tied=False, settings={**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
 }
+
+
+def names() -> list[str]:
+    """Every tiny model by its full name, "qwen3-tied" and "qwen3-untied"."""
+    found = []
+    for base, architecture in ARCHITECTURES.items():
+        tyings = (True, False) if architecture.both else (architecture.tied,)
+        found += [f"{base}-{'tied' if tied else 'untied'}" for tied in tyings]
+    return found
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -94,7 +143,11 @@ def parse_name(name: str) -> tuple[str, bool]:
             + ", ".join(f"tiny:{known}" for known in ARCHITECTURES)
             + ", each also with -tied or -untied"
         )
-    return base, ARCHITECTURES[base][1] if not tying else tying == "tied"
+    architecture = ARCHITECTURES[base]
+    tied = architecture.tied if not tying else tying == "tied"
+    if tied != architecture.tied and not architecture.both:
+        raise SetupError(f"model.path: tiny:{name}: vLLM serves {base} {'tied' if architecture.tied else 'untied'} only")
+    return base, tied
 
 
 def build_tiny(name: str) -> Path:
@@ -104,12 +157,11 @@ def build_tiny(name: str) -> Path:
         SetupError: no such tiny model.
     """
     base, tied = parse_name(name)
-    model_type, _, extra = ARCHITECTURES[base]
     tokenizer = byte_tokenizer()
-    settings = {**SHAPE, **extra, "vocab_size": len(tokenizer), "tie_word_embeddings": tied}
+    settings = {**SHAPE, **ARCHITECTURES[base].settings, "vocab_size": len(tokenizer), "tie_word_embeddings": tied}
     end_ids = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": end_ids[0], "bos_token_id": None}
-    config = CONFIG_MAPPING[model_type](**settings, **special)
+    config = CONFIG_MAPPING[base](**settings, **special)
 
     digest = hashlib.sha256(json.dumps([config.to_diff_dict(), CHAT_TEMPLATE, torch.__version__], default=str).encode())
     folder = cache_dir() / "tiny" / f"{base}-{'tied' if tied else 'untied'}-{digest.hexdigest()[:12]}"
@@ -118,6 +170,9 @@ def build_tiny(name: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, tensor in own_tensors(model).items():
+            if name.endswith("e_score_correction_bias"):
+                tensor.normal_(std=0.1)  # fresh ones are zeros, and a lost one would not show
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written aside, then renamed: a second process never sees half a model.
     aside = Path(tempfile.mkdtemp(dir=folder.parent))

@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters, tied ones once, and buffers that a checkpoint keeps (a router's correction bias), without gradients."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
