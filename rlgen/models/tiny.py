@@ -52,6 +52,7 @@ class Architecture:
     tied: bool  # embedding and head, as in its large relatives
     settings: dict[str, object] = field(default_factory=dict)
     both: bool = True  # may the tying be turned around? Not where vLLM then serves another model.
+    special: str = ""  # what a reader of a table of them should know
 
 
 # By transformers' model type. `scripts/parity.py` measures each of them against vLLM.
