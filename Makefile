@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test demo clean
+.PHONY: help setup lint format type test demo parity clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -27,6 +27,9 @@ test: $(READY) ## all tests, real vLLM included
 
 demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online DPO on vLLM, check what was learned
 	$(VENV)/python scripts/demo.py
+
+parity: $(READY) ## compare log-probs of vLLM and trainer for every tiny model, after a sync of changed weights
+	$(VENV)/python scripts/parity.py
 
 clean:    ## remove what make and the runs left
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
