@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from rlgen.engines import Engine
 from rlgen.engines.colocated import ColocatedEngine
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="tiny models, such as gemma2-tied; all of them if none is named")
     chosen = parser.parse_args().names or names()
     logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what it says about tiny models is known
+    disable_progress_bar()
     torch.set_num_threads(1)  # more gain nothing on models of this size, and wait for each other on a busy machine
     failed = []
     print("| architecture | what is special | max \\|Δ\\|, tied | untied | nothing sent | one tensor stale |")

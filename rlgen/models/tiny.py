@@ -60,7 +60,7 @@ class Architecture:
 # By transformers' model type. `scripts/parity.py` measures each of them against vLLM.
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("queries and keys normed", tied=True),
-    "llama": Architecture("", tied=False),
+    "llama": Architecture("the plain form", tied=False),
     "qwen2": Architecture("biases of queries, keys, values", tied=True),
     "mistral": Architecture("window", tied=False, settings=WINDOW),
     "gemma3_text": Architecture(
@@ -81,7 +81,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Heads that compute more than a product: a bias, a scale, a cap.
     # The bias of a tied head stays old through a sync: vLLM's reload puts back what it had.
     "phi": Architecture("head with a bias", tied=False, both=False),
-    "granite": Architecture("scaled logits, residuals, embeddings", tied=False, settings={"logits_scaling": 4.0}),
+    "granite": Architecture(
+        "scaled logits, attention, residuals, embeddings",
+        tied=False,
+        settings={"logits_scaling": 4.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    ),
     # vLLM drops an untied head of cohere. Its successor cohere2 is left out: vLLM's window is one token longer.
     "cohere": Architecture("scaled logits, parallel blocks", tied=True, settings={"logit_scale": 0.25}, both=False),
     # Caps of 50 and 30 in its large relatives; these are low enough to bend what a random model computes. vLLM has no head of it.

@@ -1,6 +1,6 @@
 """Tiny models: every name builds and loads, and what is special about one shows in what it computes."""
 
-import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,13 +93,11 @@ def test_capped_attention_is_computed() -> None:
     assert torch.equal(logp(named), logp(capped))
 
 
-@pytest.mark.parametrize("name, lost", itertools.product(["gemma2", "granite", "cohere"], ["softcap", "scale"]))
+@pytest.mark.parametrize("name, lost", [("gemma2", "softcap"), ("granite", "scale"), ("cohere", "scale")])
 def test_a_head_that_is_read_wrongly_is_refused(name: str, lost: str) -> None:
     model = tiny_model(name)
     head = Head.of(model)
-    wrong = Head(model, 1.0 if lost == "scale" else head.scale, None if lost == "softcap" else head.softcap)
-    if wrong == head:
+    wrong = replace(head, **{lost: {"softcap": None, "scale": 1.0}[lost]})
+    check_head(model, head)
+    with pytest.raises(SetupError, match="computes its logits in a way rlgen does not know"):
         check_head(model, wrong)
-    else:
-        with pytest.raises(SetupError, match="computes its logits in a way rlgen does not know"):
-            check_head(model, wrong)
