@@ -42,9 +42,9 @@ SHAPE = {
 
 BUILD = 2  # raised when a change of `build_tiny` gives one of the models other weights
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # Shorter than a probe's samples, so that both sides must mean the same window.
-WINDOW = {"sliding_window": 16}
+WINDOW: dict[str, object] = {"sliding_window": 16}
 
 
 @dataclass(frozen=True, slots=True)
