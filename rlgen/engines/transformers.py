@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlgen.errors import EngineError
 from rlgen.models.policy import Head
+from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.types import Completion, FinishReason, Request, Sampling
 
 
@@ -91,9 +92,9 @@ class TransformersEngine:
 
     @torch.no_grad()
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        own = dict(self._model.named_parameters())
+        own = own_tensors(self._model)
         sent = set()
-        for name, tensor in weights:
+        for name, tensor in model_tensors(self._model, weights):
             if name not in own or own[name].shape != tensor.shape:
                 raise EngineError(f"weight sync: the engine has no tensor {name} of shape {tuple(tensor.shape)}")
             own[name].copy_(tensor)

@@ -164,10 +164,23 @@ def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         EngineError: the prefix cache could not be emptied.
     """
+    if not torch.cuda.is_available():
+        llm.apply_model(forget_expert_kernels)
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.apply_model(repack_heads)
     if not llm.reset_prefix_cache():
         raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Makes the coming reload treat mixture-of-experts layers as the first load did.
+
+    On the CPU the first load packs the experts' weights for its kernel; a reload into an existing kernel skips that, and the
+    kernel reads unpacked weights as packed ones: log-probs are wrong by nats, silently. Without a kernel, it is built anew.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "RoutedExperts":
+            module.quant_method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def repack_heads(model: nn.Module) -> int:

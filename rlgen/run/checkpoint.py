@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError
+from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.run.files import read_json, write_json
 
 FORMAT = 1
@@ -113,17 +114,18 @@ class Checkpoints:
 
 
 @torch.no_grad()
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: PreTrainedModel) -> None:
     """Copies the weights in `path` into `model`, in place: an optimizer keeps its parameters."""
     files = sorted(path.glob("*.safetensors"))
-    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    own = dict(model.named_parameters())
+    stored = (item for file in files for item in load_file(file).items())
+    saved = dict(model_tensors(model, stored))
+    own = own_tensors(model)
     if missing := sorted(set(own) - set(saved)):
         raise CheckpointError(f"{path} has no weights for {missing[0]}: it is a checkpoint of another model")
-    for name, parameter in own.items():
-        if parameter.shape != saved[name].shape:
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape:
             raise CheckpointError(f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model")
-        parameter.copy_(saved[name])
+        tensor.copy_(saved[name])
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

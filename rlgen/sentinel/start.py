@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlgen.engines.base import Engine
 from rlgen.errors import SentinelError
 from rlgen.models.policy import Policy
+from rlgen.models.weights import checkpoint_tensors
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
 from rlgen.sentinel.bounds import Bounds
@@ -85,14 +86,14 @@ def check_start(
         while not visible(unsynced, bounds):
             change()
             unsynced = gap(first)
-        engine.sync(policy.model.named_parameters(), version)
+        engine.sync(checkpoint_tensors(policy.model), version)
         changed = check(
             "sentinel, after a sync of changed weights",
             gap(sample()),
             f"The engine computes with other weights than it was sent: if the trainer alone had changed, the gap would be"
             f" {unsynced.max_delta:.3g}. Look for a tensor that a reload leaves stale, such as a tied or packed head.",
         )
-    engine.sync(policy.model.named_parameters(), version)
+    engine.sync(checkpoint_tensors(policy.model), version)
     restored = check(
         "sentinel, after the original weights were synced back",
         gap(sample()),

@@ -12,6 +12,7 @@ from rlgen.data import PromptStream, Rows, build_prompts, load_rows
 from rlgen.engines import build_engine
 from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.policy import Policy
+from rlgen.models.weights import checkpoint_tensors
 from rlgen.recipe import Recipe
 from rlgen.rewards import Scorer, resolve
 from rlgen.run.checkpoint import Checkpoints
@@ -68,7 +69,7 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
     bounds = bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta)
     if done:
-        engine.sync(policy.model.named_parameters(), done)
+        engine.sync(checkpoint_tensors(policy.model), done)
     probes = prompts.take(0, recipe.rollout.prompts_per_step)
     budget, seed = optim.micro_batch_tokens, recipe.run.seed
     agreement = check_start(policy, engine, probes, sampling, bounds, seed, tokenizer, done, budget, accelerator.device)

@@ -13,6 +13,7 @@ from rlgen.engines import Engine
 from rlgen.errors import Stopped
 from rlgen.losses.kl import reward_kl
 from rlgen.models.policy import Policy
+from rlgen.models.weights import checkpoint_tensors
 from rlgen.recipe import Recipe
 from rlgen.rewards import Scorer
 from rlgen.rollout.batch import pad_rows
@@ -70,7 +71,7 @@ class Trainer:
                 learned = self.update(window, step)
                 self.schedule.step()
             with clock("sync"):
-                self.engine.sync(self.policy.model.named_parameters(), version=step)
+                self.engine.sync(checkpoint_tensors(self.policy.model), version=step)
             stopping = stop.requested  # read once: a request that comes later waits for the next step
             with clock("save"):
                 self.directory.write_rollouts(
