@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test oracle demo clean
+.PHONY: help setup lint format type test oracle parity demo clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -30,6 +30,9 @@ oracle: $(READY) ## compare all losses with TRL's own code, in value and gradien
 
 demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online DPO on vLLM, check what was learned
 	$(VENV)/python scripts/demo.py
+
+parity: $(READY) ## compare log-probs of vLLM and trainer for every tiny model, after a sync of changed weights
+	$(VENV)/python scripts/parity.py
 
 clean:    ## remove what make and the runs left
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -43,11 +44,14 @@ def load_model(location: str, revision: str | None, dtype: torch.dtype, attentio
         SetupError: missing files, unknown architecture, or weights that are neither safetensors nor complete.
     """
     try:
+        config = AutoConfig.from_pretrained(location, revision=revision)
+        # torch's fused attention cannot cap its logits and leaves the cap out, silently: another model than vLLM serves.
+        caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         model, report = AutoModelForCausalLM.from_pretrained(
             location,
             revision=revision,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation="eager" if caps and attention == "sdpa" else attention,
             use_safetensors=True,  # pickled weights are never opened
             output_loading_info=True,
         )

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from rlgen.errors import SetupError
+from rlgen.models.weights import own_tensors
 
 PAD, END_OF_TEXT, TURN_START, TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -38,25 +40,91 @@ SHAPE = {
     "initializer_range": 0.06,
 }
 
-# name -> (transformers' model type, tied by default, settings beyond SHAPE)
-ARCHITECTURES: dict[str, tuple[str, bool, dict[str, object]]] = {
-    "qwen3": ("qwen3", True, {}),
-    "llama": ("llama", False, {}),
-    "qwen2": ("qwen2", True, {}),
-    # Logits are divided by 4 and capped at 30: what a head computes beyond a product.
-    "granite": ("granite", False, {"logits_scaling": 4.0}),
-    # Attention is not capped: torch's fused attention cannot, so trainer and engine would differ by 3e-4.
-    "gemma2": (
-        "gemma2",
-        True,
-        {
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": None,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": 4096,
-        },
+BUILD = 2  # raised when a change of `build_tiny` gives one of the models other weights
+
+EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Shorter than a probe's samples, so that both sides must mean the same window.
+WINDOW: dict[str, object] = {"sliding_window": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What makes a tiny model of one architecture differ from SHAPE."""
+
+    special: str  # for a reader of a table of them
+    tied: bool  # embedding and head, as in its large relatives
+    settings: dict[str, object] = field(default_factory=dict)
+    both: bool = True  # may the tying be turned around? Not where vLLM then serves another model.
+
+
+# By transformers' model type. `scripts/parity.py` measures each of them against vLLM.
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen3": Architecture("queries and keys normed", tied=True),
+    "llama": Architecture("the plain form", tied=False),
+    "qwen2": Architecture("biases of queries, keys, values", tied=True),
+    "mistral": Architecture("window", tied=False, settings=WINDOW),
+    "gemma3_text": Architecture(
+        "window, scaled embeddings, norms around", tied=True, settings={"query_pre_attn_scalar": 32, **WINDOW}
+    ),
+    "olmo3": Architecture("window, norms after", tied=False, settings=WINDOW),
+    "smollm3": Architecture("layers without positions", tied=True),
+    "ernie4_5": Architecture("interleaved rotation", tied=True),
+    "exaone4": Architecture("window, norms after", tied=False, settings=WINDOW),
+    "glm4": Architecture("norms around, half rotated", tied=False),
+    "phi3": Architecture("packed projections", tied=False),
+    "nemotron": Architecture("layer norms around one, squared ReLU", tied=False),
+    "stablelm": Architecture("layer norms, quarter rotated", tied=False),
+    "starcoder2": Architecture("layer norms, biases everywhere", tied=True),
+    # Every head has its own key and value; vLLM believes a setting that the model itself does not read.
+    "gpt_neox": Architecture("parallel blocks, packed projections", tied=False, settings={"num_key_value_heads": 4}),
+    "gpt2": Architecture("learned positions, transposed weights", tied=True, settings={"n_inner": 384}),
+    # Heads that compute more than a product: a bias, a scale, a cap.
+    # The bias of a tied head stays old through a sync: vLLM's reload puts back what it had.
+    "phi": Architecture("head with a bias", tied=False, both=False),
+    "granite": Architecture(
+        "scaled logits, attention, residuals, embeddings",
+        tied=False,
+        settings={"logits_scaling": 4.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    ),
+    # vLLM drops an untied head of cohere. Its successor cohere2 is left out: vLLM's window is one token longer.
+    "cohere": Architecture("scaled logits, parallel blocks", tied=True, settings={"logit_scale": 0.25}, both=False),
+    # Caps of 50 and 30 in its large relatives; these are low enough to bend what a random model computes. vLLM has no head of it.
+    "gemma2": Architecture(
+        "soft-capped logits and attention, window",
+        tied=True,
+        settings={"final_logit_softcapping": 1.0, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 32, **WINDOW},
+        both=False,
+    ),
+    "qwen3_moe": Architecture(
+        "8 experts, weights sum to one", tied=False, settings={**EXPERTS, "num_experts": 8, "norm_topk_prob": True}
+    ),
+    "qwen2_moe": Architecture(
+        "8 experts and a shared one", tied=False, settings={**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 128}
+    ),
+    "mixtral": Architecture("4 experts", tied=False, settings={"num_local_experts": 4}),
+    # vLLM leaves tied heads of olmoe and glm4_moe without weights.
+    "olmoe": Architecture("8 experts", tied=False, settings={"num_experts": 8, "num_experts_per_tok": 2}, both=False),
+    "granitemoe": Architecture(
+        "4 experts, scaled logits",
+        tied=True,
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0},
+    ),
+    "glm4_moe": Architecture(
+        "4 experts and a shared one, router with a correction bias, first layer dense",
+        tied=False,
+        settings={**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
+        both=False,
     ),
 }
+
+
+def names() -> list[str]:
+    """Every tiny model by its full name, "qwen3-tied" and "qwen3-untied"."""
+    found = []
+    for base, architecture in ARCHITECTURES.items():
+        tyings = (True, False) if architecture.both else (architecture.tied,)
+        found += [f"{base}-{'tied' if tied else 'untied'}" for tied in tyings]
+    return found
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -94,7 +162,11 @@ def parse_name(name: str) -> tuple[str, bool]:
             + ", ".join(f"tiny:{known}" for known in ARCHITECTURES)
             + ", each also with -tied or -untied"
         )
-    return base, ARCHITECTURES[base][1] if not tying else tying == "tied"
+    architecture = ARCHITECTURES[base]
+    tied = architecture.tied if not tying else tying == "tied"
+    if tied != architecture.tied and not architecture.both:
+        raise SetupError(f"model.path: tiny:{name}: vLLM serves {base} {'tied' if architecture.tied else 'untied'} only")
+    return base, tied
 
 
 def build_tiny(name: str) -> Path:
@@ -104,20 +176,23 @@ def build_tiny(name: str) -> Path:
         SetupError: no such tiny model.
     """
     base, tied = parse_name(name)
-    model_type, _, extra = ARCHITECTURES[base]
     tokenizer = byte_tokenizer()
-    settings = {**SHAPE, **extra, "vocab_size": len(tokenizer), "tie_word_embeddings": tied}
+    settings = {**SHAPE, **ARCHITECTURES[base].settings, "vocab_size": len(tokenizer), "tie_word_embeddings": tied}
     end_ids = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": end_ids[0], "bos_token_id": None}
-    config = CONFIG_MAPPING[model_type](**settings, **special)
+    config = CONFIG_MAPPING[base](**settings, **special)
 
-    digest = hashlib.sha256(json.dumps([config.to_diff_dict(), CHAT_TEMPLATE, torch.__version__], default=str).encode())
+    made_from = [config.to_diff_dict(), CHAT_TEMPLATE, torch.__version__, BUILD]
+    digest = hashlib.sha256(json.dumps(made_from, default=str).encode())
     folder = cache_dir() / "tiny" / f"{base}-{'tied' if tied else 'untied'}-{digest.hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for tensor in own_tensors(model).values():
+            if not tensor.any():
+                tensor.normal_(std=0.1)  # fresh biases are zeros, and a lost one would not show
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written aside, then renamed: a second process never sees half a model.
     aside = Path(tempfile.mkdtemp(dir=folder.parent))

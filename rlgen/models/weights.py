@@ -49,7 +49,7 @@ def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The inverse: names and tensors of a checkpoint to those of `model`. A name it does not know passes as it is."""
-    conversions = model._weight_conversions
+    conversions = model._weight_conversions or []
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError
-from rlgen.models.weights import model_tensors
+from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.run.files import read_json, write_json
 
 FORMAT = 1
@@ -123,13 +123,13 @@ def load_weights(path: Path, model: PreTrainedModel) -> None:
     files = sorted(path.glob("*.safetensors"))
     stored = (item for file in files for item in load_file(file).items())
     saved = dict(model_tensors(model, stored))
-    own = dict(model.named_parameters())
+    own = own_tensors(model)
     if missing := sorted(set(own) - set(saved)):
         raise CheckpointError(f"{path} has no weights for {missing[0]}: it is a checkpoint of another model")
-    for name, parameter in own.items():
-        if parameter.shape != saved[name].shape:
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape:
             raise CheckpointError(f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model")
-        parameter.copy_(saved[name])
+        tensor.copy_(saved[name])
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlgen.models.policy import Policy
+from rlgen.models.weights import own_tensors
 
 NOISE = 0.05  # of a changed tensor, relative to its root mean square
 LEAST = 0.02  # taken for the root mean square of smaller ones: a bias of zeros changes too
@@ -60,8 +61,8 @@ def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None
 @contextmanager
 def changed_weights(policy: Policy) -> Iterator[Change]:
     """Every tensor of the policy is changed inside the block and restored to the last bit after it."""
-    parameters = dict(policy.model.named_parameters())
-    saved = {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+    parameters = own_tensors(policy.model)  # a router's bias is a buffer
+    saved = {name: parameter.cpu().clone() for name, parameter in parameters.items()}
     try:
         change = Change(parameters, saved)
         change()

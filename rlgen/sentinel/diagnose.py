@@ -151,7 +151,7 @@ def explain_sync(
     policy, names = trainer.policy, list(change.parameters)
     head = policy.model.get_output_embeddings().weight
     for name in names:
-        if change.parameters[name] is head and policy.model.config.get_text_config().tie_word_embeddings:
+        if change.parameters[name].data_ptr() == head.data_ptr() and policy.model.config.get_text_config().tie_word_embeddings:
             with earlier_head(policy, change.saved[name]):
                 if bounds.hold(trainer.gap(few, temperature)):
                     return (

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import CPU, make_sample, open_transformers, open_vllm, tiny_model
 
-from rlgen.engines import vllm_compat
 from rlgen.errors import EngineError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
+from rlgen.models.weights import checkpoint_tensors
 from rlgen.rollout.score import score
 from rlgen.types import Completion, Request, Sampling
 
@@ -98,39 +98,21 @@ def test_the_process_is_left_as_it_was_found() -> None:
     assert state() == before
 
 
-ARCHITECTURES = ["qwen3", "qwen3-untied", "llama", "llama-tied", "qwen2", "granite", "gemma2"]
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_changed_weights_arrive(name: str) -> None:
-    """Tied and untied: the engine computes with the weights it was sent, and only after it was sent them."""
-    opened, model = open_vllm(name), tiny_model(name)
+def test_changed_weights_arrive(engine: Any) -> None:
+    """The engine computes with the weights it was sent, and only after it was sent them. Of more models: `test_parity.py`."""
+    model = tiny_model("qwen3")
     policy, asked = Policy(model, torch.float32, True), requests(12)
     sampling = Sampling(max_tokens=24, temperature=1.0, stop_ids=STOPS)
-    assert gap(policy, asked, opened.generate(asked, sampling), 1.0) < 1e-5
+    assert gap(policy, asked, engine.generate(asked, sampling), 1.0) < 1e-5
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    assert gap(policy, asked, opened.generate(asked, sampling), 1.0) > 0.1
-    opened.sync(model.named_parameters(), 7)
-    answers = opened.generate(asked, sampling)
+    assert gap(policy, asked, engine.generate(asked, sampling), 1.0) > 0.1
+    engine.sync(checkpoint_tensors(model), 7)
+    answers = engine.generate(asked, sampling)
     assert gap(policy, asked, answers, 1.0) < 2e-5
-    assert {c.weight_version for c in answers} == {7} and opened.weight_version == 7
-    opened.close()
-
-
-def test_without_the_repack_a_tied_head_stays_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault that `repack_heads` cures is still there: without it, log-probs are wrong by far."""
-    opened, model = open_vllm("qwen3"), tiny_model("qwen3")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: 0)
-    opened.sync(model.named_parameters(), 1)
-    asked = requests(8)
-    answers = opened.generate(asked, Sampling(max_tokens=16, temperature=1.0, stop_ids=STOPS))
-    assert gap(Policy(model, torch.float32, True), asked, answers, 1.0) > 0.1
-    opened.close()
+    assert {c.weight_version for c in answers} == {7} and engine.weight_version == 7
+    engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
 
 def test_a_sync_empties_the_prefix_cache() -> None:

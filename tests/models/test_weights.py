@@ -1,0 +1,90 @@
+"""What a sync sends is a checkpoint, and a checkpoint comes back as the model's own tensors, to the last bit."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CPU, open_transformers, tiny_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlgen.models.load import load_model
+from rlgen.models.tiny import build_tiny
+from rlgen.models.weights import checkpoint_tensors, model_tensors, own_tensors
+from rlgen.run.checkpoint import load_weights
+
+# Held as in the checkpoint; renamed parts; packed experts of four layouts, one with a buffer that a checkpoint keeps.
+NAMES = ["qwen3", "phi3", "gpt2", "mixtral", "qwen3_moe", "granitemoe", "glm4_moe"]
+
+
+def changed(model: Any) -> dict[str, Tensor]:
+    """Copies of the model's tensors, no two of them equal."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in own_tensors(model).values():
+            tensor.add_(torch.randn(tensor.shape, generator=generator))
+    return {name: tensor.clone() for name, tensor in own_tensors(model).items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return set(left) == set(right) and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def shuffled(weights: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return random.Random(0).sample(list(weights.items()), len(weights))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sent_is_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    changed(model)
+    model.save_pretrained(tmp_path)
+    sent = dict(checkpoint_tensors(model))
+    assert same(sent, load_file(tmp_path / "model.safetensors"))
+    assert not any(tensor.requires_grad for tensor in sent.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back_in_any_order(name: str) -> None:
+    model = tiny_model(name)
+    own = changed(model)
+    assert same(dict(model_tensors(model, shuffled(dict(checkpoint_tensors(model))))), own)
+
+
+def test_ten_comes_after_two(tmp_path: Path) -> None:
+    """Experts are stacked by number; as text, expert 10 comes before expert 2."""
+    config = AutoConfig.from_pretrained(build_tiny("mixtral"), num_local_experts=12, num_hidden_layers=11)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), None, torch.float32, "sdpa", CPU)
+    own = changed(model)
+    sent = dict(checkpoint_tensors(model))
+    assert "model.layers.10.block_sparse_moe.experts.11.w1.weight" in sent
+    assert same(dict(model_tensors(model, shuffled(sent))), own)
+
+
+def test_a_routers_correction_bias_is_sent() -> None:
+    """It is a buffer, not a parameter: the optimizer leaves it alone, the engine needs it."""
+    model = tiny_model("glm4_moe")
+    biases = {name for name, _ in checkpoint_tensors(model) if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 3 and not biases & set(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_model_is_loaded_in_place(name: str, tmp_path: Path) -> None:
+    model, other = tiny_model(name), tiny_model(name)
+    own, places = changed(model), {name: parameter.data_ptr() for name, parameter in other.named_parameters()}
+    model.save_pretrained(tmp_path)
+    load_weights(tmp_path, other)
+    assert same(own, own_tensors(other))
+    assert places == {name: parameter.data_ptr() for name, parameter in other.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
+def test_the_transformers_engine_takes_what_is_sent(name: str) -> None:
+    engine, model = open_transformers(name), tiny_model(name)
+    own = changed(model)
+    engine.sync(checkpoint_tensors(model), 3)
+    assert same(own, own_tensors(engine._model)) and engine.weight_version == 3
