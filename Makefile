@@ -1,12 +1,12 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test oracle parity demo clean
+.PHONY: help setup lint format type test oracle parity golden golden-update false-alarms demo clean
 
 VENV := .venv/bin
 READY := .venv/.ready
 
 help:     ## what there is
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 $(READY): pyproject.toml scripts/setup.sh scripts/requirements-cpu.txt scripts/requirements-cuda.txt
 	@bash scripts/setup.sh
@@ -27,6 +27,15 @@ test: $(READY) ## all tests, real vLLM included
 
 oracle: $(READY) ## compare all losses with TRL's own code, in value and gradient, and print the table
 	$(VENV)/python tests/oracle/matrix.py
+
+golden: $(READY) ## ten steps of each trainer, compared with scripts/golden.json to the last bit
+	$(VENV)/python scripts/golden.py
+
+golden-update: $(READY) ## rewrite scripts/golden.json
+	$(VENV)/python scripts/golden.py --update
+
+false-alarms: $(READY) ## 300 clean steps over trainers, engines and dtypes: the sentinel must stay silent
+	$(VENV)/python scripts/false_alarms.py
 
 demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online DPO on vLLM, check what was learned
 	$(VENV)/python scripts/demo.py

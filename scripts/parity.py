@@ -26,9 +26,9 @@ from rlgen.errors import EngineError
 from rlgen.models.load import load_model, load_tokenizer, stop_ids
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import ARCHITECTURES, build_tiny, names, parse_name
-from rlgen.models.weights import checkpoint_tensors
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
+from rlgen.sentinel.sync import send_weights
 from rlgen.types import Prompt, Sample, Sampling
 
 BOUND = 1e-4  # nats, of any sampled token
@@ -104,7 +104,8 @@ def measure(name: str) -> Parity:
     engine: Engine = open_engine(folder)
 
     def sample() -> list[Sample]:
-        return [sample for group in rollout(engine, prompts(), sampling, 1, 0, tokenizer) for sample in group.samples]
+        groups = rollout(engine, prompts(), sampling, 1, 0, engine.weight_version, tokenizer)
+        return [sample for group in groups for sample in group.samples]
 
     def scored(samples: Sequence[Sample]) -> Tensor:
         return torch.cat(score(policy, samples, sampling.temperature, 4096, CPU))
@@ -121,7 +122,7 @@ def measure(name: str) -> Parity:
         start = gap(samples)
         change(tensors.values())
         unsynced = gap(samples)
-        engine.sync(checkpoint_tensors(policy.model), 1)
+        send_weights(engine, policy.model, 1)
         samples = sample()
         changed = gap(samples)
 
@@ -134,7 +135,7 @@ def measure(name: str) -> Parity:
 
         for name, tensor in tensors.items():
             tensor.copy_(first[name])
-        engine.sync(checkpoint_tensors(policy.model), 2)
+        send_weights(engine, policy.model, 2)
         return Parity(start, unsynced, changed, gap(sample()), least)
     finally:
         engine.close()
