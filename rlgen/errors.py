@@ -80,7 +80,6 @@ class Fault(StrEnum):
     COMPLETION_ORDER = "completion_order"  # answers stand in another order than the questions
     DROPPED_STOP_TOKEN = "dropped_stop_token"  # the id that ended a completion is not in it
     MISSING_LOGPROBS = "missing_logprobs"  # fewer log-probs than ids, or none
-    WRONG_VERSION = "wrong_version"  # the engine names other weights than it was sent
     SHIFTED_LOGPROBS = "shifted_logprobs"  # the log-prob of a neighbour
     NUMERICS = "numerics"  # same ids and weights, other log-probs, from the start
     RAW_LOGPROBS = "raw_logprobs"  # log-probs of the logits before the temperature

@@ -8,10 +8,11 @@ import pytest
 import torch
 from conftest import CPU, make_sample, open_transformers, open_vllm, tiny_model
 
-from rlgen.errors import EngineError
+from rlgen.errors import EngineError, SentinelError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import checkpoint_tensors
+from rlgen.rollout.answers import check_answers
 from rlgen.rollout.score import score
 from rlgen.types import Completion, Request, Sampling
 
@@ -132,8 +133,8 @@ def test_a_sync_empties_the_prefix_cache() -> None:
 def test_transformers_sync_refuses_what_does_not_fit() -> None:
     opened, weights = open_transformers("qwen3"), dict(tiny_model("qwen3").named_parameters())
     some = list(weights.items())
-    with pytest.raises(EngineError, match="1 tensors did not arrive"):
-        opened.sync(some[1:], 1)
+    receipt = opened.sync(some[1:], 1)
+    assert receipt.not_loaded == (some[0][0],) and list(receipt.received) == [name for name, _ in some[1:]]
     with pytest.raises(EngineError, match="has no tensor nothing"):
         opened.sync([("nothing", some[0][1])], 1)
     with pytest.raises(EngineError, match="has no tensor"):
@@ -144,9 +145,12 @@ def test_an_engine_that_answers_for_another_prompt_is_caught(monkeypatch: pytest
     opened = open_vllm("qwen3", max_num_seqs=4)
     generate = opened._llm.generate
     monkeypatch.setattr(opened._llm, "generate", lambda *a, **k: generate(*a, **k)[::-1])
-    with pytest.raises(EngineError, match="another prompt"):
-        opened.generate(requests(4), Sampling(max_tokens=3, temperature=1.0, stop_ids=STOPS))
+    sampling = Sampling(max_tokens=3, temperature=1.0, stop_ids=STOPS)
+    answers = opened.generate(requests(4), sampling)
     opened.close()
+    assert [answer.prompt_ids for answer in answers] == [request.prompt_ids for request in requests(4)][::-1]
+    with pytest.raises(SentinelError, match="completion_order"):
+        check_answers(requests(4), answers, sampling, version=0)
 
 
 def test_structured_regex() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlgen.engines import build_engine, vllm_compat
 from rlgen.engines.base import Facts, Receipt
 from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.transformers import TransformersEngine
 from rlgen.losses import policy as policy_module
 from rlgen.losses.inputs import LossInputs, Totals
 from rlgen.models.load import load_model, load_tokenizer
@@ -282,6 +283,23 @@ def exchanged_logp(requests: Sequence[Request], given: Answers) -> Answers:
 def noisy_alone(requests: Sequence[Request], given: Answers) -> Answers:
     """Log-probs depend on how many requests there are."""
     return given if len(given) > 1 else [noisy(answer) for answer in given]
+
+
+def noisy_after_a_sync(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What no rival explains."""
+    fired: list[str] = []
+    generate, sync = TransformersEngine.generate, TransformersEngine.sync
+
+    def synced(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+        fired.append("sync")
+        return sync(self, weights, version, hashed)
+
+    def generated(self: Any, requests: Sequence[Request], sampling: Sampling) -> Answers:
+        return [noisy(answer) if fired else answer for answer in generate(self, requests, sampling)]
+
+    monkeypatch.setattr(TransformersEngine, "sync", synced)
+    monkeypatch.setattr(TransformersEngine, "generate", generated)
+    return fired
 
 
 def engine_tokenizer(change: Callable[[Any], None]) -> Plant:
