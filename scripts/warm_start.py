@@ -62,7 +62,7 @@ def main() -> None:
         step += 1
         if step % EVERY == 0:
             engine = TransformersEngine(model=model, fp32_head=True, max_num_seqs=128)
-            groups = rollout(engine, tests, sampling, 1, 0, tokenizer)
+            groups = rollout(engine, tests, sampling, 1, 0, engine.weight_version, tokenizer)
             model.requires_grad_(True)
             right = [g.samples[0].completion == g.prompt.columns["answer"] for g in groups]
             accuracy = sum(right) / len(right)

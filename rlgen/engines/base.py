@@ -52,8 +52,8 @@ def fingerprint(tensor: Tensor, hashed: bool) -> str:
     shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not hashed:
         return shape
-    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{shape}:{hashlib.sha256(numbers).hexdigest()}"
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{shape}:{hashlib.sha256(numbers.data).hexdigest()}"
 
 
 class Ledger:

@@ -24,10 +24,11 @@ class Change:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
+        device = next(iter(self.parameters.values())).device
+        generator = torch.Generator(device).manual_seed(0)
         for parameter in self.parameters.values():
             size = self.noise * max(parameter.float().square().mean().sqrt().item(), LEAST)
-            noise = torch.randn(parameter.shape, generator=generator) * size
+            noise = torch.randn(parameter.shape, generator=generator, device=device) * size
             parameter.add_(noise.to(parameter.device, parameter.dtype))
         self.noise *= 2
 

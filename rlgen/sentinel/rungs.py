@@ -98,7 +98,6 @@ def changed_sync(probe: Probe) -> Rung:
     """Rung 3: every tensor changed, sent, compared; then restored, sent, compared. The engine is left with the run's weights."""
     temperature, trainer, bounds = probe.sampling.temperature, probe.trainer, probe.bounds
     before = probe.sample(temperature, FEWER_TOKENS)
-    samples: list[Sample] = []
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
         power = trainer.gap(before, temperature)
@@ -116,7 +115,7 @@ def changed_sync(probe: Probe) -> Rung:
             cause = cause or explain_sync(trainer, samples, temperature, bounds, change)
     if bounds.hold(gap):
         probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version, hashed=True)
+        send_weights(probe.engine, probe.policy.model, probe.version)
         samples = probe.sample(temperature, FEWER_TOKENS)
         gap = max(gap, trainer.gap(samples, temperature), key=bounds.of)
     return judged(
