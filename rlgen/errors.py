@@ -95,6 +95,7 @@ class Fault(StrEnum):
     BATCH_DEPENDENCE = "batch_dependence"  # neighbours change the answer
     SPLIT_DEPENDENCE = "split_dependence"  # micro-batches change the gradient
     STALE_ROLLOUTS = "stale_rollouts"  # sampled by earlier weights than the loop takes them for
+    BLIND_BOUNDS = "blind_bounds"  # the recipe's bounds would hide every fault
     DRIFT = "drift"  # a gap that came while training, without a known cause
     UNEXPLAINED = "unexplained"  # a gap that no rival explains
 

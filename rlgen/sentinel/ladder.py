@@ -36,12 +36,12 @@ def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Ru
 
 
 def summary(rungs: Sequence[Rung]) -> str:
-    """`same weights 9.5e-07, changed weights 1.2e-06 (0.84 if they had not arrived); not needed: prefix cache`"""
-    parts = [
-        f"{rung.name} {next(iter(rung.measured.values())):.1e}"
-        + ("" if rung.power is None else f" ({rung.power:.2g} if they had not arrived)" if rung.number == 3 else "")
-        for rung in rungs
-        if rung.measured
-    ]
-    unseen = [f"{rung.verdict}: {rung.name}" for rung in rungs if rung.verdict is Verdict.NOT_MEASURABLE]
-    return "engine and trainer agree: " + ", ".join([*parts, *unseen])
+    """`engine and trainer agree: same weights 9.5e-07, changed weights 1.2e-06 (0.84 if they had not arrived)`"""
+    parts = []
+    for rung in rungs:
+        power = f" ({rung.power:.2g} if they had not arrived)" if rung.number == 3 else ""
+        if rung.measured:
+            parts.append(f"{rung.name} {next(iter(rung.measured.values())):.1e}{power}")
+        if rung.verdict is Verdict.NOT_MEASURABLE:
+            parts.append(f"{rung.name} {rung.verdict}: {rung.sentence}")
+    return "engine and trainer agree: " + ", ".join(parts)

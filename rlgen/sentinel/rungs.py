@@ -106,6 +106,12 @@ def changed_sync(probe: Probe) -> Rung:
                 break
             change()
             power = trainer.gap(before, temperature)
+        if not bounds.see(power):
+            raise SentinelError(
+                Fault.BLIND_BOUNDS,
+                f"weights that are changed beyond use move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds:"
+                " lower sentinel.max_delta or sentinel.mean_delta, which hide every fault",
+            )
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, hashed=True)
         samples = probe.sample(temperature, FEWER_TOKENS)

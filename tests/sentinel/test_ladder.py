@@ -71,6 +71,14 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "log-probs exchanged": (p.answers(p.exchanged_logp), 1, Fault.COMPLETION_ORDER, "of the same length", [TRANSFORMERS]),
     "batch dependence": (p.answers(p.noisy_alone), 5, Fault.BATCH_DEPENDENCE, "alone", [TRANSFORMERS]),
     "unexplained": (p.noisy_after_a_sync, 3, Fault.UNEXPLAINED, "other weights than it was sent", [TRANSFORMERS]),
+    # in the recipe
+    "blind bounds": (
+        lambda _: ["recipe"],
+        3,
+        Fault.BLIND_BOUNDS,
+        "sentinel.max_delta",
+        [TRANSFORMERS, "sentinel.max_delta=100.0"],
+    ),
     # in the trainer
     "split dependence": (p.local_denominator, 6, Fault.SPLIT_DEPENDENCE, "depends on the split", [TRANSFORMERS]),
 }
