@@ -109,7 +109,7 @@ def changed_sync(probe: Probe) -> Rung:
         if not bounds.see(power):
             raise SentinelError(
                 Fault.BLIND_BOUNDS,
-                f"weights that are changed beyond use move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds:"
+                f"weights changed beyond use move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds:"
                 " lower sentinel.max_delta or sentinel.mean_delta, which hide every fault",
             )
         probe.engine.sleep()
