@@ -16,7 +16,7 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.types import Prompt, Sample
 
-ATTEMPTS = 6  # to change all weights until it shows, each time twice as much
+ATTEMPTS = 3  # to change all weights until it shows, each time twice as much: by 5, 10 and 20 % of their size
 SPLIT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of gradients, relative: the noise of another order of sums
 UNEXPLAINED = Fault.UNEXPLAINED, "no known cause fits"
 
