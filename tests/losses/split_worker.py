@@ -31,8 +31,8 @@ VOCABULARY, MAX_TOKENS = 40, 12
 DTYPES = (torch.float64, torch.float32)
 UPDATES = 2
 BUDGET = 60  # of tokens in a micro-batch
-# Group of each row, and its completion's length. Rows 3 and 16 have no token of the model's own, row 7 has no reward, those of
-# group 4 are equal. The cuts between processes run through groups 1, 7 and 8; those for pairs run through none.
+# Group of each row, and its completion's length. Rows 3, 4 and 16 have no token of the model's own, row 7 has no reward,
+# those of group 4 are equal. The cuts between processes run through groups 1, 7 and 8; those for pairs run through none.
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 1, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 7)
 LENGTHS = (3, 9, 5, 4, 1, 6, 12, 7, 2, 8, 5, 5, 10, 3, 1, 4, 6, 11, 2, 9, 7, 5)
 CUTS = {1: (), 2: (18,), 3: (4, 20)}

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,15 @@ every_loss = pytest.mark.parametrize("name", ALGORITHMS)
 in_both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ROWS = range(len(GROUPS))
 BOUND = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other make so small a model forty times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache
@@ -80,9 +90,9 @@ def test_the_losses_differ() -> None:
             assert relative_error(whole(name, torch.float64), whole(other, torch.float64)) > 1e-6, (name, other)
 
 
-def test_rows_without_tokens_and_pairs_across_groups_are_there() -> None:
+def test_the_rows_are_as_their_comment_says() -> None:
     rows = split_worker.samples()
-    assert [row for row, sample in enumerate(rows) if not any(sample.loss_mask)] == [3, 16]
+    assert [row for row, sample in enumerate(rows) if not any(sample.loss_mask)] == [3, 4, 16]
     for cuts in split_worker.CUTS.values():
         assert all(any(GROUPS[:cut].count(g) and GROUPS[cut:].count(g) for g in GROUPS) for cut in cuts)
     for cuts in split_worker.PAIR_CUTS.values():
