@@ -100,13 +100,11 @@ def measure_apart(size: Size, mode: str, entropy: EntropyUse, repeats: int) -> C
 
 
 def compare(size: Size, repeats: int) -> list[Row]:
-    return [
-        Row(entropy, *(measure_apart(size, mode, entropy, repeats) for mode in ("full", "chunked"))) for entropy in ENTROPIES
-    ]
+    return [Row(entropy, *(measure_apart(size, mode, entropy, repeats) for mode in ("full", "chunked"))) for entropy in ENTROPIES]
 
 
 def print_table(size: Size, rows: list[Row]) -> None:
-    print(f"{size.tokens} tokens, vocabulary {size.vocabulary}, hidden size {size.hidden}, float32, {torch.get_num_threads()} threads")
+    print(f"{size.tokens} tokens, vocabulary {size.vocabulary}, hidden size {size.hidden}, float32")
     print("entropy    full MiB  chunked MiB  share   full s  chunked s  ratio")
     for row in rows:
         (full_mib, full_s), (mib, s) = row.full, row.chunked

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from loss_cases import ALGORITHMS
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from rlgen.models.policy import Policy
@@ -62,9 +63,9 @@ class Averaging:
     @torch.no_grad()
     def step(self) -> None:
         """To unit length, so that the ratios of every loss's second update meet their bounds."""
+        parameters = list(self.policy.parameters())
         move = self.gradients[-1] / self.gradients[-1].norm() * self.param_groups[0]["lr"]
-        for parameter, part in zip(self.policy.parameters(), move.split([p.numel() for p in self.policy.parameters()]), strict=True):
-            parameter -= part.view_as(parameter)
+        vector_to_parameters(parameters_to_vector(parameters) - move, parameters)
 
     def zero_grad(self) -> None:
         self.policy.zero_grad()

@@ -46,7 +46,8 @@ def of_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tup
         output = tmp_path_factory.mktemp("gradients") / "gradients.pt"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [*launcher, str(Path(split_worker.__file__)), str(output)]
-        launched = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        launched = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
         assert launched.returncode == 0, launched.stderr
         found[processes] = torch.load(output)
     return found
