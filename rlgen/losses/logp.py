@@ -1,10 +1,11 @@
 """Log-probs and entropies from hidden states, without ever holding [positions, vocabulary] whole."""
 
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 EntropyUse: TypeAlias = Literal["none", "value", "gradient"]
 
@@ -34,7 +35,9 @@ def head_logits(
     dtype = head_dtype(hidden, fp32)
     with torch.autocast(hidden.device.type, enabled=False):
         logits_NV = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    logits_NV = scale * logits_NV.to(torch.promote_types(dtype, torch.float32))
+    logits_NV = logits_NV.to(torch.promote_types(dtype, torch.float32))
+    if scale != 1.0:
+        logits_NV = scale * logits_NV
     return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
 
 
@@ -60,8 +63,7 @@ def head_scores(
 ) -> HeadScores:
     """Log-probs of `ids` over the full vocabulary, at each of K temperatures, from one computation of the logits.
 
-    Positions go through in chunks. With more than one chunk, backward computes each chunk's logits again instead of
-    keeping them.
+    Positions go through in chunks. Backward computes each chunk's logits again instead of keeping them.
 
     Args:
         hidden: [N, H]; `weight`, `bias`, `softcap`, `scale`, `fp32` as in `head_logits`.
@@ -73,27 +75,98 @@ def head_scores(
     Returns:
         float32 (float64 for float64 input).
     """
-    # Cast once, not once a chunk.
-    weight = weight.to(head_dtype(hidden, fp32))
+    dtype = head_dtype(hidden, fp32)
+    how = How(temperatures, entropy, softcap, scale, chunk or max(1, CHUNK_LOGITS // weight.shape[0]))
+    # Cast here, once, and by autograd: the gradients have the dtypes of what came in.
+    logp, entropies = ChunkedScores.apply(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), ids, how)
+    return HeadScores(logp, entropies)
 
-    def score_chunk(hidden_CH: Tensor, ids_C: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits_CV = head_logits(hidden_CH, weight, bias=bias, softcap=softcap, scale=scale, fp32=fp32)
-        # log_softmax subtracts the maximum first; logits minus logsumexp would lose digits in float32.
-        logp_KCV = [(logits_CV if t == 1.0 else logits_CV / t).log_softmax(dim=-1) for t in temperatures]
-        logp_KC = torch.stack([logp_CV.gather(1, ids_C[:, None])[:, 0] for logp_CV in logp_KCV])
-        if entropy == "none":
-            return logp_KC, None
-        last_CV = logp_KCV[-1] if entropy == "gradient" else logp_KCV[-1].detach()
-        return logp_KC, -(last_CV.exp() * last_CV).sum(dim=-1)
 
-    chunk = chunk or max(1, CHUNK_LOGITS // weight.shape[0])
-    if hidden.shape[0] <= chunk:
-        return HeadScores(*score_chunk(hidden, ids))
-    parts = zip(hidden.split(chunk), ids.split(chunk), strict=True)
-    # Nothing here is random, hence no generator state to preserve.
-    scored = [checkpoint(score_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    logp = torch.cat([logp_KC for logp_KC, _ in scored], dim=1)
-    return HeadScores(logp, None if entropy == "none" else torch.cat([entropy_C for _, entropy_C in scored]))
+@dataclass(frozen=True, slots=True)
+class How:
+    """The settings of `head_scores`."""
+
+    temperatures: tuple[float, ...]
+    entropy: EntropyUse
+    softcap: float | None
+    scale: float
+    chunk: int
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=False)
+
+
+class ChunkedScores(torch.autograd.Function):
+    """Both passes of `head_scores`, chunk by chunk. With z the logits, p the probabilities at a temperature t and H its entropy,
+
+        d log p_i / d z_v = ([v = i] - p_v) / t    and    d H / d z_v = -p_v (log p_v + H) / t.
+
+    Written out because autograd would hold several tensors of a chunk's logits, and go through each several times.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, how: How
+    ) -> tuple[Tensor, Tensor | None]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logp_KN, lse_KN = hidden.new_empty(2, len(how.temperatures), len(ids), dtype=wide)
+        entropy_N = hidden.new_empty(len(ids), dtype=wide)
+        for start in range(0, len(ids), how.chunk):
+            part = slice(start, start + how.chunk)
+            logits_CV = how.logits(hidden[part], weight, bias)
+            peak_C1 = logits_CV.amax(dim=1, keepdim=True)
+            # The maximum goes first, as in log_softmax: logits minus logsumexp would lose digits in float32.
+            logits_CV -= peak_C1
+            for k, temperature in enumerate(how.temperatures):
+                tempered_CV = logits_CV if temperature == 1.0 else logits_CV / temperature
+                odds_CV = tempered_CV.exp()
+                total_C = odds_CV.sum(dim=1)
+                logp_KN[k, part] = tempered_CV.gather(1, ids[part, None])[:, 0] - total_C.log()
+                lse_KN[k, part] = peak_C1[:, 0] / temperature + total_C.log()
+            if how.entropy != "none":  # at the last temperature
+                entropy_N[part] = total_C.log() - odds_CV.mul_(tempered_CV).sum(dim=1) / total_C
+        ctx.save_for_backward(hidden, weight, bias, ids, lse_KN, entropy_N)
+        ctx.how = how
+        if how.entropy == "value":
+            ctx.mark_non_differentiable(entropy_N)
+        return logp_KN, None if how.entropy == "none" else entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, lse_KN, entropy_N = ctx.saved_tensors
+        how: How = ctx.how
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_bias = torch.zeros_like(bias) if needs_bias else None
+        for start in range(0, len(ids), how.chunk):
+            part = slice(start, start + how.chunk)
+            logits_CV = how.logits(hidden[part], weight, bias)
+            slope_CV: Tensor | None = None
+            for k, temperature in enumerate(how.temperatures):
+                logp_CV = logits_CV / temperature if temperature != 1.0 else logits_CV.clone()
+                logp_CV -= lse_KN[k, part, None]
+                of_picked_C1 = of_logp[k, part, None]
+                if how.entropy == "gradient" and k == len(how.temperatures) - 1:
+                    p_CV = logp_CV.exp()
+                    logp_CV += entropy_N[part, None]
+                    p_CV *= logp_CV.mul_(of_entropy[part, None]).add_(of_picked_C1)
+                else:
+                    p_CV = logp_CV.exp_().mul_(of_picked_C1)
+                p_CV.scatter_add_(1, ids[part, None], -of_picked_C1).div_(-temperature)
+                slope_CV = p_CV if slope_CV is None else slope_CV.add_(p_CV)
+            if how.softcap is not None:
+                slope_CV *= 1 - (logits_CV / how.softcap).square()
+            slope_CV = (slope_CV if how.scale == 1.0 else slope_CV * how.scale).to(hidden.dtype)
+            with torch.autocast(hidden.device.type, enabled=False):
+                if of_hidden is not None:
+                    torch.mm(slope_CV, weight, out=of_hidden[part])
+                if of_weight is not None:
+                    of_weight.addmm_(slope_CV.T, hidden[part])
+            if of_bias is not None:
+                of_bias += slope_CV.sum(dim=0)
+        return of_hidden, of_weight, of_bias, None, None
 
 
 def head_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
