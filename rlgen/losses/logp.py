@@ -1,5 +1,6 @@
 """Log-probs and entropies from hidden states, without ever holding [positions, vocabulary] whole."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -79,12 +80,12 @@ def head_scores(
     how = How(temperatures, entropy, softcap, scale, chunk or max(1, CHUNK_LOGITS // weight.shape[0]))
     # Cast here, once, and by autograd: the gradients have the dtypes of what came in.
     logp, entropies = ChunkedScores.apply(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), ids, how)
-    return HeadScores(logp, entropies)
+    return HeadScores(logp, None if entropy == "none" else entropies)
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The settings of `head_scores`."""
+    """The settings of `head_scores`, and what it does with one chunk of C positions."""
 
     temperatures: tuple[float, ...]
     entropy: EntropyUse
@@ -93,79 +94,88 @@ class How:
     chunk: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[C, V], from tensors that are in the dtype of the product."""
         return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=False)
+
+    def scores(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[K, C] log-probs of the ids, [K, C] logsumexp of the logits at each temperature, and [C] entropies."""
+        # The maximum goes first, as in log_softmax: logits minus logsumexp would lose digits in float32.
+        peak_C1 = logits.amax(dim=1, keepdim=True)
+        logits -= peak_C1
+        logp, lse, entropy_C = [], [], None
+        for temperature in self.temperatures:
+            tempered_CV = logits if temperature == 1.0 else logits / temperature
+            odds_CV = tempered_CV.exp()
+            total_C = odds_CV.sum(dim=1)
+            logp.append(tempered_CV.gather(1, ids[:, None])[:, 0] - total_C.log())
+            lse.append(peak_C1[:, 0] / temperature + total_C.log())
+        if self.entropy != "none":  # at the last temperature
+            entropy_C = total_C.log() - odds_CV.mul_(tempered_CV).sum(dim=1) / total_C
+        return torch.stack(logp), torch.stack(lse), entropy_C
+
+    def slope(self, logits: Tensor, ids: Tensor, lse: Tensor, entropy: Tensor, of_logp: Tensor, of_entropy: Tensor) -> Tensor:
+        """[C, V], the gradient with respect to hidden @ weight.T, by what the other tensors say of these positions.
+
+        With p the probabilities at a temperature t and H their entropy, the gradients with respect to the logits z are
+        d log p_i / d z_v = ([v = i] - p_v) / t and d H / d z_v = -p_v (log p_v + H) / t.
+        """
+        slopes = []
+        for k, temperature in enumerate(self.temperatures):
+            of_picked_C1 = of_logp[k, :, None]
+            logp_CV = (logits / temperature).sub_(lse[k, :, None])
+            if self.entropy == "gradient" and k == len(self.temperatures) - 1:
+                p_CV = logp_CV.exp()
+                p_CV *= logp_CV.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(of_picked_C1)
+            else:
+                p_CV = logp_CV.exp_().mul_(of_picked_C1)
+            slopes.append(p_CV.scatter_add_(1, ids[:, None], -of_picked_C1).div_(-temperature))
+        slope_CV = functools.reduce(Tensor.add_, slopes)
+        if self.softcap is not None:
+            slope_CV *= 1 - (logits / self.softcap).square()
+        return slope_CV if self.scale == 1.0 else slope_CV.mul_(self.scale)
 
 
 class ChunkedScores(torch.autograd.Function):
-    """Both passes of `head_scores`, chunk by chunk. With z the logits, p the probabilities at a temperature t and H its entropy,
-
-        d log p_i / d z_v = ([v = i] - p_v) / t    and    d H / d z_v = -p_v (log p_v + H) / t.
-
-    Written out because autograd would hold several tensors of a chunk's logits, and go through each several times.
-    """
+    """Both passes of `head_scores`. Autograd would hold several tensors of a chunk's logits, and go through them more often."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, how: How
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, how: How) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logp_KN, lse_KN = hidden.new_empty(2, len(how.temperatures), len(ids), dtype=wide)
-        entropy_N = hidden.new_empty(len(ids), dtype=wide)
+        entropy_N = hidden.new_zeros(len(ids), dtype=wide)
         for start in range(0, len(ids), how.chunk):
             part = slice(start, start + how.chunk)
-            logits_CV = how.logits(hidden[part], weight, bias)
-            peak_C1 = logits_CV.amax(dim=1, keepdim=True)
-            # The maximum goes first, as in log_softmax: logits minus logsumexp would lose digits in float32.
-            logits_CV -= peak_C1
-            for k, temperature in enumerate(how.temperatures):
-                tempered_CV = logits_CV if temperature == 1.0 else logits_CV / temperature
-                odds_CV = tempered_CV.exp()
-                total_C = odds_CV.sum(dim=1)
-                logp_KN[k, part] = tempered_CV.gather(1, ids[part, None])[:, 0] - total_C.log()
-                lse_KN[k, part] = peak_C1[:, 0] / temperature + total_C.log()
-            if how.entropy != "none":  # at the last temperature
-                entropy_N[part] = total_C.log() - odds_CV.mul_(tempered_CV).sum(dim=1) / total_C
+            logp_KN[:, part], lse_KN[:, part], entropy_C = how.scores(how.logits(hidden[part], weight, bias), ids[part])
+            if entropy_C is not None:
+                entropy_N[part] = entropy_C
         ctx.save_for_backward(hidden, weight, bias, ids, lse_KN, entropy_N)
         ctx.how = how
-        if how.entropy == "value":
+        if how.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_N)
-        return logp_KN, None if how.entropy == "none" else entropy_N
+        return logp_KN, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, lse_KN, entropy_N = ctx.saved_tensors
         how: How = ctx.how
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = torch.zeros_like(weight) if needs_weight else None
-        of_bias = torch.zeros_like(bias) if needs_bias else None
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(given) if needed else None
+            for given, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
         for start in range(0, len(ids), how.chunk):
             part = slice(start, start + how.chunk)
             logits_CV = how.logits(hidden[part], weight, bias)
-            slope_CV: Tensor | None = None
-            for k, temperature in enumerate(how.temperatures):
-                logp_CV = logits_CV / temperature if temperature != 1.0 else logits_CV.clone()
-                logp_CV -= lse_KN[k, part, None]
-                of_picked_C1 = of_logp[k, part, None]
-                if how.entropy == "gradient" and k == len(how.temperatures) - 1:
-                    p_CV = logp_CV.exp()
-                    logp_CV += entropy_N[part, None]
-                    p_CV *= logp_CV.mul_(of_entropy[part, None]).add_(of_picked_C1)
-                else:
-                    p_CV = logp_CV.exp_().mul_(of_picked_C1)
-                p_CV.scatter_add_(1, ids[part, None], -of_picked_C1).div_(-temperature)
-                slope_CV = p_CV if slope_CV is None else slope_CV.add_(p_CV)
-            if how.softcap is not None:
-                slope_CV *= 1 - (logits_CV / how.softcap).square()
-            slope_CV = (slope_CV if how.scale == 1.0 else slope_CV * how.scale).to(hidden.dtype)
+            slope_CV = how.slope(logits_CV, ids[part], lse_KN[:, part], entropy_N[part], of_logp[:, part], of_entropy[part])
+            slope_CV = slope_CV.to(hidden.dtype)
             with torch.autocast(hidden.device.type, enabled=False):
                 if of_hidden is not None:
-                    torch.mm(slope_CV, weight, out=of_hidden[part])
+                    of_hidden[part] = slope_CV @ weight
                 if of_weight is not None:
                     of_weight.addmm_(slope_CV.T, hidden[part])
             if of_bias is not None:
                 of_bias += slope_CV.sum(dim=0)
+            del logits_CV, slope_CV  # before the next chunk's are made
         return of_hidden, of_weight, of_bias, None, None
 
 
