@@ -6,6 +6,7 @@ counted on both sides. Exit code 1 if chunks take more than an eighth of the mem
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -94,7 +95,10 @@ def measure(size: Size, mode: str, entropy: EntropyUse) -> Cost:
 def measure_apart(size: Size, mode: str, entropy: EntropyUse, repeats: int) -> Cost:
     """Medians over processes of their own."""
     command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in size._asdict().items()), mode, entropy]
-    outputs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(repeats)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what a tensor frees is not kept by the allocator
+    outputs = [
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout for _ in range(repeats)
+    ]
     mib, seconds = zip(*(map(float, output.split()) for output in outputs), strict=True)
     return Cost(median(mib), median(seconds))
 
@@ -104,7 +108,7 @@ def compare(size: Size, repeats: int) -> list[Row]:
 
 
 def print_table(size: Size, rows: list[Row]) -> None:
-    print(f"{size.tokens} tokens, vocabulary {size.vocabulary}, hidden size {size.hidden}, float32")
+    print(f"{size.tokens} tokens, vocabulary {size.vocabulary}, hidden size {size.hidden}, float32, {torch.get_num_threads()} threads")
     print("entropy    full MiB  chunked MiB  share   full s  chunked s  ratio")
     for row in rows:
         (full_mib, full_s), (mib, s) = row.full, row.chunked
