@@ -6,7 +6,7 @@ VENV := .venv/bin
 READY := .venv/.ready
 
 help:     ## what there is
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 $(READY): pyproject.toml scripts/setup.sh scripts/requirements-cpu.txt scripts/requirements-cuda.txt
 	@bash scripts/setup.sh
