@@ -108,7 +108,8 @@ def compare(size: Size, repeats: int) -> list[Row]:
 
 
 def print_table(size: Size, rows: list[Row]) -> None:
-    print(f"{size.tokens} tokens, vocabulary {size.vocabulary}, hidden size {size.hidden}, float32, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    print(f"{size.tokens} tokens, vocabulary {size.vocabulary}, hidden size {size.hidden}, float32, {threads} threads")
     print("entropy    full MiB  chunked MiB  share   full s  chunked s  ratio")
     for row in rows:
         (full_mib, full_s), (mib, s) = row.full, row.chunked
