@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test oracle parity golden golden-update false-alarms demo clean
+.PHONY: help setup lint format type test oracle parity head-memory golden golden-update false-alarms demo clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -42,6 +42,9 @@ demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online D
 
 parity: $(READY) ## compare log-probs of vLLM and trainer for every tiny model, after a sync of changed weights
 	$(VENV)/python scripts/parity.py
+
+head-memory: $(READY) ## measure peak memory and time of the chunked head, beside the computation of all logits at once
+	$(VENV)/python scripts/head_memory.py
 
 clean:    ## remove what make and the runs left
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,10 +1,12 @@
 """Log-probs and entropies from hidden states, without ever holding [positions, vocabulary] whole."""
 
-from typing import Literal, NamedTuple, TypeAlias
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 EntropyUse: TypeAlias = Literal["none", "value", "gradient"]
 
@@ -34,7 +36,9 @@ def head_logits(
     dtype = head_dtype(hidden, fp32)
     with torch.autocast(hidden.device.type, enabled=False):
         logits_NV = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    logits_NV = scale * logits_NV.to(torch.promote_types(dtype, torch.float32))
+    logits_NV = logits_NV.to(torch.promote_types(dtype, torch.float32))
+    if scale != 1.0:
+        logits_NV = scale * logits_NV
     return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
 
 
@@ -60,8 +64,7 @@ def head_scores(
 ) -> HeadScores:
     """Log-probs of `ids` over the full vocabulary, at each of K temperatures, from one computation of the logits.
 
-    Positions go through in chunks. With more than one chunk, backward computes each chunk's logits again instead of
-    keeping them.
+    Positions go through in chunks. Backward computes each chunk's logits again instead of keeping them.
 
     Args:
         hidden: [N, H]; `weight`, `bias`, `softcap`, `scale`, `fp32` as in `head_logits`.
@@ -73,27 +76,107 @@ def head_scores(
     Returns:
         float32 (float64 for float64 input).
     """
-    # Cast once, not once a chunk.
-    weight = weight.to(head_dtype(hidden, fp32))
+    dtype = head_dtype(hidden, fp32)
+    how = How(temperatures, entropy, softcap, scale, chunk or max(1, CHUNK_LOGITS // weight.shape[0]))
+    # Cast here, once, and by autograd: the gradients have the dtypes of what came in.
+    logp, entropies = ChunkedScores.apply(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), ids, how)
+    return HeadScores(logp, None if entropy == "none" else entropies)
 
-    def score_chunk(hidden_CH: Tensor, ids_C: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits_CV = head_logits(hidden_CH, weight, bias=bias, softcap=softcap, scale=scale, fp32=fp32)
-        # log_softmax subtracts the maximum first; logits minus logsumexp would lose digits in float32.
-        logp_KCV = [(logits_CV if t == 1.0 else logits_CV / t).log_softmax(dim=-1) for t in temperatures]
-        logp_KC = torch.stack([logp_CV.gather(1, ids_C[:, None])[:, 0] for logp_CV in logp_KCV])
-        if entropy == "none":
-            return logp_KC, None
-        last_CV = logp_KCV[-1] if entropy == "gradient" else logp_KCV[-1].detach()
-        return logp_KC, -(last_CV.exp() * last_CV).sum(dim=-1)
 
-    chunk = chunk or max(1, CHUNK_LOGITS // weight.shape[0])
-    if hidden.shape[0] <= chunk:
-        return HeadScores(*score_chunk(hidden, ids))
-    parts = zip(hidden.split(chunk), ids.split(chunk), strict=True)
-    # Nothing here is random, hence no generator state to preserve.
-    scored = [checkpoint(score_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    logp = torch.cat([logp_KC for logp_KC, _ in scored], dim=1)
-    return HeadScores(logp, None if entropy == "none" else torch.cat([entropy_C for _, entropy_C in scored]))
+@dataclass(frozen=True, slots=True)
+class How:
+    """The settings of `head_scores`, and what it does with one chunk of C positions."""
+
+    temperatures: tuple[float, ...]
+    entropy: EntropyUse
+    softcap: float | None
+    scale: float
+    chunk: int
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[C, V], from tensors that are in the dtype of the product."""
+        return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=False)
+
+    def scores(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[K, C] log-probs of the ids, [K, C] logsumexp of the logits at each temperature, and [C] entropies."""
+        # The maximum goes first, as in log_softmax: logits minus logsumexp would lose digits in float32.
+        peak_C1 = logits.amax(dim=1, keepdim=True)
+        logits -= peak_C1
+        logp, lse, entropy_C = [], [], None
+        for temperature in self.temperatures:
+            tempered_CV = logits if temperature == 1.0 else logits / temperature
+            odds_CV = tempered_CV.exp()
+            total_C = odds_CV.sum(dim=1)
+            logp.append(tempered_CV.gather(1, ids[:, None])[:, 0] - total_C.log())
+            lse.append(peak_C1[:, 0] / temperature + total_C.log())
+        if self.entropy != "none":  # at the last temperature
+            entropy_C = total_C.log() - odds_CV.mul_(tempered_CV).sum(dim=1) / total_C
+        return torch.stack(logp), torch.stack(lse), entropy_C
+
+    def slope(self, logits: Tensor, ids: Tensor, lse: Tensor, entropy: Tensor, of_logp: Tensor, of_entropy: Tensor) -> Tensor:
+        """[C, V], the gradient with respect to hidden @ weight.T, by what the other tensors say of these positions.
+
+        With p the probabilities at a temperature t and H their entropy, the gradients with respect to the logits z are
+        d log p_i / d z_v = ([v = i] - p_v) / t and d H / d z_v = -p_v (log p_v + H) / t.
+        """
+        slopes = []
+        for k, temperature in enumerate(self.temperatures):
+            of_picked_C1 = of_logp[k, :, None]
+            logp_CV = (logits / temperature).sub_(lse[k, :, None])
+            if self.entropy == "gradient" and k == len(self.temperatures) - 1:
+                p_CV = logp_CV.exp()
+                p_CV *= logp_CV.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(of_picked_C1)
+            else:
+                p_CV = logp_CV.exp_().mul_(of_picked_C1)
+            slopes.append(p_CV.scatter_add_(1, ids[:, None], -of_picked_C1).div_(-temperature))
+        slope_CV = functools.reduce(Tensor.add_, slopes)
+        if self.softcap is not None:
+            slope_CV *= 1 - (logits / self.softcap).square()
+        return slope_CV if self.scale == 1.0 else slope_CV.mul_(self.scale)
+
+
+class ChunkedScores(torch.autograd.Function):
+    """Both passes of `head_scores`. Autograd would hold several tensors of a chunk's logits, and go through them more often."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logp_KN, lse_KN = hidden.new_empty(2, len(how.temperatures), len(ids), dtype=wide)
+        entropy_N = hidden.new_zeros(len(ids), dtype=wide)
+        for start in range(0, len(ids), how.chunk):
+            part = slice(start, start + how.chunk)
+            logp_KN[:, part], lse_KN[:, part], entropy_C = how.scores(how.logits(hidden[part], weight, bias), ids[part])
+            if entropy_C is not None:
+                entropy_N[part] = entropy_C
+        ctx.save_for_backward(hidden, weight, bias, ids, lse_KN, entropy_N)
+        ctx.how = how
+        if how.entropy != "gradient":
+            ctx.mark_non_differentiable(entropy_N)
+        return logp_KN, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, lse_KN, entropy_N = ctx.saved_tensors
+        how: How = ctx.how
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(given) if needed else None
+            for given, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
+        for start in range(0, len(ids), how.chunk):
+            part = slice(start, start + how.chunk)
+            logits_CV = how.logits(hidden[part], weight, bias)
+            slope_CV = how.slope(logits_CV, ids[part], lse_KN[:, part], entropy_N[part], of_logp[:, part], of_entropy[part])
+            slope_CV = slope_CV.to(hidden.dtype)
+            with torch.autocast(hidden.device.type, enabled=False):
+                if of_hidden is not None:
+                    of_hidden[part] = slope_CV @ weight
+                if of_weight is not None:
+                    of_weight.addmm_(slope_CV.T, hidden[part])
+            if of_bias is not None:
+                of_bias += slope_CV.sum(dim=0)
+            del logits_CV, slope_CV  # before the next chunk's are made
+        return of_hidden, of_weight, of_bias, None, None
 
 
 def head_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:

@@ -1,7 +1,12 @@
 """Log-probs by chunks of positions equal those of the whole."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from conftest import ROOT
 from torch.nn.functional import cross_entropy
 
 from rlgen.losses.logp import CHUNK_LOGITS, head_scores
@@ -50,3 +55,41 @@ def test_bfloat16_hidden_states_with_a_float32_head() -> None:
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, ids[:, None])[:, 0]
     gaps = [(head_scores(hidden, weight, ids, (1.0,), fp32=fp32).logp[0] - exact).abs().max().item() for fp32 in (True, False)]
     assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
+
+
+def test_log_probs_near_zero_keep_their_digits() -> None:
+    # Logits of 100 and 90: log p is -log(1 + e^-10), of which 100 - logsumexp keeps nothing.
+    scores = head_scores(torch.tensor([[10.0]]), torch.tensor([[10.0], [9.0]]), torch.tensor([0]), (1.0,))
+    torch.testing.assert_close(scores.logp.double(), -torch.tensor([[-10.0]]).double().exp().log1p(), rtol=2e-3, atol=0)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    hidden, weight = torch.randn(N, H), torch.randn(V, H)
+    for given in (hidden, weight):
+        given.requires_grad_()
+        head_scores(hidden, weight, torch.zeros(N, dtype=torch.long), (1.0,), chunk=5).logp.sum().backward()
+        assert given.grad.abs().max() > 0
+        given.requires_grad_(False)
+        given.grad = None
+    assert hidden.grad is None and weight.grad is None
+
+
+def test_no_positions_give_a_gradient_of_zero() -> None:
+    weight = torch.randn(V, H, requires_grad=True)
+    scores = head_scores(torch.empty(0, H), weight, torch.empty(0, dtype=torch.long), (1.0, 0.5), entropy="gradient")
+    assert scores.logp.shape == (2, 0)
+    (scores.logp.sum() + scores.entropy.sum()).backward()
+    assert (weight.grad == 0).all()
+
+
+def test_memory_is_at_most_an_eighth_of_the_full_computation() -> None:
+    """`make head-memory` on a smaller vocabulary, by chunks of the same share of the tokens."""
+    sizes = ["--tokens=2048", "--vocabulary=32768", "--hidden=64", "--chunk=110", "--repeats=1"]
+    command = [sys.executable, "scripts/head_memory.py", *sizes]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # small steps: threads would mostly wait for each other
+    measured = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert measured.returncode == 0, measured.stdout + measured.stderr
+    rows = [line.split() for line in measured.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["none", "value", "gradient"]
+    tensor_mib = 2048 * 32_768 * 4 / 2**20
+    assert all(float(row[1]) > 2.9 * tensor_mib for row in rows)  # the full one holds logits, log-probs and a gradient

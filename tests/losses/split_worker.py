@@ -1,0 +1,228 @@
+"""What the real window, updater and policy make of one global batch, however it is split: gradients of every loss.
+
+As a script it is one of the processes of `torchrun`, and process 0 writes the gradients: `split_worker.py OUTPUT.pt`.
+"""
+
+import copy
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from loss_cases import ALGORITHMS
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from rlgen.models.policy import Policy
+from rlgen.rollout.score import score
+from rlgen.trainers.base import Algorithm, Scores, Signal
+from rlgen.trainers.loop import number
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import Gather, Window
+from rlgen.types import Sample
+
+CPU = torch.device("cpu")
+VOCABULARY, MAX_TOKENS = 40, 12
+DTYPES = (torch.float64, torch.float32)
+UPDATES = 2
+BUDGET = 60  # of tokens in a micro-batch
+# Group of each row, and its completion's length. Rows 3, 4 and 16 have no token of the model's own, row 7 has no reward,
+# those of group 4 are equal. The cuts between processes run through groups 1, 7 and 8; those for pairs run through none.
+GROUPS = (0, 0, 0, 1, 1, 2, 2, 1, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 7)
+LENGTHS = (3, 9, 5, 4, 1, 6, 12, 7, 2, 8, 5, 5, 10, 3, 1, 4, 6, 11, 2, 9, 7, 5)
+CUTS = {1: (), 2: (18,), 3: (4, 20)}
+PAIR_CUTS = {1: (), 2: (17,), 3: (3, 17)}
+
+
+class Averaging:
+    """The accelerator and the optimizer of an updater. Gradients are means over processes, as of DistributedDataParallel."""
+
+    device = CPU
+    param_groups = ({"lr": 0.2},)
+
+    def __init__(self, policy: Policy, processes: int) -> None:
+        self.policy, self.processes = policy, processes
+        self.gradients: list[Tensor] = []
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * self.processes).backward()
+
+    def clip_grad_norm_(self, parameters: Sequence[Tensor], most: float) -> Tensor:
+        gradient = torch.cat([parameter.grad.flatten() for parameter in self.policy.parameters()])
+        if self.processes > 1:
+            torch.distributed.all_reduce(gradient)
+        self.gradients.append(gradient / self.processes)
+        return gradient.norm()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """To unit length, so that the ratios of every loss's second update meet their bounds."""
+        parameters = list(self.policy.parameters())
+        move = self.gradients[-1] / self.gradients[-1].norm() * self.param_groups[0]["lr"]
+        vector_to_parameters(parameters_to_vector(parameters) - move, parameters)
+
+    def zero_grad(self) -> None:
+        self.policy.zero_grad()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Batches and windows are made of lists, in the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@cache
+def policy_of(dtype: torch.dtype, seed: int) -> Policy:
+    # Of the architectures in transformers one whose norms and positions stay in float64 when the weights are.
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        initializer_range=0.3,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    with torch.random.fork_rng(devices=[]), default_dtype(torch.float64):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    return Policy(model.to(dtype), dtype, fp32_head=True)
+
+
+@cache
+def samples() -> tuple[Sample, ...]:
+    """The rows of all processes; the engine that sampled them is a little off the policy."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(len(GROUPS), generator=generator, dtype=torch.float64).tolist()
+    rewards[10:13], rewards[7] = [1.0] * 3, None
+    rows = []
+    for row, (group, length) in enumerate(zip(GROUPS, LENGTHS, strict=True)):
+        ids = torch.randint(0, VOCABULARY, (1 + row % 3 + length,), generator=generator).tolist()
+        own = torch.rand(length, generator=generator) < (0.0 if row in (3, 16) else 0.9)
+        rows.append(
+            Sample(
+                group_id=group,
+                sample_index=GROUPS[:row].count(group),
+                prompt_ids=tuple(ids[:-length]),
+                completion_ids=tuple(ids[-length:]),
+                sampler_logp=(0.0,) * length,
+                loss_mask=tuple(own.tolist()),
+                finish_reason="length" if row % 6 == 1 else "stop",
+                weight_version=0,
+                seed=row,
+                completion="",
+                rewards={"reward": rewards[row]},
+                reward=rewards[row],
+            )
+        )
+    with default_dtype(torch.float64):
+        policy_logp = score(policy_of(torch.float64, seed=0), rows, 1.0, BUDGET, CPU)
+    noise = [0.7 * torch.randn(len(logp), generator=generator, dtype=torch.float64) for logp in policy_logp]
+    return tuple(
+        replace(row, sampler_logp=tuple((logp + of_row).tolist()))
+        for row, logp, of_row in zip(rows, policy_logp, noise, strict=True)
+    )
+
+
+@cache
+def reference_logp(dtype: torch.dtype) -> list[Tensor]:
+    """One [L] tensor a row, of weights near the policy's."""
+    reference = copy.deepcopy(policy_of(torch.float64, seed=0))
+    other = dict(policy_of(torch.float64, seed=1).named_parameters())
+    with torch.no_grad(), default_dtype(torch.float64):
+        for name, parameter in reference.named_parameters():
+            parameter.lerp_(other[name], 0.1)
+        return [logp.to(dtype) for logp in score(reference, samples(), 1.0, BUDGET, CPU)]
+
+
+def signal_of(algorithm: Algorithm, rows: Sequence[int], gather_all: Gather) -> Signal:
+    """What these rows are to teach; advantages and pairs are found among the rows of all processes, by group id."""
+    facts = gather_all([(s.reward, s.group_id, s.sample_index, s.finish_reason, row) for row, s in mine(rows)])
+    rewards, group_ids, sample_index, finish_reasons, gathered = zip(*facts, strict=True)
+    rewards_B = torch.tensor([number(reward) for reward in rewards], dtype=torch.float64)
+    signal = algorithm.advantages(
+        Scores(
+            rewards=rewards_B,
+            columns=rewards_B[:, None],
+            column_weights=torch.ones(1, dtype=torch.float64),
+            group_ids=torch.tensor(group_ids),
+            sample_index=torch.tensor(sample_index),
+            truncated=torch.tensor([reason == "length" for reason in finish_reasons]),
+            kl=None,
+        )
+    )
+    own = torch.tensor([gathered.index(row) for row in rows])
+    fields = {name: getattr(signal, name)[own] for name in ("advantages", "counted", "trained", "pair_id")}
+    return Signal(**fields)
+
+
+def mine(rows: Sequence[int]) -> list[tuple[int, Sample]]:
+    return [(row, samples()[row]) for row in rows]
+
+
+def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], gather_all: Gather) -> Window:
+    signal = signal_of(algorithm, rows, gather_all)
+    window = Window.of([sample for _, sample in mine(rows)], signal, 0.0, BUDGET, gather_all)
+    if algorithm.reference == "loss":
+        trained = [row for row, trains in zip(rows, signal.trained.tolist(), strict=True) if trains]
+        window.ref_logp.update(enumerate(reference_logp(dtype)[row] for row in trained))
+    # A window keeps them in float32; comparing in float64 would see that.
+    return replace(window, advantages=signal.advantages[signal.trained].to(dtype))
+
+
+def gradients(algorithm: Algorithm, dtype: torch.dtype, window: Window, processes: int = 1) -> Tensor:
+    """[UPDATES, parameters] of each of the updates that the updater makes on the window."""
+    policy = copy.deepcopy(policy_of(dtype, seed=0))
+    averaging = Averaging(policy, processes)
+    updater = Updater(
+        accelerator=averaging,
+        policy=policy,
+        optimizer=averaging,
+        algorithm=algorithm,
+        updates=UPDATES,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        max_tokens=MAX_TOKENS,
+        watch=None,
+    )
+    updater(window, step=1)
+    return torch.stack(averaging.gradients)
+
+
+def relative_error(gradient: Tensor, whole: Tensor) -> float:
+    """The largest difference in the gradient of an update, relative to that gradient's largest element."""
+    return ((gradient - whole).abs().amax(dim=1) / whole.abs().amax(dim=1)).max().item()
+
+
+def main(output: str) -> None:
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    assert processes == int(os.environ["WORLD_SIZE"])
+    found: dict[tuple[str, torch.dtype], Tensor] = {}
+    for name, algorithm in ALGORITHMS.items():
+        cuts = (0, *(PAIR_CUTS if algorithm.loss_temperature else CUTS)[processes], len(GROUPS))
+        for dtype in DTYPES:
+            with default_dtype(dtype):
+                window = window_of(algorithm, dtype, range(cuts[rank], cuts[rank + 1]), gather_object)
+                found[name, dtype] = gradients(algorithm, dtype, window, processes)
+    if rank == 0:
+        torch.save(found, output)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
