@@ -28,11 +28,15 @@ run: {name: golden, seed: 7}
 model: {path: "tiny:qwen3", dtype: float32}
 data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
 rewards:
-  - {use: exact_match}
-  - {use: length, args: {target: 6}, weight: 0.1}
+  - {use: "spread.py:spread"}
 rollout: {prompts_per_step: 4, group_size: 6, max_completion_tokens: 16, temperature: 0.9}
 engine: {kind: transformers}
-optim: {learning_rate: 1.0e-3, warmup_steps: 2, schedule: cosine}
+optim: {learning_rate: 1.0e-4, warmup_steps: 2, schedule: cosine}
+"""
+# Never the same for two completions, so that each step has something to learn from.
+REWARD = """\
+def spread(completion_ids):
+    return sum(completion_ids) % 97 / 97
 """
 TRAINERS = {
     "grpo": "{kind: grpo, updates_per_rollout: 2, beta: 0.02}",
@@ -69,6 +73,7 @@ def run(trainer: str) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "golden.yaml"
         recipe.write_text(RECIPE)
+        recipe.with_name("spread.py").write_text(REWARD)
         overrides = ["--set", f"trainer={trainer}", "--set", f"run.steps={STEPS}", "--run-dir", f"{folder}/run"]
         command = [sys.executable, "-m", "rlgen", "train", str(recipe), *overrides]
         ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **THREADS})
