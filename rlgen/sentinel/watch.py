@@ -9,15 +9,16 @@ from typing import Literal
 from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.sentinel.bounds import FLOOR
+from rlgen.sentinel.bounds import FLOOR, Bounds
 from rlgen.sentinel.diagnose import Cause, explain
-from rlgen.sentinel.gap import Gap, compare
+from rlgen.sentinel.gap import compare
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
 from rlgen.sentinel.verdict import Verdict
 from rlgen.types import Sample
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
+WORST = 32  # samples of a batch that are looked at for a cause
 MEMORY, LEAST_MEMORY, RISE = 20, 5, 3.0  # batches whose median counts, how many it needs, and how far above it is drift
 
 
@@ -45,42 +46,40 @@ class Watch:
             SentinelError: they have, and the recipe says stop.
         """
         gap = compare(samples, logp)
-        drifted = not self.probe.bounds.hold(gap) or self.risen(gap)
+        probe = replace(self.probe, bounds=self.bounds(), version=step - 1)
         self.means.append(gap.mean_delta)
-        if not drifted:
+        if probe.bounds.hold(gap):
             return False
-        where = f"batch of step {step}"
-        words = self.probe.bounds.words(gap)
-        temperature = self.probe.sampling.temperature
-        cause = explain(self.probe.trainer, samples, temperature, self.probe.bounds)
+        where, words = f"batch of step {step}", probe.bounds.words(gap)
+        cause = explain(probe.trainer, worst(samples, logp), probe.sampling.temperature, probe.bounds)
         if self.on_drift == "warn":
             fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run and see `rlgen doctor`")
             self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
             return True
-        fault, why = cause or self.look_again(step - 1)
+        fault, why = cause or self.look_again(probe)
         raise SentinelError(fault, f"{why}. {words}. Nothing of this batch was trained on.", where)
 
-    def risen(self, gap: Gap) -> bool:
-        """Only where no single token is bounded."""
-        if self.probe.bounds.by_max or len(self.means) < LEAST_MEMORY:
-            return False
-        return gap.mean_delta > max(RISE * statistics.median(self.means), FLOOR)
+    def bounds(self) -> Bounds:
+        """The recipe's; where no single token is bounded, the run's own median tightens them."""
+        bounds = self.probe.bounds
+        if bounds.by_max or bounds.mean_delta is None or len(self.means) < LEAST_MEMORY:
+            return bounds
+        return Bounds(None, min(bounds.mean_delta, max(RISE * statistics.median(self.means), FLOOR)))
 
-    def look_again(self, version: int) -> Cause:
+    def look_again(self, probe: Probe) -> Cause:
         """Climbs again on present weights: does the engine hold them, and does sending them once more help?"""
-        probe = replace(self.probe, version=version)
         temperature = probe.sampling.temperature
         if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
             return (
                 Fault.STALE_ROLLOUTS,
                 f"the engine agrees on new samples of the present weights, so that this batch was sampled by other weights than"
-                f" those of version {version}, which it names",
+                f" those of version {probe.version}, which it names",
             )
         again = caught(3, "changed weights", lambda: changed_sync(probe))
         if again.verdict is not Verdict.FAILED:
             return (
                 Fault.STALE_WEIGHTS,
-                f"the engine agrees once version {version} is sent again: it sampled with other weights, though it named these",
+                f"the engine agrees once version {probe.version} is sent again: it had other weights, though it named these",
             )
         if again.fault is not None and again.fault is not Fault.UNEXPLAINED:
             return again.fault, again.sentence
@@ -89,3 +88,9 @@ class Watch:
             "engine and trainer agreed before and do not any more, not even on weights that are sent anew; `rlgen doctor` on the"
             " last checkpoint looks further",
         )
+
+
+def worst(samples: Sequence[Sample], logp: Sequence[Tensor]) -> list[Sample]:
+    """The samples that differ most: enough to name a cause by."""
+    gaps = [compare([sample], [logp_L]).max_delta for sample, logp_L in zip(samples, logp, strict=True)]
+    return [samples[row] for row in sorted(range(len(samples)), key=lambda row: -gaps[row])[:WORST]]

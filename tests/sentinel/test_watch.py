@@ -195,8 +195,9 @@ def test_in_bfloat16_a_rise_within_the_bound_is_a_drift(recipe_file: Path, monke
 
     after_the_start(in_rollouts(shifted, 7))(monkeypatch)
     overrides = ["model.dtype=bfloat16", "run.steps=9", "rollout.group_size=8", TRANSFORMERS]
-    with pytest.raises(SentinelError, match="batch of step 8"):
+    with pytest.raises(SentinelError, match="batch of step 8") as caught:
         run(recipe_file, *overrides)
+    assert caught.value.fault is Fault.STALE_ROLLOUTS, "new samples are as good as ever"
     means = [record["sampler/delta_mean"] for record in read_jsonl(recipe_file.parent / "run" / "metrics.jsonl")]
     assert len(means) == 7 and max(means) < 0.0085
 
