@@ -215,20 +215,37 @@ def loader_overheard(llm: Any) -> Iterator[set[str]]:
 
     Quantised tensors are loaded under other names than they are held: nothing is concluded from those.
     """
-    (model,) = llm.apply_model(lambda model: model)
-    load, own, missed = model.load_weights, {name for name, _ in model.named_parameters()}, set()
-
-    def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        loaded: set[str] | None = load(weights)
-        if loaded is not None and llm.llm_engine.model_config.quantization is None:
-            missed.update(own - loaded)
-        return loaded
-
-    model.load_weights = heard
+    missed: set[str] = set()
+    llm.apply_model(listen)
     try:
         yield missed
     finally:
-        del model.load_weights
+        found = llm.apply_model(stop_listening)  # one set a worker
+        if llm.llm_engine.model_config.quantization is None:
+            missed.update(*found)
+
+
+def listen(model: nn.Module) -> None:
+    """Has the model's loader take down what it fills. Runs where the model is."""
+    load = model.load_weights
+    missed = {name for name, _ in model.named_parameters()}
+
+    def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        loaded: set[str] | None = load(weights)  # type: ignore[operator]
+        if loaded is None:  # it does not say
+            missed.clear()
+        else:
+            missed.difference_update(loaded)
+        return loaded
+
+    model.__dict__.update(load_weights=heard, rlgen_missed=missed)
+
+
+def stop_listening(model: nn.Module) -> set[str]:
+    """What `listen` took down."""
+    del model.__dict__["load_weights"]
+    missed: set[str] = model.__dict__.pop("rlgen_missed")
+    return missed
 
 
 def reset_prefix_cache(llm: Any) -> bool:
