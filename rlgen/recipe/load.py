@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
-from rlgen.recipe.models import BUILT_IN_REWARDS, TASKS, ColocatedEngineRecipe, GRPORecipe, Recipe
+from rlgen.recipe.models import BUILT_IN_REWARDS, TASKS, ColocatedEngineRecipe, Recipe
 from rlgen.recipe.rules import (
     REFUSED,
     REFUSED_BY_KIND,
@@ -23,6 +23,7 @@ from rlgen.recipe.rules import (
     is_local_source,
     notices,
 )
+from rlgen.recipe.trainers import GRPORecipe
 
 MAX_BYTES = 1 << 20
 UNIONS: dict[str, type[BaseModel]] = {

@@ -3,16 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlgen.recipe.models import (
-    RESERVED_ENGINE_ARGUMENTS,
-    ColocatedEngineRecipe,
-    GRPORecipe,
-    OnlineDPORecipe,
-    PolicyRecipe,
-    Recipe,
-    RLOORecipe,
-    TrainerRecipe,
-)
+from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, Recipe
+from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 

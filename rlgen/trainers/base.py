@@ -9,7 +9,7 @@ from torch import Tensor
 from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.kl import KL
-from rlgen.recipe.models import CorrectionRecipe, PolicyRecipe
+from rlgen.recipe.trainers import CorrectionRecipe, PolicyRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.policy import Objective, policy_loss
 from rlgen.losses.variants import Cispo, Clip, RatioLevel, Sapo, Variant, Vespo
-from rlgen.recipe.models import GRPORecipe
+from rlgen.recipe.trainers import GRPORecipe
 from rlgen.trainers.base import Scores, Signal, correction_of, kl_of, reference_use, rewards_less_kl
 
 SEQUENCE_RATIOS: dict[str, RatioLevel] = {"gspo": "sequence", "luspo": "sequence", "gspo_token": "sequence_token"}

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.preference import dpo_loss, select_pairs
-from rlgen.recipe.models import OnlineDPORecipe
+from rlgen.recipe.trainers import OnlineDPORecipe
 from rlgen.trainers.base import Scores, Signal, correction_of
 
 

@@ -1,6 +1,6 @@
 """The algorithms by the `trainer.kind` of a recipe."""
 
-from rlgen.recipe.models import GRPORecipe, OnlineDPORecipe, RLOORecipe
+from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
 from rlgen.trainers.base import Algorithm
 from rlgen.trainers.grpo import GRPO
 from rlgen.trainers.online_dpo import OnlineDPO

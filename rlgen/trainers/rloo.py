@@ -10,7 +10,7 @@ from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.policy import Objective, policy_loss
 from rlgen.losses.variants import Clip
-from rlgen.recipe.models import RLOORecipe
+from rlgen.recipe.trainers import RLOORecipe
 from rlgen.trainers.base import Scores, Signal, correction_of, kl_of, reference_use, rewards_less_kl
 
 

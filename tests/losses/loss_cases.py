@@ -10,7 +10,7 @@ from torch import Tensor
 from rlgen.losses.correction import importance_weight
 from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import LossInputs, Stats, Totals
-from rlgen.recipe.models import GRPORecipe, OnlineDPORecipe, RLOORecipe
+from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
 from rlgen.trainers.base import Algorithm
 from rlgen.trainers.registry import build_algorithm
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from rlgen.losses.inputs import Totals
 from rlgen.losses.preference import dpo_loss, select_pairs
-from rlgen.recipe.models import OnlineDPORecipe
+from rlgen.recipe.trainers import OnlineDPORecipe
 from rlgen.trainers.base import Scores
 from rlgen.trainers.online_dpo import OnlineDPO
 

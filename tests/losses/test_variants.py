@@ -16,7 +16,7 @@ from rlgen.losses.inputs import LossInputs, Stats, Totals
 from rlgen.losses.kl import KL, reward_kl
 from rlgen.losses.policy import Aggregation, Objective, policy_loss, row_coefficient
 from rlgen.losses.variants import Cispo, Clip, Sapo, Terms, Variant, Vespo
-from rlgen.recipe.models import RLOORecipe
+from rlgen.recipe.trainers import RLOORecipe
 from rlgen.trainers.registry import build_algorithm
 
 NAN = math.nan

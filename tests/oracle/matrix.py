@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from trl_oracle import GRPO, RLOO, Offline, OnlineDPO
 
-from rlgen.recipe.models import TrainerRecipe
+from rlgen.recipe.trainers import TrainerRecipe
 
 RECIPES: TypeAdapter[Any] = TypeAdapter(TrainerRecipe)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlgen.models.policy import PolicyScores
-from rlgen.recipe.models import TrainerRecipe
+from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from trl_oracle import GRPO, RLOO, OnlineDPO
 
 from rlgen.losses.advantages import zero_variance
-from rlgen.recipe.models import GRPORecipe, OnlineDPORecipe, RLOORecipe, TrainerRecipe
+from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe, TrainerRecipe
 
 UNCORRECTED = {"mode": "none"}
 TWO_MICRO_BATCHES = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}

@@ -7,7 +7,7 @@ from matrix import CELLS, check, outcomes, relative_error
 from replay import random_rollout, rlgen_outcome
 from trl_oracle import RLOO
 
-from rlgen.recipe.models import RLOORecipe
+from rlgen.recipe.trainers import RLOORecipe
 
 BLOCKS = list(dict.fromkeys((cell.row, cell.column) for cell in CELLS))
 

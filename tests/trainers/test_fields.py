@@ -16,8 +16,9 @@ from rlgen.losses.correction import importance_weight
 from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import LossInputs, Totals
 from rlgen.losses.kl import reward_kl
-from rlgen.recipe.models import GRPORecipe, OnlineDPORecipe, Recipe, RLOORecipe
+from rlgen.recipe.models import Recipe
 from rlgen.recipe.rules import contradictions, inert
+from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
 from rlgen.trainers.base import Scores
 from rlgen.trainers.registry import build_algorithm
 

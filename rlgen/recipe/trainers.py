@@ -1,0 +1,178 @@
+"""The `trainer` section: three algorithms, every bound and every default of theirs."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
+
+from rlgen.recipe.fields import Number, Strict
+
+
+class Preset(Strict):
+    """Fields whose defaults depend on another field's value: `choice` names it, `presets` its values' defaults."""
+
+    choice: ClassVar[str]
+    presets: ClassVar[dict[str, dict[str, Any]]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        chosen = data.get(cls.choice, cls.model_fields[cls.choice].default)
+        return {**(cls.presets.get(chosen, {}) if isinstance(chosen, str) else {}), **data}
+
+
+class GeometricRecipe(Strict):
+    """Drops completions whose mean ratio of a token is outside; for long completions, whose products of ratios explode."""
+
+    min: Annotated[float, Field(strict=True, gt=0, lt=1)] = 0.99
+    max: Annotated[float, Field(strict=True, gt=1, le=1e6)] = 1.01
+
+
+class CorrectionRecipe(Preset):
+    choice: ClassVar[str] = "mode"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "token_mask": {"min": 0.5},
+        "sequence_mask": {"max": 3.0},
+        "icepop": {"min": 0.5, "max": 5.0},
+    }
+
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "none"] = "token_truncate"
+    """Importance weight between the engine's and the trainer's log-probs: of tokens or of whole completions, moved to the caps
+    (truncate) or 0 outside of them (mask). icepop is token_mask with its paper's caps."""
+    min: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    """Lower cap. For token_mask and icepop 0.5 unless said."""
+    max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 2.0
+    """Upper cap. For sequence_mask 3 and for icepop 5 unless said."""
+    geometric: GeometricRecipe | None = None
+    """Also drop completions by their mean ratio."""
+
+    @property
+    def corrects(self) -> bool:
+        return self.mode != "none" or self.geometric is not None
+
+
+class PairCorrectionRecipe(CorrectionRecipe):
+    """A preference has no weight: a pair is kept, or dropped when one of its completions is."""
+
+    mode: Literal["sequence_mask", "none"] = "none"
+    """Drop pairs by the ratio of a whole completion."""
+
+
+def refuse_k1(value: object) -> object:
+    if value == "k1":
+        raise ValueError("k1 in a loss has an expected gradient of zero; set k3_is, or k1_in_reward")
+    return value
+
+
+KLPlace = Annotated[Literal["k3_is", "k2", "k3", "k1_in_reward"], BeforeValidator(refuse_k1)]
+Updates = Annotated[StrictInt, Field(ge=1, le=1000)]
+
+
+class PolicyRecipe(Strict):
+    """What the policy-gradient trainers share."""
+
+    beta: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
+    """Weight of the KL to a reference; a reference is held only above 0."""
+    kl: KLPlace = "k3_is"
+    """Estimator of the KL, in the loss or taken from the reward. k3 is what older tools have; its gradient is biased."""
+    kl_use_weight: StrictBool = False
+    """Multiply the KL in the loss by the importance weight, as the rest of the loss."""
+    clip_low: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
+    """The ratio is clipped below 1 - clip_low. Acts from the second update of a rollout on."""
+    clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+    delta: Annotated[float, Field(strict=True, gt=1, le=1e6)] | None = None
+    """Upper bound of the ratio where the advantage is negative too; above 1 + clip_high."""
+    off_policy_max: Annotated[float, Field(strict=True, ge=0, le=1000)] | None = None
+    """Drop completions of negative advantage whose tokens are on average further off the policy, in nats."""
+    top_entropy: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
+    """Learn from this share of the tokens only, those of the highest entropy. Below 1 it costs a forward pass."""
+    entropy_bonus: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
+    """Weight of the mean entropy of the tokens, which the loss rewards."""
+    mask_truncated: StrictBool = False
+    """Learn nothing from completions that reached rollout.max_completion_tokens; their reward stays in the baseline."""
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """Groups of equal rewards teach nothing: keep them in the denominators of the loss, or drop them."""
+    updates_per_rollout: Updates = 1
+    """Optimizer steps on each rollout, all of its rows in each."""
+    correction: CorrectionRecipe = CorrectionRecipe()
+
+
+SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+
+class GRPORecipe(PolicyRecipe, Preset):
+    choice: ClassVar[str] = "loss"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "grpo": {"aggregation": "seq_mean"},
+        "dr_grpo": {"aggregation": "fixed", "scale_rewards": "none"},
+        "gspo": {"aggregation": "seq_mean", **SEQUENCE_CLIP},
+        "gspo_token": {"aggregation": "seq_mean", **SEQUENCE_CLIP},
+        "luspo": {"aggregation": "seq_sum", **SEQUENCE_CLIP},
+        "sapo": {"aggregation": "seq_mean"},
+    }
+
+    kind: Literal["grpo"] = "grpo"
+    loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo"] = "dapo"
+    """A paper's loss with its aggregation, scaling and clipping, each of which can be set. bnpo is another name of dapo."""
+    aggregation: Literal["token_mean", "seq_mean", "fixed", "seq_sum", "prompt_mean"] = "token_mean"
+    """Mean over all tokens, mean over each completion, sum by a fixed length, sum over each completion, mean over each prompt's
+    tokens. Unless said as the loss's paper has it: seq_mean for grpo, gspo, gspo_token and sapo, fixed for dr_grpo, seq_sum for
+    luspo."""
+    scale_rewards: Literal["group", "batch", "batch_centered", "none"] = "group"
+    """Standard deviation that advantages are divided by. Unless said none for dr_grpo."""
+    combine_rewards: Literal["sum", "normalize_then_sum"] = "sum"
+    """Several rewards: sum them, or normalise each within its groups first (GDPO)."""
+    cispo_max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 5.0
+    """Largest ratio of cispo."""
+    sapo_tau_positive: Annotated[float, Field(strict=True, gt=0, le=1000)] = 1.0
+    """Steepness of sapo's gate for positive advantages."""
+    sapo_tau_negative: Annotated[float, Field(strict=True, gt=0, le=1000)] = 1.05
+    """For negative ones."""
+    vespo_k_positive: Annotated[float, Field(strict=True, ge=0, le=100)] = 2.0
+    """vespo weighs a completion of ratio W by W^k exp(lambda (1 - W)); this is for positive advantages."""
+    vespo_lambda_positive: Annotated[float, Field(strict=True, ge=0, le=100)] = 3.0
+    vespo_k_negative: Annotated[float, Field(strict=True, ge=0, le=100)] = 3.0
+    """For negative ones."""
+    vespo_lambda_negative: Annotated[float, Field(strict=True, ge=0, le=100)] = 2.0
+
+
+class RLOORecipe(PolicyRecipe):
+    kind: Literal["rloo"]
+    kl: KLPlace = "k1_in_reward"
+    """Estimator of the KL, in the loss or taken from the reward."""
+    clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.2
+    """The ratio is clipped above 1 + clip_high."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Clip the ratio of each token, or the product over the whole completion, which explodes on long ones."""
+    reward_clip: tuple[Number, Number] | None = None
+    """Lowest and highest reward; others are moved there, before any KL is taken off."""
+    normalize_advantages: StrictBool = False
+    """Also centre and scale the advantages over the whole rollout."""
+
+
+Beta = Annotated[float, Field(strict=True, gt=0, le=1000)]
+
+
+class OnlineDPORecipe(Strict):
+    kind: Literal["online_dpo"]
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    beta: Beta | Annotated[list[Beta], Field(min_length=1, max_length=1000)] = 0.1
+    """How strongly the reference holds. A list: one value for each pass over the data, the last for all after it."""
+    length: Literal["sum", "mean"] = "sum"
+    """Log-probs of a completion: summed over its tokens, or their mean."""
+    pairing: Literal["best_worst", "outside_in", "best_random"] = "best_worst"
+    """Pairs of a group: the best and the worst; also the second best and second worst, and so on; the best and any other."""
+    min_margin: Annotated[float, Field(strict=True, ge=0, le=1e6)] = 0.0
+    """The rewards of a pair differ by more than this."""
+    ties: Literal["skip", "first"] = "skip"
+    """Completions of equal rewards: no pair, or the first against the last."""
+    missing_eos_penalty: Annotated[float, Field(strict=True, ge=0, le=1e6)] = 0.0
+    """Taken from the reward of a completion that did not end."""
+    updates_per_rollout: Updates = 1
+    """Optimizer steps on each rollout, all of its pairs in each."""
+    correction: PairCorrectionRecipe = PairCorrectionRecipe()
+
+
+TrainerRecipe = Annotated[GRPORecipe | RLOORecipe | OnlineDPORecipe, Field(discriminator="kind")]
