@@ -36,7 +36,7 @@ def examine(recipe: Recipe, say: Any, as_json: bool, store: bool) -> None:
     from rlgen.run.baseline import Baselines
     from rlgen.sentinel.ladder import climb
     from rlgen.sentinel.verdict import failed
-    from rlgen.trainers.build import load_data, open_sides, toy_gradient
+    from rlgen.trainers.sides import load_data, open_sides, toy_gradient
 
     began = time.perf_counter()
     data = load_data(recipe)

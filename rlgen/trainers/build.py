@@ -1,23 +1,9 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from accelerate import Accelerator
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
-
-from rlgen.data import PromptStream, Rows, build_prompts, load_rows
-from rlgen.engines import build_engine
-from rlgen.engines.base import Settings
-from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
-from rlgen.models.policy import Policy
+from rlgen.data import Rows
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe
 from rlgen.rewards import Scorer, resolve
@@ -26,20 +12,11 @@ from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json, write_json
 from rlgen.run.provenance import provenance
-from rlgen.sentinel.bounds import bounds_for
 from rlgen.sentinel.ladder import climb, summary
-from rlgen.sentinel.probe import FEWER_TOKENS, PROMPTS, Probe, TrainerSide
-from rlgen.sentinel.sync import send_weights
-from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
-from rlgen.trainers.base import Algorithm, Scores
 from rlgen.trainers.loop import Trainer
-from rlgen.trainers.registry import build_algorithm
-from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window
-from rlgen.types import Sample, Sampling
-
-TOY_ROWS, TOY_TOKENS = 8, 5  # of the window whose gradient is taken whole and in pieces; the least tokens of a row
+from rlgen.trainers.sides import Data, load_data, open_sides
 
 
 def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console) -> tuple[Trainer, int]:
@@ -59,11 +36,11 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
     console.say(f"model: {data.location}; opening the engine")
     sides = open_sides(recipe, data, checkpoint)
-    rungs = []
-    for rung in climb(sides.probe):
-        rungs.append(rung)
-        if rung.verdict is Verdict.FAILED:
-            raise rung.error()
+    rungs = list(climb(sides.probe))
+    if wrong := failed(rungs):
+        scorer.close()
+        sides.probe.engine.close()
+        raise wrong.error()
     console.say(f"sentinel: {summary(rungs)}")
     record_attempt(directory, data, scorer, rungs, sides.done)
     watch = Watch(
@@ -91,149 +68,9 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     return trainer, sides.done
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
-    """What the model is asked, and its tokenizer."""
-
-    location: str  # of the model: folder or hub id
-    tokenizer: PreTrainedTokenizerBase
-    rows: Rows
-    prompts: PromptStream
-
-
-def load_data(recipe: Recipe) -> Data:
-    location = locate(recipe.model.path)
-    tokenizer = load_tokenizer(location, recipe.model.revision)
-    rows = load_rows(recipe.data, recipe.run.seed)
-    prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed)
-    return Data(location=location, tokenizer=tokenizer, rows=rows, prompts=prompts)
-
-
 def build_scorer(recipe: Recipe, rows: Rows) -> Scorer:
     columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
     return Scorer(tuple(resolve(entry, columns) for entry in recipe.rewards), recipe.rollout.max_completion_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
-    """Trainer and engine, holding the same weights."""
-
-    recipe: Recipe
-    accelerator: Accelerator
-    algorithm: Algorithm
-    reference: Policy | None
-    optimizer: Optimizer
-    schedule: LRScheduler
-    probe: Probe
-    done: int  # steps
-
-    def updater(self, watch: Watch | None) -> Updater:
-        """What trains the policy."""
-        return Updater(
-            accelerator=self.accelerator,
-            policy=self.probe.policy,
-            optimizer=self.optimizer,
-            algorithm=self.algorithm,
-            updates=self.recipe.trainer.updates_per_rollout,
-            max_grad_norm=self.recipe.optim.max_grad_norm,
-            temperature=self.probe.sampling.temperature,
-            max_tokens=self.probe.sampling.max_tokens,
-            watch=watch,
-        )
-
-
-def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
-    """Raises RlgenError, as the model and the engine do."""
-    accelerator = Accelerator()
-    revision = recipe.model.revision
-    algorithm = build_algorithm(recipe.trainer)
-    policy = build_policy(recipe, data.location, accelerator.device)
-    reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
-    optim = recipe.optim
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=optim.learning_rate, weight_decay=optim.weight_decay)
-    schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
-    done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule).step if checkpoint else 0
-    policy, prepared = accelerator.prepare(policy, optimizer)
-    engine = build_engine(recipe, data.location, accelerator.device)
-    dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
-    probe = Probe(
-        trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, device=accelerator.device),
-        engine=engine,
-        expected=Settings(
-            dtype=dtypes[1],
-            head_dtype="float32" if recipe.model.fp32_head else dtypes[1],
-            logprobs_mode="processed_logprobs",
-            vocab_size=policy.head.weight.shape[0],
-        ),
-        tokenizer=data.tokenizer,
-        prompts=data.prompts.take(0, PROMPTS),
-        sampling=Sampling(
-            max_tokens=recipe.rollout.max_completion_tokens,
-            temperature=recipe.rollout.temperature,
-            stop_ids=stop_ids(data.tokenizer, data.location, revision),
-            regex=recipe.engine.structured_regex if recipe.engine.kind == "colocated" else None,
-        ),
-        bounds=bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
-        seed=recipe.run.seed,
-        version=done,
-    )
-    if done:
-        send_weights(engine, policy.model, done)
-    return Sides(
-        recipe=recipe,
-        accelerator=accelerator,
-        algorithm=algorithm,
-        reference=reference,
-        optimizer=prepared,
-        schedule=schedule,
-        probe=probe,
-        done=done,
-    )
-
-
-def toy_gradient(sides: Sides) -> Callable[[int], Tensor]:
-    """The gradient of the recipe's own loss on made-up rewards, as a function of the tokens of a micro-batch.
-
-    For `rungs.loss_split`: pairs of completions of unequal lengths, one of each better than the other.
-    """
-    probe, update = sides.probe, sides.updater(None)
-
-    def gradient(budget: int) -> Tensor:
-        samples = [
-            replace(sample, group_id=place // 2, sample_index=place % 2, **first_tokens(sample, TOY_TOKENS + 3 * place))
-            for place, sample in enumerate(probe.sample(probe.sampling.temperature, FEWER_TOKENS)[:TOY_ROWS])
-        ]
-        rewards = torch.tensor([float(sample.sample_index) for sample in samples], dtype=torch.float64)
-        signal = sides.algorithm.advantages(
-            Scores(
-                rewards=rewards,
-                columns=rewards[:, None],
-                column_weights=torch.ones(1, dtype=torch.float64),
-                group_ids=torch.tensor([sample.group_id for sample in samples]),
-                sample_index=torch.tensor([sample.sample_index for sample in samples]),
-                truncated=torch.zeros(len(samples), dtype=torch.bool),
-                kl=torch.zeros(len(samples)) if sides.algorithm.reference == "reward" else None,
-            )
-        )
-        window = Window.of(samples, signal, 0.0, budget)
-        if sides.algorithm.reference == "loss":
-            window.ref_logp.update((row, torch.tensor(sample.sampler_logp)) for row, sample in enumerate(window.samples))
-        return update.gradient(window)
-
-    return gradient
-
-
-def first_tokens(sample: Sample, count: int) -> dict[str, Any]:
-    """The fields of a completion that are one value a token, cut."""
-    return {name: getattr(sample, name)[:count] for name in ("completion_ids", "sampler_logp", "loss_mask")}
-
-
-def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
-    """The model that is trained: weights in float32 whatever the forward computes in: bfloat16 swallows updates of 1e-6."""
-    model = load_model(location, recipe.model.revision, torch.float32, recipe.model.attention, device)
-    if recipe.model.gradient_checkpointing:
-        checkpoint_activations(model)
-    return Policy(model, getattr(torch, recipe.model.dtype), recipe.model.fp32_head)
 
 
 def record_attempt(directory: RunDirectory, data: Data, scorer: Scorer, rungs: Sequence[Rung], done: int) -> None:
@@ -249,12 +86,3 @@ def record_attempt(directory: RunDirectory, data: Data, scorer: Scorer, rungs: S
         "from_step": done,
     }
     write_json(directory.provenance, [*earlier, facts])
-
-
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """transformers checkpoints in training mode only; dropout stays off, so that a forward is a function of ids and weights."""
-    model.gradient_checkpointing_enable()
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0

@@ -20,7 +20,7 @@ from rlgen.losses.inputs import LossInputs, Totals
 from rlgen.models.load import load_model, load_tokenizer
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.sentinel import contract
-from rlgen.trainers import build
+from rlgen.trainers import sides
 from rlgen.types import Completion, Request, Sampling
 
 Plant = Callable[[pytest.MonkeyPatch], list[str]]
@@ -205,7 +205,7 @@ class Wrapped:
 def answers(change: Callable[[Sequence[Request], Answers], Answers]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired: list[str] = []
-        monkeypatch.setattr(build, "build_engine", lambda *arguments: Wrapped(build_engine(*arguments), change, fired))
+        monkeypatch.setattr(sides, "build_engine", lambda *arguments: Wrapped(build_engine(*arguments), change, fired))
         return fired
 
     return plant

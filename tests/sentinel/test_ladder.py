@@ -9,7 +9,7 @@ from rlgen.errors import Fault
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
-from rlgen.trainers.build import load_data, open_sides, toy_gradient
+from rlgen.trainers.sides import load_data, open_sides, toy_gradient
 
 UP_1, UP_2 = "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"
 DOWN = "model.layers.2.mlp.down_proj.weight"
