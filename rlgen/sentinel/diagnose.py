@@ -16,7 +16,7 @@ from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import TrainerSide
 from rlgen.types import Sample
 
-TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)
+TEMPERATURES = tuple(step / 20 for step in range(1, 41))  # 0.05 to 2
 FEW = 4  # samples that a search through many rivals rescores
 SWAPS = 2000  # pairs of tensors that are tried
 OUTLIERS = 0.02  # share of tokens whose kept set cannot be told from a log-prob: equal probabilities at its edge
