@@ -80,10 +80,33 @@ def correction_of(recipe: CorrectionRecipe) -> Correction:
     return Correction(mode=mode, low=recipe.min, high=recipe.max, geometric=geometric)
 
 
-def reference_use(recipe: PolicyRecipe) -> Literal["none", "reward", "loss"]:
-    if recipe.beta == 0:
-        return "none"
-    return "reward" if recipe.kl == "k1_in_reward" else "loss"
+@dataclass(frozen=True, slots=True)
+class PolicyGradient:
+    """What GRPO and RLOO have in common: everything that the recipes of both say in the same words."""
+
+    recipe: PolicyRecipe
+
+    @property
+    def reference(self) -> Literal["none", "reward", "loss"]:
+        if self.recipe.beta == 0:
+            return "none"
+        return "reward" if self.recipe.kl == "k1_in_reward" else "loss"
+
+    @property
+    def correction(self) -> Correction:
+        return correction_of(self.recipe.correction)
+
+    @property
+    def loss_temperature(self) -> None:
+        return None
+
+    @property
+    def top_entropy(self) -> float:
+        return self.recipe.top_entropy
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return self.recipe.entropy_bonus > 0
 
 
 def rewards_less_kl(rewards: Tensor, scores: Scores, recipe: PolicyRecipe) -> Tensor:

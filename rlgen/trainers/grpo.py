@@ -1,47 +1,25 @@
 """GRPO (Shao et al. 2024, 2402.03300) and the losses that grew out of it, each a variant with an aggregation."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rlgen.losses.advantages import gdpo_advantages, group_advantages, without_signal
-from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.policy import Objective, policy_loss
 from rlgen.losses.variants import Cispo, Clip, RatioLevel, Sapo, Variant, Vespo
 from rlgen.recipe.trainers import GRPORecipe
-from rlgen.trainers.base import Scores, Signal, correction_of, kl_of, reference_use, rewards_less_kl
+from rlgen.trainers.base import PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
 
 SEQUENCE_RATIOS: dict[str, RatioLevel] = {"gspo": "sequence", "luspo": "sequence", "gspo_token": "sequence_token"}
 
 
 @dataclass(frozen=True, slots=True)
-class GRPO:
+class GRPO(PolicyGradient):
     """Advantages centred within the group."""
 
     recipe: GRPORecipe
-
-    @property
-    def reference(self) -> Literal["none", "reward", "loss"]:
-        return reference_use(self.recipe)
-
-    @property
-    def correction(self) -> Correction:
-        return correction_of(self.recipe.correction)
-
-    @property
-    def loss_temperature(self) -> None:
-        return None
-
-    @property
-    def top_entropy(self) -> float:
-        return self.recipe.top_entropy
-
-    @property
-    def entropy_gradient(self) -> bool:
-        return self.recipe.entropy_bonus > 0
 
     def advantages(self, scores: Scores) -> Signal:
         recipe, ids = self.recipe, scores.group_ids

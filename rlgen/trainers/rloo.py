@@ -1,44 +1,22 @@
 """RLOO (Ahmadian et al. 2024, 2402.14740): the other completions of a prompt are its baseline."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from rlgen.losses.advantages import normalized, rloo_advantages, without_signal
-from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.policy import Objective, policy_loss
 from rlgen.losses.variants import Clip
 from rlgen.recipe.trainers import RLOORecipe
-from rlgen.trainers.base import Scores, Signal, correction_of, kl_of, reference_use, rewards_less_kl
+from rlgen.trainers.base import PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
 
 
 @dataclass(frozen=True, slots=True)
-class RLOO:
+class RLOO(PolicyGradient):
     """Leave-one-out advantages; the loss is summed over each completion."""
 
     recipe: RLOORecipe
-
-    @property
-    def reference(self) -> Literal["none", "reward", "loss"]:
-        return reference_use(self.recipe)
-
-    @property
-    def correction(self) -> Correction:
-        return correction_of(self.recipe.correction)
-
-    @property
-    def loss_temperature(self) -> None:
-        return None
-
-    @property
-    def top_entropy(self) -> float:
-        return self.recipe.top_entropy
-
-    @property
-    def entropy_gradient(self) -> bool:
-        return self.recipe.entropy_bonus > 0
 
     def advantages(self, scores: Scores) -> Signal:
         clip = self.recipe.reward_clip

@@ -265,12 +265,20 @@ def test_rloo_of_tokens_and_of_sequences_agree_on_policy():
         close(gradient, tensor([[-0.5, 0.0], [0.5, 0.5]]))
 
 
-def test_rloo_sequence_clips_the_product():
-    # r = exp(.1 + .2) = 1.34986 > 1.2, A = 1: clipped, once for the row
-    x = moved([math.exp(0.1), math.exp(0.2)], 1.0)
-    loss, gradient, _ = value_and_gradient(build_algorithm(RLOORecipe(kind="rloo", ratio="sequence")).loss, x)
-    close(loss, tensor(-1.2))
-    close(gradient, tensor([[0.0, 0.0]]))
+@pytest.mark.parametrize(
+    "advantage, loss, slope",
+    [
+        # r = exp(.1 + .2) = 1.34986 > 1.2, A = 1: clipped, once for the row
+        (1.0, -1.2, 0.0),
+        # A = -1: max(r, 1.2) = r, and each token of the product has the slope r
+        (-1.0, math.exp(0.3), math.exp(0.3)),
+    ],
+)
+def test_rloo_sequence_clips_the_product(advantage, loss, slope):
+    x = moved([math.exp(0.1), math.exp(0.2)], advantage)
+    value, gradient, _ = value_and_gradient(build_algorithm(RLOORecipe(kind="rloo", ratio="sequence")).loss, x)
+    close(value, tensor(loss))
+    close(gradient, tensor([[slope, slope]]))
 
 
 def test_bnpo_is_dapo():
