@@ -69,6 +69,19 @@ class EngineError(RlgenError):
     exit_code = 6
 
 
+class ServerLost(EngineError):
+    """A server that cannot be reached, died or hangs. What it was asked can be asked again once it holds the weights again.
+
+    Args:
+        url: of the server.
+        what: "closed the connection".
+    """
+
+    def __init__(self, url: str, what: str) -> None:
+        self.url = url
+        super().__init__(f"the vLLM server {url} {what}")
+
+
 class Fault(StrEnum):
     """What can be wrong between engine and trainer. The names are part of messages and do not change."""
 

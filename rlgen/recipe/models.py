@@ -128,6 +128,10 @@ class RolloutRecipe(Strict):
     """Completions of each prompt."""
     max_completion_tokens: Count = 512
     temperature: Annotated[float, Field(strict=True, ge=0.01, le=2.0)] = 1.0
+    ahead: Literal[0, 1] = 0
+    """Steps that sampling is ahead of training. 1: the next prompts are answered while a step trains, by weights one version old."""
+    max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] = 1
+    """Versions that a sample may be old; older ones are dropped and counted."""
 
 
 class ColocatedEngineRecipe(Strict):
@@ -200,6 +204,8 @@ class SentinelRecipe(Strict):
     """Most that they may differ on average."""
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """When they differ by more in a batch: train on and say so, stop, or keep a checkpoint of what was trained and stop."""
+    probe_every: Count = 10
+    """With rollout.ahead no batch is of present weights: after every so many syncs, a few completions are sampled that are."""
 
 
 EngineRecipe = Annotated[ColocatedEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]

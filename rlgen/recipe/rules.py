@@ -59,6 +59,12 @@ def contradictions(recipe: Recipe) -> list[Finding]:
                 f"set optim.warmup_steps to {recipe.run.steps - 1} or less",
             )
         )
+    if rollout.ahead and engine.kind != "server":
+        what = f"rollout.ahead {rollout.ahead} samples while a step trains, which an engine of kind {engine.kind} cannot"
+        found.append(Finding("rollout.ahead", what, "set engine.kind to server, or remove it"))
+    if rollout.ahead and not trainer.correction.corrects:
+        what = "rollout.ahead trains on samples of earlier weights, and trainer.correction corrects nothing"
+        found.append(Finding("rollout.ahead", what, "set trainer.correction.mode, or remove it"))
     found += _trainer_contradictions(trainer)
     weights = [reward.weight for reward in recipe.rewards]
     if not any(weights):
@@ -171,6 +177,10 @@ def inert(recipe: Recipe) -> list[Finding]:
     found: list[Finding] = []
     trainer, data, model = recipe.trainer, recipe.data, recipe.model
     found += _inert_in_trainer(trainer)
+    if not recipe.rollout.ahead:
+        on_policy = "when rollout.ahead is 0: every sample is of the present weights"
+        for path in ("rollout.max_staleness", "sentinel.probe_every"):
+            found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
     task, local = recipe.task, is_local_source(data.source)
     if task is None:
         found.append(Finding("data.options", "data.options has an effect only with a task: source", "remove it"))

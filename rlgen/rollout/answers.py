@@ -9,8 +9,14 @@ from rlgen.types import Completion, Request, Sampling
 ROUNDING = 1e-6  # a log-prob of a certain token may come out this much above 0
 
 
-def check_answers(requests: Sequence[Request], answers: Sequence[Completion], sampling: Sampling, version: int) -> None:
+def check_answers(
+    requests: Sequence[Request], answers: Sequence[Completion], sampling: Sampling, version: int, oldest: int | None = None
+) -> None:
     """Compares count, prompts, order, ids, log-probs, the tokens that ended completions, and the version of the weights.
+
+    Args:
+        version: of the weights that the trainer holds.
+        oldest: of weights that may have sampled. None: `version` alone.
 
     Raises:
         SentinelError: an answer is not one to its request, or lacks what training needs.
@@ -42,7 +48,12 @@ def check_answers(requests: Sequence[Request], answers: Sequence[Completion], sa
             " that were not asked, or not so often: a prompt was dropped, repeated or changed",
         )
     for place, answer in enumerate(answers):
-        check_answer(place, answer, sampling, version)
+        check_answer(place, answer, sampling)
+        if not (version if oldest is None else oldest) <= answer.weight_version <= version:
+            raise SentinelError(
+                Fault.STALE_ROLLOUTS,
+                f"answer {place} was sampled by weights of version {answer.weight_version}, the trainer holds version {version}",
+            )
 
 
 def flattened(answers: Sequence[Completion], sampling: Sampling) -> bool:
@@ -52,7 +63,7 @@ def flattened(answers: Sequence[Completion], sampling: Sampling) -> bool:
     return not all(answer.finish_reason == "stop" and answer.token_ids[0] in sampling.stop_ids for answer in answers)
 
 
-def check_answer(place: int, answer: Completion, sampling: Sampling, version: int) -> None:
+def check_answer(place: int, answer: Completion, sampling: Sampling) -> None:
     ids, logp = answer.token_ids, answer.logp
     if not ids or (answer.finish_reason == "stop" and sampling.regex is None and ids[-1] not in sampling.stop_ids):
         raise SentinelError(
@@ -66,9 +77,4 @@ def check_answer(place: int, answer: Completion, sampling: Sampling, version: in
             Fault.MISSING_LOGPROBS,
             f"answer {place} has {len(ids)} ids and {scored} log-probs: each id needs the one that it was sampled with, the stop"
             " token too; without it nothing proves what sampled it",
-        )
-    if answer.weight_version != version:
-        raise SentinelError(
-            Fault.STALE_ROLLOUTS,
-            f"answer {place} was sampled by weights of version {answer.weight_version}, the trainer holds version {version}",
         )

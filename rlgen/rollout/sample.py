@@ -37,12 +37,31 @@ def rollout(
         EngineError: as `Engine.generate`.
         SentinelError: an answer is not one to its request.
     """
-    places = [(prompt, index) for prompt in prompts for index in range(group_size)]
-    requests = [
-        Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index)) for prompt, index in places
-    ]
+    requests = requests_for(prompts, group_size, run_seed)
     completions = engine.generate(requests, sampling)
     check_answers(requests, completions, sampling, version)
+    return groups_of(prompts, requests, completions, sampling.stop_ids, tokenizer)
+
+
+def requests_for(prompts: Sequence[Prompt], group_size: int, run_seed: int) -> list[Request]:
+    """The requests of a prompt stand together, in the order of their place in the group."""
+    return [
+        Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index))
+        for prompt in prompts
+        for index in range(group_size)
+    ]
+
+
+def groups_of(
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+    stop_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Group]:
+    """From checked answers to the requests of `requests_for`: one group a prompt."""
+    group_size = len(requests) // max(1, len(prompts))
+    places = [(prompt, index) for prompt in prompts for index in range(group_size)]
     samples: dict[int, list[Sample]] = {prompt.position: [] for prompt in prompts}
     for (prompt, index), request, completion in zip(places, requests, completions, strict=True):
         samples[prompt.position].append(
@@ -56,7 +75,7 @@ def rollout(
                 finish_reason=completion.finish_reason,
                 weight_version=completion.weight_version,
                 seed=request.seed,
-                completion=completion_text(tokenizer, completion, sampling.stop_ids),
+                completion=completion_text(tokenizer, completion, stop_ids),
                 rewards={},
                 reward=None,
                 cached_tokens=completion.cached_tokens,

@@ -1,0 +1,207 @@
+"""vLLM on a server: started by rlgen, or elsewhere before."""
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from rlgen.engines.base import Facts, Ledger, Receipt
+from rlgen.engines.http import Server
+from rlgen.engines.launch import Supervisor
+from rlgen.engines.transfer import Outbox
+from rlgen.errors import EngineError, ServerLost
+from rlgen.types import Completion, Request, Sampling
+
+STALE = -1  # version of weights that did not come from this run
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of the servers, with who restarts it."""
+
+    server: Server
+    supervisor: Supervisor | None  # None: it was started elsewhere
+
+
+class ServerEngine:
+    """Samples from one or several servers that hold the same weights.
+
+    Weights are labelled `RUN.VERSION`; every answer carries the label it was sampled by. A label of another run, or none, is
+    that of a server that was restarted or taken over: it is given the present weights again, and asked again. A completion
+    depends on its request and on the weights alone, so that what is asked again is answered as it would have been.
+
+    Args:
+        members: the servers.
+        in_flight: a sync pauses requests that are under way instead of waiting for them.
+        restarts: how often servers may be brought back.
+        outbox: where weights are written for the servers.
+        say: receives a line for each recovery.
+
+    Raises:
+        EngineError: a server is not there, refuses, or lacks what training needs.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], in_flight: bool, restarts: int, outbox: Outbox, say: Callable[[str], None]
+    ) -> None:
+        self._members = tuple(members)
+        self._in_flight = in_flight
+        self._restarts = restarts
+        self._outbox = outbox
+        self._say = say
+        self._run = secrets.token_hex(4)
+        self._version = STALE
+        self._syncs = 0
+        self._recovering = threading.RLock()
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlgen-sampling")
+        self.recoveries = 0
+        facts = [member.server.facts() for member in members]
+        for member, other in zip(members[1:], facts[1:], strict=True):
+            if (other.settings, other.stop_ids) != (facts[0].settings, facts[0].stop_ids):
+                raise EngineError(
+                    f"{member.server.url} and {members[0].server.url} serve different models: {other} and {facts[0]}"
+                )
+        self._facts = facts[0]
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def facts(self) -> Facts:
+        return self._facts
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        waiting = dict(enumerate(requests))
+        answers: dict[int, Completion] = {}
+
+        def arrived(place: int, answer: Completion) -> None:
+            answers[place] = answer
+            del waiting[place]
+
+        while waiting:
+            try:
+                asyncio.run(self._sample(dict(waiting), sampling, arrived))
+            except ServerLost as lost:
+                self._recover(lost)
+        return [answers[place] for place in range(len(requests))]
+
+    async def _sample(
+        self, waiting: dict[int, Request], sampling: Sampling, arrived: Callable[[int, Completion], None]
+    ) -> None:
+        """Deals the requests to the servers by place."""
+        salt = f"{self._run}.{self._version}.{self._syncs}"
+        calls = [
+            asyncio.ensure_future(
+                member.server.sample(
+                    {place: request for place, request in waiting.items() if place % len(self._members) == turn},
+                    sampling,
+                    salt,
+                    lambda label, url=member.server.url: self._version_of(label, url),  # type: ignore[misc]
+                    arrived,
+                )
+            )
+            for turn, member in enumerate(self._members)
+        ]
+        try:
+            await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> "Future[list[Completion]]":
+        """`generate`, while the caller does something else. One at a time."""
+        return self._background.submit(self.generate, requests, sampling)
+
+    def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        return asyncio.run(self._members[0].server.prefill(rows))
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+        folder = self._outbox.write(weights, version)
+        with self._recovering:
+            receipts = []
+            for member in self._members:
+                try:
+                    receipts.append(self._load(member, folder, version, hashed))
+                except ServerLost as lost:
+                    if self.recoveries >= self._restarts:
+                        raise
+                    self._restart(member, lost)
+                    self.recoveries += 1
+                    receipts.append(self._load(member, folder, version, hashed))
+            self._outbox.keep(folder)
+            self._version = version
+            self._syncs += 1
+        for receipt in receipts[1:]:
+            if receipt.received != receipts[0].received or receipt.not_loaded:
+                return receipt  # what differs is found out by whoever sent the weights
+        return receipts[0]
+
+    def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> Receipt:
+        server = member.server
+        if self._in_flight:
+            server.pause()
+        try:
+            receipt = server.load(str(folder), version, hashed)
+            server.reset_cache()
+            server.set_label(f"{self._run}.{version}")
+        finally:
+            if self._in_flight:
+                server.resume()
+        return receipt
+
+    def _version_of(self, label: str, url: str) -> int:
+        """Raises ServerLost if the weights are not of this run."""
+        run, _, version = label.partition(".")
+        if run != self._run:
+            raise ServerLost(url, f"has weights {label!r}, not those of this run: it was restarted, or another run took it")
+        return int(version)
+
+    def _recover(self, lost: ServerLost) -> None:
+        """Gives the server the weights of the present version again, after a new start if it needs one.
+
+        Raises:
+            EngineError: nobody can start it, or it has been brought back often enough.
+        """
+        with self._recovering:
+            member = next(member for member in self._members if member.server.url == lost.url)
+            if self.recoveries >= self._restarts:
+                raise EngineError(f"{lost}. Servers were brought back {self.recoveries} times already: engine.restarts") from lost
+            if self._outbox.current is None:
+                raise lost
+            if not self._has_lost_its_weights(member):
+                self._restart(member, lost)
+            self._load(member, self._outbox.current, self._version, hashed=False)
+            self.recoveries += 1
+            self._say(f"engine: {member.server.url} has the weights of version {self._version} again; what it owed is asked again")
+
+    def _has_lost_its_weights(self, member: Member) -> bool:
+        """Whether it answers, but with other weights: then a new start is not what it needs."""
+        try:
+            return not member.server.label().startswith(f"{self._run}.")
+        except ServerLost:
+            return False
+
+    def _restart(self, member: Member, lost: ServerLost) -> None:
+        """Raises ServerLost if nobody can."""
+        if member.supervisor is None:
+            raise lost
+        self._say(f"engine: {lost}; starting it again")
+        member.supervisor.restart()
+
+    def sleep(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._background.shutdown(wait=False, cancel_futures=True)
+        for member in self._members:
+            if member.supervisor is not None:
+                member.supervisor.stop()
+        self._outbox.close()
+
+

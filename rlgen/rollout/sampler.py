@@ -1,0 +1,72 @@
+"""The rollouts of a run, step after step: sampled when they are needed, or while the step before them trains."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.engines.base import Engine
+from rlgen.rollout.answers import check_answers
+from rlgen.rollout.sample import groups_of, requests_for
+from rlgen.types import Completion, Group, Prompt, Sampling
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampler:
+    """What the policy answers to the prompts of a step.
+
+    With `ahead` the prompts of step k + 1 are handed to the engine when those of step k come back, so that they are sampled by
+    the weights that step k starts from, one version older than those they are trained on. Every sample carries its version; the
+    correction makes up for what lies between.
+    """
+
+    engine: Engine
+    prompts_of: Callable[[int], Sequence[Prompt]]  # by step; empty after the last
+    sampling: Sampling
+    group_size: int
+    run_seed: int
+    tokenizer: PreTrainedTokenizerBase
+    ahead: bool
+    max_staleness: int  # versions; older samples are dropped
+    in_flight: bool  # weights may change under requests that are under way
+    pending: "dict[int, Future[list[Completion]]]" = field(default_factory=dict)
+
+    def groups(self, step: int) -> tuple[list[Group], int]:
+        """The groups of `step`, whose weights are of version `step` - 1, and the number of samples too old to be among them.
+
+        Raises:
+            EngineError: as `Engine.generate`.
+            SentinelError: an answer is not one to its request.
+        """
+        prompts, version = self.prompts_of(step), step - 1
+        requests = requests_for(prompts, self.group_size, self.run_seed)
+        if not self.ahead:
+            completions = self.engine.generate(requests, self.sampling)
+            check_answers(requests, completions, self.sampling, version)
+            return groups_of(prompts, requests, completions, self.sampling.stop_ids, self.tokenizer), 0
+        if step not in self.pending:
+            self.submit(step)
+        completions = self.pending.pop(step).result()
+        self.submit(step + 1)
+        check_answers(requests, completions, self.sampling, version, oldest=0)
+        groups = groups_of(prompts, requests, completions, self.sampling.stop_ids, self.tokenizer)
+        return without_stale(groups, version - self.max_staleness)
+
+    def submit(self, step: int) -> None:
+        """Hands the prompts of `step` to the engine, which answers in the background."""
+        if prompts := self.prompts_of(step):
+            self.pending[step] = self.engine.submit(requests_for(prompts, self.group_size, self.run_seed), self.sampling)
+
+    def before_sync(self) -> None:
+        """Waits for what is being sampled, unless weights may change under it."""
+        if not self.in_flight:
+            wait(self.pending.values())
+
+
+def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:
+    """Groups without samples of weights before version `oldest`, and how many these were; a group may end up empty."""
+    fresh = [
+        replace(group, samples=tuple(sample for sample in group.samples if sample.weight_version >= oldest)) for group in groups
+    ]
+    return fresh, sum(len(group.samples) for group in groups) - sum(len(group.samples) for group in fresh)
