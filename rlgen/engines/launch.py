@@ -1,0 +1,236 @@
+"""Starts a vLLM server fit for RL, watches it, and leaves nothing of it behind."""
+
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+
+from rlgen.engines import guard, vllm_compat
+from rlgen.engines.gate import TOKEN_VARIABLE
+from rlgen.errors import EngineError
+
+# Of a launch around this process, which would be taken for the server's own: a launch inside a launch.
+FOREIGN_NAMES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "LD_PRELOAD"),
+}
+FOREIGN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "PMI_", "VLLM_")
+STOP_SECONDS = guard.GRACE + 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """A server that is to be started. Settings as in `ColocatedEngine`."""
+
+    model: str
+    revision: str | None
+    dtype: str
+    fp32_head: bool
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_gib: float | None
+    gpu_memory_utilization: float | None
+    tensor_parallel_size: int
+    host: str
+    port: int  # 0: a free one
+    model_impl: str
+    quantization: str | None
+    enforce_eager: bool | None
+    extra: dict[str, Any]  # further arguments of vLLM
+
+    @property
+    def url(self) -> str:
+        """Where it answers from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def command(self) -> list[str]:
+        """The command line. Holds no secret: every user of the machine can read it."""
+        arguments = vllm_compat.arguments(
+            on_gpu=torch.cuda.is_available(),
+            model=self.model,
+            revision=self.revision,
+            dtype=self.dtype,
+            fp32_head=self.fp32_head,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_gib=self.kv_cache_gib,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            tensor_parallel_size=self.tensor_parallel_size,
+            model_impl=self.model_impl,
+            quantization=self.quantization,
+            structured_outputs=False,
+            enforce_eager=self.enforce_eager,
+            extra=self.extra,
+        )
+        arguments |= {
+            "host": self.host,
+            "port": self.port,
+            # The route that takes ids and returns ids.
+            "enable_scale_out": True,
+            "worker_extension_cls": "rlgen.engines.worker.Worker",
+            "middleware": "rlgen.engines.gate.Gate",
+            "disable_uvicorn_access_log": True,
+        }
+        return [sys.executable, "-m", vllm_compat.SERVER_MODULE, *flags(arguments)]
+
+    def environment(self, token: str) -> dict[str, str]:
+        """This process's environment without what belongs to a launch around it, and with what the server needs.
+
+        Raises:
+            EngineError: the token is empty.
+        """
+        if not token:
+            raise EngineError("a server needs a token; an empty one would leave it open")
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in FOREIGN_NAMES and not name.startswith(FOREIGN_PREFIXES)
+        }
+        return {**kept, **vllm_compat.server_environment(torch.cuda.is_available()), TOKEN_VARIABLE: token}
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """{"max_num_seqs": 8, "enforce_eager": True} -> ["--max-num-seqs=8", "--enforce-eager"]."""
+    found: list[str] = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None or value == {}:
+            continue
+        if isinstance(value, bool):
+            found.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            found += [flag, *map(str, value)]
+        else:
+            found.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return found
+
+
+class ServerProcess:
+    """A vLLM server of ours, with all its processes. It ends with this process, however that ends."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", plan: ServerPlan, token: str, log: Path, folder: Path) -> None:
+        self.plan = plan  # with the port that it has
+        self.log = log
+        self._process, self._token, self._folder = process, token, folder
+
+    @classmethod
+    def start(cls, plan: ServerPlan, token: str, log: Path) -> "ServerProcess":
+        """Starts it and returns at once. What it prints goes to `log`.
+
+        Raises:
+            EngineError: the token is empty.
+        """
+        plan = plan if plan.port else replace(plan, port=free_port(plan.host))
+        # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
+        folder = Path(tempfile.mkdtemp(prefix="rlgen-"))
+        environment = {**plan.environment(token), "TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
+        command = [sys.executable, guard.__file__, str(os.getpid()), str(folder), *plan.command()]
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the terminal's Ctrl-C is for us to handle
+            )
+        return cls(process, plan, token, log, folder)
+
+    @property
+    def url(self) -> str:
+        return self.plan.url
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout: float) -> float:
+        """Returns the seconds it took until the server answered.
+
+        Raises:
+            EngineError: it died, with the reason from its log, or did not answer within `timeout` seconds.
+        """
+        began = time.monotonic()
+        headers = {"Authorization": f"Bearer {self._token}"}
+        # Proxies of the environment are for the world outside.
+        with httpx.Client(base_url=self.url, headers=headers, timeout=5.0, trust_env=False) as client:
+            while (waited := time.monotonic() - began) < timeout:
+                if not self.alive():
+                    raise EngineError(f"the vLLM server ended with exit code {self._process.returncode}: {self.last_words()}")
+                try:
+                    if client.get("/health").status_code == 200:
+                        return time.monotonic() - began
+                except httpx.TransportError:
+                    pass
+                time.sleep(0.2)
+        raise EngineError(f"the vLLM server did not answer within {waited:.0f} s: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The reason that the log gives, and where the log is."""
+        return f"{reason(self.log.read_text(encoding='utf-8', errors='replace'))} (log: {self.log})"
+
+    def stop(self) -> None:
+        """Ends all its processes, in bounded time. Does nothing the second time."""
+        family = self.processes()
+        if self.alive():
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self._process.wait()
+        psutil.wait_procs(family, timeout=5)
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's processes: guard, HTTP server, engine, workers."""
+        try:
+            head = psutil.Process(self._process.pid)
+            return [head, *head.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+def new_token() -> str:
+    """A secret for one server."""
+    return secrets.token_urlsafe(32)
+
+
+def free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def reason(log: str) -> str:
+    """Why a server ended, in a line or two of its log."""
+    # "(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] ValueError: ..." -> "ValueError: ..."
+    lines = [re.sub(r"^(\(\w+ pid=\d+\) )?([A-Z]+ [-\d]+ [:\d]+ \[[^\]]*\] ?)?", "", line).rstrip() for line in log.splitlines()]
+    lines = [line for line in lines if line.strip()]
+    unknown = [line.partition("unrecognized arguments: ")[2] for line in lines if "unrecognized arguments: " in line]
+    if unknown:
+        return f"this vLLM has no argument {unknown[0]}; correct engine.extra, or use another version"
+    errors = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Interrupt)\b.*:|.*: error: ", line)]
+    # The HTTP server's own end says only that the engine ended.
+    causes = [line for line in errors if "Engine core initialization failed" not in line] or errors
+    return "; ".join(dict.fromkeys(causes[-2:] or lines[-3:])) or "it said nothing"
