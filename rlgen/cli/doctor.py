@@ -28,10 +28,10 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
     say = Console(highlight=False, soft_wrap=True, quiet=as_json).print
     with tempfile.TemporaryDirectory() as folder:
         log_to(Path(folder) / "rlgen.log")  # the libraries' own words would drown ours
-        examine(recipe, say, as_json, store)
+        examine(recipe, Path(folder), say, as_json, store)
 
 
-def examine(recipe: Recipe, say: Any, as_json: bool, store: bool) -> None:
+def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) -> None:
     from rlgen.models.tiny import cache_dir
     from rlgen.run.baseline import Baselines
     from rlgen.sentinel.ladder import climb
@@ -41,7 +41,7 @@ def examine(recipe: Recipe, say: Any, as_json: bool, store: bool) -> None:
     began = time.perf_counter()
     data = load_data(recipe)
     say(f"opening {recipe.model.path} on both sides: trainer and the {recipe.engine.kind} engine")
-    with opened(open_sides(recipe, data, None)) as sides:
+    with opened(open_sides(recipe, data, None, logs, say)) as sides:
         versions = versions_of(sides.probe.engine.facts().engine)
         say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))
         rungs = []

@@ -1,19 +1,33 @@
 """Engines sample: ids in, ids out. `build_engine` opens the one that the recipe names."""
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
+from transformers import AutoConfig
 
 from rlgen.engines.base import Engine
 from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.http import Server
+from rlgen.engines.launch import ServerPlan, new_token
+from rlgen.engines.server import Member, ServerEngine, Supervisor
+from rlgen.engines.transfer import Outbox
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.models.load import load_model
+from rlgen.errors import SetupError
+from rlgen.models.load import load_model, model_shape
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ColocatedEngineRecipe
+from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
 
 __all__ = ["Engine", "build_engine"]
 
 
-def build_engine(recipe: Recipe, location: str, device: torch.device) -> Engine:
+def build_engine(recipe: Recipe, location: str, device: torch.device, logs: Path, say: Callable[[str], None]) -> Engine:
     """Opens the engine of `recipe` on the model at `location` (a folder or hub id).
+
+    Args:
+        logs: folder for what a server prints.
+        say: receives a line whenever a server had to be brought back.
 
     Raises:
         SetupError: what the engine needs is not installed.
@@ -39,5 +53,66 @@ def build_engine(recipe: Recipe, location: str, device: torch.device) -> Engine:
             enforce_eager=settings.enforce_eager,
             extra=settings.extra,
         )
+    if isinstance(settings, ServerEngineRecipe):
+        return open_servers(recipe, settings, location, logs, say)
     model = load_model(location, recipe.model.revision, getattr(torch, dtype), recipe.model.attention, device)
     return TransformersEngine(model=model, fp32_head=recipe.model.fp32_head, max_num_seqs=settings.max_num_seqs)
+
+
+def open_servers(
+    recipe: Recipe, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]
+) -> ServerEngine:
+    """Connects to the servers that the recipe names, or starts one.
+
+    Raises:
+        SetupError: the token's environment variable is not set.
+        EngineError: a server is not there, does not start, refuses, or serves another model.
+    """
+    token = os.environ.get(settings.token_env)
+    if token is None and settings.url is not None:
+        raise SetupError(
+            f"engine.token_env: the environment variable {settings.token_env} is not set; it holds the token of the server at"
+            f" {settings.url}, which `rlgen serve` wrote to a file"
+        )
+    token = token or new_token()
+    outbox = Outbox(settings.transfer_dir)
+    supervisor = None
+    if settings.launch:
+        plan = server_plan(recipe, settings, location)
+        supervisor = Supervisor(plan, token, logs / "server.log", settings.start_timeout)
+    urls = [supervisor.url] if supervisor else [settings.url] if isinstance(settings.url, str) else settings.url or []
+    try:
+        return ServerEngine(
+            members=[Member(Server(url, token, settings.timeout), supervisor) for url in urls],
+            shape=model_shape(AutoConfig.from_pretrained(location, revision=recipe.model.revision)),
+            in_flight=settings.in_flight,
+            restarts=settings.restarts,
+            outbox=outbox,
+            say=say,
+        )
+    except BaseException:
+        outbox.close()
+        if supervisor:
+            supervisor.stop()
+        raise
+
+
+def server_plan(recipe: Recipe, settings: ServerEngineRecipe, location: str) -> ServerPlan:
+    """The server that a recipe asks for."""
+    return ServerPlan(
+        model=location,
+        revision=recipe.model.revision,
+        dtype=settings.dtype or recipe.model.dtype,
+        fp32_head=recipe.model.fp32_head,
+        max_model_len=settings.max_model_len or recipe.max_row_tokens,
+        max_num_seqs=min(settings.max_num_seqs, recipe.samples_per_step),
+        kv_cache_gib=settings.kv_cache_gib,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        host=settings.host,
+        port=settings.port or 0,
+        model_impl=settings.model_impl,
+        quantization=settings.quantization,
+        enforce_eager=settings.enforce_eager,
+        extra=settings.extra,
+    )

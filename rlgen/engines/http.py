@@ -15,13 +15,14 @@ CONNECTIONS = 256  # requests under way at once, to one server; the others wait 
 PROBE_SECONDS, MISSED_PROBES = 5.0, 3  # a server that misses so many probes in a row while it is sampling is lost
 
 # What rlgen asks of a server, and how a server is started that has it.
+DEV_MODE = "VLLM_SERVER_DEV_MODE=1 in its environment"
 FLAGS = {
     "/inference/v1/generate": "--enable-scale-out",
-    "/collective_rpc": "VLLM_SERVER_DEV_MODE=1 in its environment",
-    "/update_weight_version": "VLLM_SERVER_DEV_MODE=1 in its environment, and vLLM 0.32 or newer",
-    "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1 in its environment",
-    "/pause": "VLLM_SERVER_DEV_MODE=1 in its environment",
-    "/resume": "VLLM_SERVER_DEV_MODE=1 in its environment",
+    "/collective_rpc": DEV_MODE,
+    "/reset_prefix_cache": DEV_MODE,
+    "/pause": DEV_MODE,
+    "/resume": DEV_MODE,
+    "/update_weight_version": f"{DEV_MODE} and vLLM 0.32 or newer",
 }
 WORKER = "--worker-extension-cls rlgen.engines.worker.Worker"
 
@@ -48,9 +49,7 @@ class Server:
             EngineError: it refuses.
         """
         try:
-            answer = httpx.request(
-                method, self.url + route, json=body, headers=self._headers, timeout=timeout, trust_env=False
-            )
+            answer = httpx.request(method, self.url + route, json=body, headers=self._headers, timeout=timeout, trust_env=False)
         except httpx.HTTPError as error:
             raise self.lost(route, error, timeout) from error
         return self.checked(route, answer)
@@ -65,15 +64,32 @@ class Server:
         results = self.call("POST", "/collective_rpc", body, timeout)["results"]
         for result in results:
             if not isinstance(result, dict):
-                raise EngineError(f"{self.url}: the server's workers are not rlgen's; start it with {WORKER}, or by `rlgen serve`")
+                raise EngineError(
+                    f"{self.url}: the server's workers are not rlgen's; start it with {WORKER}, or by `rlgen serve`"
+                )
             if "error" in result:
                 raise EngineError(f"{self.url}: {result['error']}")
         return list(results)
 
-    def facts(self) -> Facts:
-        """What the server is."""
+    def require(self) -> None:
+        """Raises EngineError unless the server has every route that rlgen uses."""
+        for route in FLAGS:
+            # A route that takes work only with POST answers 405 to a look; the one for ids is there even when it is switched off,
+            # and says so when it is asked for nothing.
+            method, present = ("POST", (400, 422)) if route == "/inference/v1/generate" else ("GET", (405,))
+            try:
+                answer = httpx.request(
+                    method, self.url + route, json={}, headers=self._headers, timeout=ANSWER_SECONDS, trust_env=False
+                )
+            except httpx.HTTPError as error:
+                raise self.lost(route, error, ANSWER_SECONDS) from error
+            if answer.status_code not in present:
+                self.checked(route, answer)
+
+    def facts(self) -> tuple[Facts, dict[str, Any]]:
+        """What the server is, and the shape of its model, see `model_shape`."""
         told = dict(self.rpc("rlgen_facts", ANSWER_SECONDS)[0])
-        return Facts(
+        facts = Facts(
             engine=told["engine"],
             model=told["model"],
             revision=told["revision"],
@@ -82,6 +98,7 @@ class Server:
             max_model_len=told["max_model_len"],
             cache_block=told["cache_block"],
         )
+        return facts, told["shape"]
 
     def load(self, folder: str, version: int, hashed: bool) -> Receipt:
         """Has every worker read the weights in `folder`; the receipt holds what any of them missed."""
@@ -166,7 +183,8 @@ class Server:
 
     async def _together(self, calls: Sequence[Any]) -> None:
         """Awaits all of `calls`, as long as one of them ends every `timeout` seconds and the server answers its probes."""
-        pending = {asyncio.ensure_future(call) for call in calls}
+        asked = [asyncio.ensure_future(call) for call in calls]
+        pending = set(asked)
         clock = asyncio.get_running_loop().time
         last, missed = clock(), 0
         try:
@@ -189,7 +207,7 @@ class Server:
         finally:
             for call in pending:
                 call.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await asyncio.gather(*asked, return_exceptions=True)  # those that failed together have been heard
 
     async def _healthy(self) -> bool:
         try:

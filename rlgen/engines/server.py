@@ -3,21 +3,55 @@
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from rlgen.engines.base import Facts, Ledger, Receipt
+from rlgen.engines.base import Facts, Receipt
 from rlgen.engines.http import Server
-from rlgen.engines.launch import Supervisor
+from rlgen.engines.launch import ServerPlan, ServerProcess
 from rlgen.engines.transfer import Outbox
 from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Request, Sampling
 
 STALE = -1  # version of weights that did not come from this run
+
+
+class Supervisor:
+    """Starts a server, and again when it has died.
+
+    Raises:
+        EngineError: it did not start.
+    """
+
+    def __init__(self, plan: ServerPlan, token: str, log: Path, start_timeout: float) -> None:
+        self._token, self._log, self._start_timeout = token, log, start_timeout
+        self._process = self._start(plan)
+
+    @property
+    def url(self) -> str:
+        return self._process.url
+
+    def _start(self, plan: ServerPlan) -> ServerProcess:
+        process = ServerProcess.start(plan, self._token, self._log)
+        try:
+            process.wait_ready(self._start_timeout)
+        except BaseException:
+            process.stop()
+            raise
+        return process
+
+    def restart(self) -> None:
+        """At the same place."""
+        self._process.stop()
+        self._process = self._start(self._process.plan)
+
+    def stop(self) -> None:
+        self._process.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +71,7 @@ class ServerEngine:
 
     Args:
         members: the servers.
+        shape: of the model that is trained, see `model_shape`.
         in_flight: a sync pauses requests that are under way instead of waiting for them.
         restarts: how often servers may be brought back.
         outbox: where weights are written for the servers.
@@ -47,7 +82,14 @@ class ServerEngine:
     """
 
     def __init__(
-        self, members: Sequence[Member], in_flight: bool, restarts: int, outbox: Outbox, say: Callable[[str], None]
+        self,
+        *,
+        members: Sequence[Member],
+        shape: Mapping[str, Any],
+        in_flight: bool,
+        restarts: int,
+        outbox: Outbox,
+        say: Callable[[str], None],
     ) -> None:
         self._members = tuple(members)
         self._in_flight = in_flight
@@ -60,13 +102,21 @@ class ServerEngine:
         self._recovering = threading.RLock()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlgen-sampling")
         self.recoveries = 0
-        facts = [member.server.facts() for member in members]
+        facts = [self._examined(member.server, shape) for member in members]
         for member, other in zip(members[1:], facts[1:], strict=True):
             if (other.settings, other.stop_ids) != (facts[0].settings, facts[0].stop_ids):
-                raise EngineError(
-                    f"{member.server.url} and {members[0].server.url} serve different models: {other} and {facts[0]}"
-                )
+                raise EngineError(f"{member.server.url} and {members[0].server.url} differ: {other} and {facts[0]}")
         self._facts = facts[0]
+
+    @staticmethod
+    def _examined(server: Server, shape: Mapping[str, Any]) -> Facts:
+        """Facts of a server that has what training needs and serves a model of that shape."""
+        server.require()
+        facts, theirs = server.facts()
+        differs = [f"{name} is {theirs.get(name)} there, {shape[name]} here" for name in shape if theirs.get(name) != shape[name]]
+        if differs:
+            raise EngineError(f"{server.url} serves another model, {facts.model}: {', '.join(differs)}")
+        return facts
 
     @property
     def weight_version(self) -> int:
@@ -90,9 +140,7 @@ class ServerEngine:
                 self._recover(lost)
         return [answers[place] for place in range(len(requests))]
 
-    async def _sample(
-        self, waiting: dict[int, Request], sampling: Sampling, arrived: Callable[[int, Completion], None]
-    ) -> None:
+    async def _sample(self, waiting: dict[int, Request], sampling: Sampling, arrived: Callable[[int, Completion], None]) -> None:
         """Deals the requests to the servers by place."""
         salt = f"{self._run}.{self._version}.{self._syncs}"
         calls = [
@@ -178,7 +226,9 @@ class ServerEngine:
                 self._restart(member, lost)
             self._load(member, self._outbox.current, self._version, hashed=False)
             self.recoveries += 1
-            self._say(f"engine: {member.server.url} has the weights of version {self._version} again; what it owed is asked again")
+            self._say(
+                f"engine: {member.server.url} has the weights of version {self._version} again; what it owed is asked again"
+            )
 
     def _has_lost_its_weights(self, member: Member) -> bool:
         """Whether it answers, but with other weights: then a new start is not what it needs."""
@@ -203,5 +253,3 @@ class ServerEngine:
             if member.supervisor is not None:
                 member.supervisor.stop()
         self._outbox.close()
-
-

@@ -1,7 +1,7 @@
 """Weights on their way to a server: one folder a version, in memory or on a file system that both sides see.
 
-    DIR/rlgen-PID-xxxxxxxx/v12/model-00000.safetensors ...    at most FILE_BYTES each
-    DIR/rlgen-PID-xxxxxxxx/v12/manifest.json                  written last: version, bytes of each file, number of tensors
+DIR/rlgen-PID-xxxxxxxx/v12/model-00000.safetensors ...    at most FILE_BYTES each
+DIR/rlgen-PID-xxxxxxxx/v12/manifest.json                  written last: version, bytes of each file, number of tensors
 """
 
 import json
@@ -69,7 +69,9 @@ class Outbox:
             (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise EngineError(f"weights cannot be written to {folder}: {error}; set engine.transfer_dir to a larger place") from error
+            raise EngineError(
+                f"weights cannot be written to {folder}: {error}; set engine.transfer_dir to a larger place"
+            ) from error
         return folder
 
     def keep(self, folder: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Ledger
 from rlgen.errors import EngineError
+from rlgen.models.load import model_shape
 
 
 class Worker:
@@ -27,10 +28,11 @@ class Worker:
     reload_weights: Any
 
     def rlgen_facts(self) -> dict[str, Any]:
-        """The fields of `Facts`, from the running worker, and whether it runs on a GPU ("cuda")."""
+        """The fields of `Facts`, from the running worker, the shape of its model, and whether it runs on a GPU ("cuda")."""
         config = self.vllm_config
         facts = vllm_compat.facts(vllm_compat.import_vllm(), config.model_config, config.cache_config)
-        return {**asdict(facts), "stop_ids": list(facts.stop_ids), "cuda": torch.cuda.is_available()}
+        shape = model_shape(config.model_config.hf_config)
+        return {**asdict(facts), "stop_ids": list(facts.stop_ids), "shape": shape, "cuda": torch.cuda.is_available()}
 
     def rlgen_load(self, path: str, version: int, hashed: bool) -> dict[str, Any]:
         """Replaces all weights by those in folder `path`. The prefix cache is to be emptied afterwards, by its own route.

@@ -1,6 +1,7 @@
 """From `model.path` to a tokenizer, a policy's weights and the ids that end a completion."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -8,12 +9,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from rlgen.errors import SetupError
 from rlgen.models.tiny import build_tiny
+
+SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
 
 
 def locate(path: str) -> str:
@@ -60,6 +67,12 @@ def load_model(location: str, revision: str | None, dtype: torch.dtype, attentio
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
     return model.to(device).eval()
+
+
+def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
+    """What two copies of a model must have in common before weights can go from one to the other."""
+    text = config.get_text_config()
+    return {name: getattr(text, name, None) for name in SHAPE}
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, location: str, revision: str | None) -> tuple[int, ...]:

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import groups_of, requests_for
-from rlgen.types import Completion, Group, Prompt, Sampling
+from rlgen.types import Completion, Group, Prompt, Request, Sampling
+
+Submit: TypeAlias = Callable[[Sequence[Request], Sampling], "Future[list[Completion]]"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +30,7 @@ class Sampler:
     group_size: int
     run_seed: int
     tokenizer: PreTrainedTokenizerBase
-    ahead: bool
+    submit_to: Submit | None  # an engine that answers in the background: sample ahead
     max_staleness: int  # versions; older samples are dropped
     in_flight: bool  # weights may change under requests that are under way
     pending: "dict[int, Future[list[Completion]]]" = field(default_factory=dict)
@@ -41,22 +44,22 @@ class Sampler:
         """
         prompts, version = self.prompts_of(step), step - 1
         requests = requests_for(prompts, self.group_size, self.run_seed)
-        if not self.ahead:
+        if self.submit_to is None:
             completions = self.engine.generate(requests, self.sampling)
             check_answers(requests, completions, self.sampling, version)
             return groups_of(prompts, requests, completions, self.sampling.stop_ids, self.tokenizer), 0
         if step not in self.pending:
-            self.submit(step)
+            self.submit(step, self.submit_to)
         completions = self.pending.pop(step).result()
-        self.submit(step + 1)
+        self.submit(step + 1, self.submit_to)
         check_answers(requests, completions, self.sampling, version, oldest=0)
         groups = groups_of(prompts, requests, completions, self.sampling.stop_ids, self.tokenizer)
         return without_stale(groups, version - self.max_staleness)
 
-    def submit(self, step: int) -> None:
+    def submit(self, step: int, submit_to: Submit) -> None:
         """Hands the prompts of `step` to the engine, which answers in the background."""
         if prompts := self.prompts_of(step):
-            self.pending[step] = self.engine.submit(requests_for(prompts, self.group_size, self.run_seed), self.sampling)
+            self.pending[step] = submit_to(requests_for(prompts, self.group_size, self.run_seed), self.sampling)
 
     def before_sync(self) -> None:
         """Waits for what is being sampled, unless weights may change under it."""

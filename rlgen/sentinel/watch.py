@@ -18,6 +18,7 @@ from rlgen.sentinel.verdict import Verdict
 from rlgen.types import Sample
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
+PROBED = 8  # prompts that are answered to compare a sync by
 WORST = 32  # samples of a batch that are looked at for a cause
 MEMORY, LEAST_MEMORY, RISE = 20, 5, 3.0  # batches whose median counts, how many it needs, and how far above it is drift
 
@@ -33,11 +34,14 @@ class Watch:
     probe: Probe
     on_drift: OnDrift
     sleeps: bool  # whether the engine's weights are gone while the trainer works
+    probe_every: int | None  # syncs after which completions are sampled to be compared; None: the batches themselves are
     say: Callable[[str], None]
     means: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
     def __call__(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int) -> bool:
-        """Whether engine and trainer have drifted apart on `samples`, which both claim version `step` - 1 for.
+        """Whether engine and trainer have drifted apart on `samples`, as far as they are of version `step` - 1.
+
+        What earlier weights sampled differs for an honest reason, and tells nothing.
 
         Args:
             logp: [L] of each sample, by the trainer, at the temperature of the run.
@@ -45,19 +49,39 @@ class Watch:
         Raises:
             SentinelError: they have, and the recipe says stop.
         """
+        fresh = [row for row, sample in enumerate(samples) if sample.weight_version == step - 1]
+        if not fresh:
+            return False
+        return self.drifted([samples[row] for row in fresh], [logp[row] for row in fresh], step, f"batch of step {step}")
+
+    def after_sync(self, step: int) -> bool:
+        """Compares a few completions of the weights that the sync of `step` brought, if it is their turn.
+
+        Raises:
+            SentinelError: as for a batch.
+        """
+        if self.probe_every is None or (step != self.probe.version + 1 and step % self.probe_every):
+            return False
+        probe, temperature = replace(self.probe, version=step), self.probe.sampling.temperature
+        samples = probe.sample(temperature, FEWER_TOKENS, probe.prompts[:PROBED])
+        logp = probe.trainer.logp(samples, temperature)
+        return self.drifted(samples, logp, step + 1, f"weight sync of step {step}")
+
+    def drifted(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int, where: str) -> bool:
+        """Whether engine and trainer differ on samples of the weights before `step`, and what that leads to."""
         gap = compare(samples, logp)
         probe = replace(self.probe, bounds=self.bounds(), version=step - 1)
         self.means.append(gap.mean_delta)
         if probe.bounds.hold(gap):
             return False
-        where, words = f"batch of step {step}", probe.bounds.words(gap)
+        words = probe.bounds.words(gap)
         cause = explain(probe.trainer, worst(samples, logp), probe.sampling.temperature, probe.bounds)
         if self.on_drift == "warn":
             fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run and see `rlgen doctor`")
             self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
             return True
         fault, why = cause or self.look_again(probe)
-        raise SentinelError(fault, f"{why}. {words}. Nothing of this batch was trained on.", where)
+        raise SentinelError(fault, f"{why}. {words}. Nothing was trained on it.", where)
 
     def bounds(self) -> Bounds:
         """The recipe's; where no single token is bounded, the run's own median tightens them."""

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlgen.data import Rows
+from rlgen.engines.server import ServerEngine
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ColocatedEngineRecipe
+from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
 from rlgen.rewards import Scorer, resolve
+from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
@@ -35,7 +37,7 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     scorer = build_scorer(recipe, data.rows)
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
     console.say(f"model: {data.location}; opening the engine")
-    sides = open_sides(recipe, data, checkpoint)
+    sides = open_sides(recipe, data, checkpoint, directory.logs, console.say)
     rungs = list(climb(sides.probe))
     if wrong := failed(rungs):
         scorer.close()
@@ -47,7 +49,20 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         probe=sides.probe,
         on_drift=recipe.sentinel.on_drift,
         sleeps=isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep,
+        probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
         say=console.say,
+    )
+    count = recipe.rollout.prompts_per_step
+    sampler = Sampler(
+        engine=sides.probe.engine,
+        prompts_of=lambda step: data.prompts.take((step - 1) * count, count if step <= recipe.run.steps else 0),
+        sampling=sides.probe.sampling,
+        group_size=recipe.rollout.group_size,
+        run_seed=recipe.run.seed,
+        tokenizer=data.tokenizer,
+        submit_to=sides.probe.engine.submit if recipe.rollout.ahead and isinstance(sides.probe.engine, ServerEngine) else None,
+        max_staleness=recipe.rollout.max_staleness,
+        in_flight=isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.in_flight,
     )
     trainer = Trainer(
         recipe=recipe,
@@ -55,6 +70,7 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         prompts=data.prompts,
         scorer=scorer,
         engine=sides.probe.engine,
+        sampler=sampler,
         sampling=sides.probe.sampling,
         policy=sides.probe.policy,
         reference=sides.reference,

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlgen.data import PromptStream
 from rlgen.engines import Engine
-from rlgen.errors import SentinelError, Stopped
+from rlgen.errors import EngineError, SentinelError, Stopped
 from rlgen.losses.kl import reward_kl
 from rlgen.models.policy import Policy
 from rlgen.recipe import Recipe
 from rlgen.rewards import Scorer
 from rlgen.rollout.batch import pad_rows
-from rlgen.rollout.sample import rollout
+from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.score import score
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.clock import Clock
@@ -28,7 +28,7 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.base import Algorithm, Scores, Signal
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
-from rlgen.types import Group, Prompt, Sample, Sampling
+from rlgen.types import Group, Sample, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class Trainer:
     prompts: PromptStream
     scorer: Scorer
     engine: Engine
+    sampler: Sampler
     sampling: Sampling
     policy: Policy
     reference: Policy | None
@@ -62,8 +63,7 @@ class Trainer:
             clock = Clock()
             try:
                 with clock("generate"):
-                    prompts = self.prompts.take((step - 1) * count, count)
-                    groups = self.sample(prompts, version=step - 1)
+                    groups, dropped = self.sample(step)
                 with clock("reward"):
                     samples = [sample for group in self.scorer.score(groups, step) for sample in group.samples]
                 with clock("train"):
@@ -83,25 +83,26 @@ class Trainer:
                 )
                 if stopping or refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
-            self.report(step, samples, learned, clock)
+            self.report(step, samples, {**learned, "rollout/dropped_stale": dropped}, clock)
             if refused:
                 raise refused
             if stopping and step < recipe.run.steps:
                 raise Stopped(f"stopped on request after step {step} of {recipe.run.steps}; go on with --resume")
 
-    def sample(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
-        """The groups of a step, by weights of `version`; the engine rests after it."""
-        recipe = self.recipe
-        size, seed = recipe.rollout.group_size, recipe.run.seed
-        groups = rollout(self.engine, prompts, self.sampling, size, seed, version, self.tokenizer)
+    def sample(self, step: int) -> tuple[list[Group], int]:
+        """The groups of a step and the number of samples dropped for their age; the engine rests after it."""
+        groups, dropped = self.sampler.groups(step)
         self.engine.sleep()
-        return groups
+        return groups, dropped
 
-    def sync(self, step: int) -> SentinelError | None:
+    def sync(self, step: int) -> EngineError | None:
         """Sends the weights of `step`. An engine that does not confirm them ends the run, but the step is trained and is kept."""
         try:
+            self.sampler.before_sync()
             send_weights(self.engine, self.policy.model, step)
-        except SentinelError as error:
+            if self.update.watch is not None:
+                self.update.watch.after_sync(step)
+        except EngineError as error:
             return error
         return None
 

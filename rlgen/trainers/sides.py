@@ -79,8 +79,13 @@ class Sides:
         )
 
 
-def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
-    """Raises RlgenError, as the model and the engine do."""
+def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None, logs: Path, say: Callable[[str], None]) -> Sides:
+    """Raises RlgenError, as the model and the engine do.
+
+    Args:
+        logs: folder for what a server prints.
+        say: receives a line when the engine had to be brought back.
+    """
     accelerator = Accelerator()
     revision = recipe.model.revision
     algorithm = build_algorithm(recipe.trainer)
@@ -91,7 +96,7 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
     schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
     done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule).step if checkpoint else 0
     policy, prepared = accelerator.prepare(policy, optimizer)
-    engine = build_engine(recipe, data.location, accelerator.device)
+    engine = build_engine(recipe, data.location, accelerator.device, logs, say)
     dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
     probe = Probe(
         trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, device=accelerator.device),
@@ -114,7 +119,7 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
         seed=recipe.run.seed,
         version=done,
     )
-    if done:
+    if engine.weight_version != done:
         send_weights(engine, policy.model, done)
     return Sides(
         recipe=recipe,

@@ -88,7 +88,7 @@ WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT}
 
 def ladder(recipe: Path, overrides: list[str]) -> list[Rung]:
     loaded = load_recipe(recipe, ["rollout.max_completion_tokens=24", *overrides]).recipe
-    sides = open_sides(loaded, load_data(loaded), None)
+    sides = open_sides(loaded, load_data(loaded), None, recipe.parent, print)
     try:
         return list(climb(sides.probe, toy_gradient(sides)))
     finally:
