@@ -19,6 +19,7 @@ import httpx
 import psutil
 import torch
 
+import rlgen
 from rlgen.engines import guard, vllm_compat
 from rlgen.engines.gate import TOKEN_VARIABLE
 from rlgen.errors import EngineError
@@ -86,7 +87,7 @@ class ServerPlan:
             "middleware": "rlgen.engines.gate.Gate",
             "disable_uvicorn_access_log": True,
         }
-        return [sys.executable, "-m", vllm_compat.SERVER_MODULE, *flags(arguments)]
+        return [sys.executable, "-P", "-m", vllm_compat.SERVER_MODULE, *flags(arguments)]
 
     def environment(self, token: str) -> dict[str, str]:
         """This process's environment without what belongs to a launch around it, and with what the server needs.
@@ -101,7 +102,9 @@ class ServerPlan:
             for name, value in os.environ.items()
             if name not in FOREIGN_NAMES and not name.startswith(FOREIGN_PREFIXES)
         }
-        return {**kept, **vllm_compat.server_environment(torch.cuda.is_available()), TOKEN_VARIABLE: token}
+        # The workers import this rlgen, wherever it lies.
+        path = os.pathsep.join([str(Path(rlgen.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])])
+        return {**kept, **vllm_compat.server_environment(torch.cuda.is_available()), "PYTHONPATH": path, TOKEN_VARIABLE: token}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -139,7 +142,7 @@ class ServerProcess:
         # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
         folder = Path(tempfile.mkdtemp(prefix="rlgen-"))
         environment = {**plan.environment(token), "TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
-        command = [sys.executable, guard.__file__, str(os.getpid()), str(folder), *plan.command()]
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *plan.command()]
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
