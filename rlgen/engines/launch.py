@@ -1,9 +1,11 @@
 """Starts a vLLM server fit for RL, watches it, and leaves nothing of it behind."""
 
+import contextlib
 import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,9 +29,10 @@ from rlgen.errors import EngineError
 # Of a launch around this process, which would be taken for the server's own: a launch inside a launch.
 FOREIGN_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-    *("ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "LD_PRELOAD"),
+    *("ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    "VLLM_API_KEY",  # a second lock beside ours, with another key
 }
-FOREIGN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "PMI_", "VLLM_")
+FOREIGN_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "OMPI_", "PMI_", "VLLM_DP_")
 STOP_SECONDS = guard.GRACE + 10.0
 
 
@@ -196,12 +199,11 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         for process in family:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         self._process.wait()
         psutil.wait_procs(family, timeout=5)
+        shutil.rmtree(self._folder, ignore_errors=True)  # the guard's work, were it not killed
 
     def processes(self) -> list[psutil.Process]:
         """The server's processes: guard, HTTP server, engine, workers."""
