@@ -139,9 +139,9 @@ class ServerProcess:
         """Starts it and returns at once. What it prints goes to `log`.
 
         Raises:
-            EngineError: the token is empty.
+            EngineError: the token is empty, or nobody can listen there.
         """
-        plan = plan if plan.port else replace(plan, port=free_port(plan.host))
+        plan = replace(plan, port=claim(plan.host, plan.port))
         # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
         folder = Path(tempfile.mkdtemp(prefix="rlgen-"))
         environment = {**plan.environment(token), "TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
@@ -219,12 +219,21 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def free_port(host: str) -> int:
+def claim(host: str, port: int) -> int:
+    """`port`, if it is free, or with 0 a free one.
+
+    Raises:
+        EngineError: it is taken, or this machine has no such address.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does: no wait after an earlier server
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise EngineError(f"no server can listen on {host} port {port}: {error}") from error
+        found: int = probe.getsockname()[1]
+    return found
 
 
 def reason(log: str) -> str:
