@@ -1,9 +1,11 @@
 """Starts a vLLM server fit for RL, watches it, and leaves nothing of it behind."""
 
+import contextlib
 import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ import httpx
 import psutil
 import torch
 
+import rlgen
 from rlgen.engines import guard, vllm_compat
 from rlgen.engines.gate import TOKEN_VARIABLE
 from rlgen.errors import EngineError
@@ -26,9 +29,10 @@ from rlgen.errors import EngineError
 # Of a launch around this process, which would be taken for the server's own: a launch inside a launch.
 FOREIGN_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-    *("ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "LD_PRELOAD"),
+    *("ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    "VLLM_API_KEY",  # a second lock beside ours, with another key
 }
-FOREIGN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "PMI_", "VLLM_")
+FOREIGN_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "OMPI_", "PMI_", "VLLM_DP_")
 STOP_SECONDS = guard.GRACE + 10.0
 
 
@@ -86,7 +90,7 @@ class ServerPlan:
             "middleware": "rlgen.engines.gate.Gate",
             "disable_uvicorn_access_log": True,
         }
-        return [sys.executable, "-m", vllm_compat.SERVER_MODULE, *flags(arguments)]
+        return [sys.executable, "-P", "-m", vllm_compat.SERVER_MODULE, *flags(arguments)]
 
     def environment(self, token: str) -> dict[str, str]:
         """This process's environment without what belongs to a launch around it, and with what the server needs.
@@ -101,7 +105,9 @@ class ServerPlan:
             for name, value in os.environ.items()
             if name not in FOREIGN_NAMES and not name.startswith(FOREIGN_PREFIXES)
         }
-        return {**kept, **vllm_compat.server_environment(torch.cuda.is_available()), TOKEN_VARIABLE: token}
+        # The workers import this rlgen, wherever it lies.
+        path = os.pathsep.join([str(Path(rlgen.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])])
+        return {**kept, **vllm_compat.server_environment(torch.cuda.is_available()), "PYTHONPATH": path, TOKEN_VARIABLE: token}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -133,13 +139,13 @@ class ServerProcess:
         """Starts it and returns at once. What it prints goes to `log`.
 
         Raises:
-            EngineError: the token is empty.
+            EngineError: the token is empty, or nobody can listen there.
         """
-        plan = plan if plan.port else replace(plan, port=free_port(plan.host))
+        plan = replace(plan, port=claim(plan.host, plan.port))
         # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
         folder = Path(tempfile.mkdtemp(prefix="rlgen-"))
         environment = {**plan.environment(token), "TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
-        command = [sys.executable, guard.__file__, str(os.getpid()), str(folder), *plan.command()]
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *plan.command()]
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
@@ -193,12 +199,11 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         for process in family:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         self._process.wait()
         psutil.wait_procs(family, timeout=5)
+        shutil.rmtree(self._folder, ignore_errors=True)  # the guard's work, were it not killed
 
     def processes(self) -> list[psutil.Process]:
         """The server's processes: guard, HTTP server, engine, workers."""
@@ -214,12 +219,21 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def free_port(host: str) -> int:
+def claim(host: str, port: int) -> int:
+    """`port`, if it is free, or with 0 a free one.
+
+    Raises:
+        EngineError: it is taken, or this machine has no such address.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does: no wait after an earlier server
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise EngineError(f"no server can listen on {host} port {port}: {error}") from error
+        found: int = probe.getsockname()[1]
+    return found
 
 
 def reason(log: str) -> str:

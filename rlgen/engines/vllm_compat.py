@@ -45,6 +45,9 @@ ENVIRONMENT = {
     "TQDM_DISABLE": "1",
 }
 
+# vLLM's parts speak to each other within this machine. Unsaid, gloo listens on the address that the host's name stands for.
+LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
 # Arguments that may never be dropped because an older vLLM does not know them: without them the numbers mean
 # something else.
 INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "generation_config", "max_model_len"}
@@ -60,13 +63,13 @@ def server_environment(on_gpu: bool) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # routes that pause, and that call methods of the workers
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # vLLM's processes speak to each other within this machine.
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        **LOOPBACK,
     }
     cpu = {
         "VLLM_CPU_ATTN_SPLIT_KV": ENVIRONMENT["VLLM_CPU_ATTN_SPLIT_KV"],
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_OMP_THREADS_BIND": ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"],
+        # Engine and worker in one process, as far as they can: ready 5 s sooner, 700 MB and a queue less.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Asking for log-probs would compile a rank count that nobody reads.
         "TORCHDYNAMO_DISABLE": "1",
     }
@@ -85,6 +88,8 @@ def process_kept_as_is() -> Iterator[None]:
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     os.environ.update(ENVIRONMENT)
+    if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):  # else processes of other machines listen
+        os.environ.update(LOOPBACK)
     try:
         yield
     finally:
