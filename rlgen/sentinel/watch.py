@@ -40,7 +40,7 @@ class Watch:
         """Whether engine and trainer have drifted apart on `samples`, which both claim version `step` - 1 for.
 
         Args:
-            logp: [L] of each sample, by the trainer, at the temperature of the run.
+            logp: [L] of each sample, by the trainer, at the temperature of the engine's log-probs.
 
         Raises:
             SentinelError: they have, and the recipe says stop.
@@ -51,7 +51,7 @@ class Watch:
         if probe.bounds.hold(gap):
             return False
         where, words = f"batch of step {step}", probe.bounds.words(gap)
-        cause = explain(probe.trainer, worst(samples, logp), probe.sampling.temperature, probe.bounds)
+        cause = explain(probe.trainer, worst(samples, logp), probe.sampling.logp_temperature, probe.bounds)
         if self.on_drift == "warn":
             fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run and see `rlgen doctor`")
             self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
@@ -68,7 +68,7 @@ class Watch:
 
     def look_again(self, probe: Probe) -> Cause:
         """Climbs again on present weights: does the engine hold them, and does sending them once more help?"""
-        temperature = probe.sampling.temperature
+        temperature = probe.sampling.logp_temperature
         if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
             return (
                 Fault.STALE_ROLLOUTS,
