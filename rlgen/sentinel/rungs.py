@@ -149,7 +149,11 @@ def unmoved(before: list[Sample], after: list[Sample]) -> Cause | None:
 def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
     """Do just the rows differ whose prompts came from the prefix cache?"""
     fresh = [sample for sample in samples if not sample.cached_tokens]
-    if not fresh or len(fresh) == len(samples) or not probe.bounds.hold(probe.trainer.gap(fresh, probe.sampling.logp_temperature)):
+    if (
+        not fresh
+        or len(fresh) == len(samples)
+        or not probe.bounds.hold(probe.trainer.gap(fresh, probe.sampling.logp_temperature))
+    ):
         return None
     return Fault.STALE_PREFIX_CACHE, "only completions of cached prompts differ: the cache holds activations of earlier weights"
 

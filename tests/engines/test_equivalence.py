@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlgen.engines import Engine, build_engine
 from rlgen.models.load import locate
+from rlgen.models.tiny import byte_tokenizer
 from rlgen.recipe import Recipe
 from rlgen.rollout.score import score
 from rlgen.run.console import Console
@@ -249,7 +250,9 @@ def test_a_step_is_the_same_on_every_engine(step: Steps, mode: str, right: str, 
     assert other.advantages == pytest.approx(one.advantages, abs=1e-5)
     assert other.losses == pytest.approx(one.losses, abs=1e-5)
     assert torch.equal(other.before, one.before)
-    assert (other.moved - one.moved).norm() <= 1e-5 * one.moved.norm() + 1e-9 * one.before.norm()
+    # Of equal completions the larger parts of the gradient cancel, and their rounding stays.
+    part = 1e-4 if mode == "greedy" else 1e-5
+    assert (other.moved - one.moved).norm() <= part * one.moved.norm() + 1e-9 * one.before.norm()
 
 
 @pytest.mark.parametrize("mode, engine", sorted(PAIRS))
@@ -260,7 +263,7 @@ def test_what_a_step_is_made_of(step: Steps, mode: str, engine: str, trainer: st
     samples = taken.samples
     # Groups: every prompt has its own, also the one that is there twice.
     assert [(s.group_id, s.sample_index) for s in samples] == [(g, i) for g in range(len(PROMPTS)) for i in range(size)]
-    assert [bytes_of(s) for s in samples] == [text for text in PROMPTS for _ in range(size)]
+    assert [s.prompt_ids for s in samples] == [tuple(byte_tokenizer()(text).input_ids) for text in PROMPTS for _ in range(size)]
     assert len(samples[0].prompt_ids) == 1 and len({len(s.prompt_ids) for s in samples}) == 4
     assert len({s.seed for s in samples}) == len(samples)
     assert {s.weight_version for s in samples} == {VERSION}
@@ -288,17 +291,6 @@ def test_what_a_step_is_made_of(step: Steps, mode: str, engine: str, trainer: st
     # Of equal completions one pair's gradient is zero; the others move the weights.
     moved = (taken.moved.norm() / taken.before.norm()).item()
     assert moved < 1e-6 if (mode, trainer) == ("greedy", "online_dpo") else moved > 1e-4
-
-
-def bytes_of(sample: Sample) -> str:
-    """The text of a prompt by its ids alone: an id is a byte."""
-    return bytes(byte_of(token) for token in sample.prompt_ids).decode()
-
-
-def byte_of(token: int) -> int:
-    """Of the byte-level alphabet: its printable characters stand for themselves and come first."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    return [*printable, *(byte for byte in range(256) if byte not in printable)][token]
 
 
 def check_pairs(taken: Step, groups: list[list[Sample]], mode: str) -> None:
