@@ -44,9 +44,14 @@ class Sampling:
     """Settings that all requests of one call share. Sampling(max_tokens=64, temperature=1.0, stop_ids=(257,))"""
 
     max_tokens: int
-    temperature: float
+    temperature: float  # 0: greedy, always the most probable id, of equal ones the lowest; a request's seed then changes nothing
     stop_ids: tuple[int, ...]  # every id that ends a completion; the sampled one is kept
     regex: str | None = None  # restricts the completions; log-probs are then those of the restricted distribution
+
+    @property
+    def logp_temperature(self) -> float:
+        """Temperature of the log-probs that the engine reports and the trainer compares: that of sampling, 1 for greedy."""
+        return self.temperature or 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ class Completion:
     """What an engine answers. Completion(token_ids=(9, 4, 257), logp=(-.2, -1.1, -.01), finish_reason="stop", ...)"""
 
     token_ids: tuple[int, ...]  # [L] includes the sampled stop token: stopping is an action
-    logp: tuple[float, ...]  # [L] log-probability of each sampled token, at the sampling temperature
+    logp: tuple[float, ...]  # [L] log-probability of each sampled token, at `Sampling.logp_temperature`
     finish_reason: FinishReason
     weight_version: int  # weights that sampled it
     prompt_ids: tuple[int, ...]  # what the engine says it answered

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlgen.engines import Engine
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.models.load import load_model
@@ -70,10 +71,14 @@ def open_transformers(name: str) -> TransformersEngine:
     return TransformersEngine(model=tiny_model(name), fp32_head=True, max_num_seqs=64)
 
 
-@pytest.fixture(scope="module", params=["colocated", "transformers"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Both engines on tiny:qwen3."""
-    opened = open_vllm("qwen3") if request.param == "colocated" else open_transformers("qwen3")
+# THE SERVER ENGINE: add it here, and every promise of `Engine` is tested on it.
+OPENERS: dict[str, Callable[[str], Engine]] = {"colocated": open_vllm, "transformers": open_transformers}
+
+
+@pytest.fixture(scope="module", params=OPENERS)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Every engine on tiny:qwen3."""
+    opened = OPENERS[request.param]("qwen3")
     yield opened
     opened.close()
 

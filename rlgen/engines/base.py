@@ -88,8 +88,9 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion for each request, in the order of the requests; `rollout.answers` checks that.
 
-        The distribution is softmax(logits / temperature) over the whole vocabulary. A completion depends on its request
-        and on the weights, not on the other requests of the call.
+        The distribution is softmax(logits / temperature) over the whole vocabulary; at temperature 0 the most probable id is
+        taken, of equal ones the lowest. Log-probs are those at `Sampling.logp_temperature`. A completion depends on its
+        request and on the weights, not on the other requests of the call; no requests, no answers.
 
         Raises:
             EngineError: the engine failed, or answered for another prompt than it was asked for.

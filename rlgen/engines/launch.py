@@ -86,6 +86,8 @@ class ServerPlan:
             "port": self.port,
             # The route that takes ids and returns ids.
             "enable_scale_out": True,
+            # How much of a prompt came from the prefix cache: the sentinel's probe of that cache must know.
+            "enable_prompt_tokens_details": True,
             "worker_extension_cls": "rlgen.engines.worker.Worker",
             "middleware": "rlgen.engines.gate.Gate",
             "disable_uvicorn_access_log": True,

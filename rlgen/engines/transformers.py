@@ -87,8 +87,10 @@ class TransformersEngine:
             hidden = self._model.get_decoder()(
                 input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state[:, -1]
-            logp = (self._head.logits(hidden, self._fp32_head) / sampling.temperature).log_softmax(-1)
-            chosen = _inverse_cdf(logp, uniforms[running, step])
+            logits = self._head.logits(hidden, self._fp32_head)
+            logp = (logits / sampling.logp_temperature).log_softmax(-1)
+            # Of the logits, as vLLM does: rounding makes equal log-probs of unequal logits.
+            chosen = logits.argmax(-1) if sampling.temperature == 0 else _inverse_cdf(logp, uniforms[running, step])
             chosen_logp = logp.gather(-1, chosen[:, None])[:, 0]
             stopped = torch.isin(chosen, stops)
             for row, token, value, ends in zip(

@@ -6,7 +6,7 @@ Torch-free: `rlgen --help` and `rlgen validate` answer at once.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
 from rlgen.recipe.fields import Count, Dtype, Number, Scalar, Strict, Text
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
@@ -122,12 +122,19 @@ class RewardRecipe(Strict):
         return self.name or self.use.rpartition(":")[2]
 
 
+def samples_or_greedy(temperature: float) -> float:
+    if 0 < temperature < 0.01:
+        raise ValueError("must be 0.01 or more: below it, rounding decides what is sampled")
+    return temperature
+
+
 class RolloutRecipe(Strict):
     prompts_per_step: Count = 8
     group_size: Count = 8
     """Completions of each prompt."""
     max_completion_tokens: Count = 512
-    temperature: Annotated[float, Field(strict=True, ge=0.01, le=2.0)] = 1.0
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2.0), AfterValidator(samples_or_greedy)] = 1.0
+    """0 is greedy, which no trainer learns from; otherwise 0.01 or more."""
     ahead: Literal[0, 1] = 0
     """Steps that sampling is ahead of training. 1: prompts are answered while a step trains, by weights one version old."""
     max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] = 1

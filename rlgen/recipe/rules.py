@@ -43,6 +43,15 @@ def contradictions(recipe: Recipe) -> list[Finding]:
                 "set rollout.group_size to 2 or more",
             )
         )
+    if rollout.temperature == 0:
+        found.append(
+            Finding(
+                "rollout.temperature",
+                "rollout.temperature is 0: all completions of a prompt are then equal, and"
+                f" trainer.kind {trainer.kind} learns by comparing them",
+                "set rollout.temperature to 0.01 or more; 1.0 samples the model as it is",
+            )
+        )
     if recipe.optim.micro_batch_tokens < longest:
         found.append(
             Finding(

@@ -77,26 +77,28 @@ def numerics(probe: Probe) -> Rung:
 
 def recipe_sampling(probe: Probe) -> Rung:
     """Rung 2: at the temperature of the recipe."""
-    temperature = probe.sampling.temperature
+    temperature, scored_at = probe.sampling.temperature, probe.sampling.logp_temperature
     if temperature == 1.0:
         sentence = "The recipe samples at temperature 1, as rung 1 did."
         return Rung(number=2, name="recipe's temperature", verdict=Verdict.NOT_NEEDED, sentence=sentence)
     samples = probe.sample(temperature, FEWER_TOKENS)
-    own, at_one = probe.trainer.logp(samples, temperature), probe.trainer.logp(samples, 1.0)
+    own = probe.trainer.logp(samples, scored_at)
+    # What a faulty engine would report: raw log-probs, or for greedy those of a sure choice.
+    faulty = [torch.zeros_like(logp) for logp in own] if temperature == 0 else probe.trainer.logp(samples, 1.0)
     return judged(
         2,
         "recipe's temperature",
         probe,
         between(own, sampler_logp(samples)),
-        f"Both sides mean log-probs at temperature {temperature:g}.",
-        lambda: explain(probe.trainer, samples, temperature, probe.bounds),
-        power=between(own, at_one),
+        f"Both sides mean log-probs at temperature {scored_at:g}.",
+        lambda: explain(probe.trainer, samples, scored_at, probe.bounds),
+        power=between(own, faulty),
     )
 
 
 def changed_sync(probe: Probe) -> Rung:
     """Rung 3: every tensor changed, sent, compared; then restored, sent, compared. The engine is left with the run's weights."""
-    temperature, trainer, bounds = probe.sampling.temperature, probe.trainer, probe.bounds
+    temperature, trainer, bounds = probe.sampling.logp_temperature, probe.trainer, probe.bounds
     before = probe.sample(temperature, FEWER_TOKENS)
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
@@ -147,7 +149,11 @@ def unmoved(before: list[Sample], after: list[Sample]) -> Cause | None:
 def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
     """Do just the rows differ whose prompts came from the prefix cache?"""
     fresh = [sample for sample in samples if not sample.cached_tokens]
-    if not fresh or len(fresh) == len(samples) or not probe.bounds.hold(probe.trainer.gap(fresh, probe.sampling.temperature)):
+    if (
+        not fresh
+        or len(fresh) == len(samples)
+        or not probe.bounds.hold(probe.trainer.gap(fresh, probe.sampling.logp_temperature))
+    ):
         return None
     return Fault.STALE_PREFIX_CACHE, "only completions of cached prompts differ: the cache holds activations of earlier weights"
 
@@ -155,7 +161,7 @@ def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
 def prefix_cache(probe: Probe) -> Rung:
     """Rung 4: a prompt that is in the cache, after its weights have changed."""
     number, name = 4, "prefix cache"
-    facts, temperature, tokens = probe.engine.facts(), probe.sampling.temperature, 8
+    facts, temperature, tokens = probe.engine.facts(), probe.sampling.logp_temperature, 8
     if facts.cache_block is None:
         return Rung(number=number, name=name, verdict=Verdict.NOT_NEEDED, sentence="The engine keeps no prefix cache.")
     length = facts.cache_block + 1

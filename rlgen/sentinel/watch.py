@@ -44,7 +44,7 @@ class Watch:
         What earlier weights sampled differs for an honest reason, and tells nothing.
 
         Args:
-            logp: [L] of each sample, by the trainer, at the temperature of the run.
+            logp: [L] of each sample, by the trainer, at the temperature of the engine's log-probs.
 
         Raises:
             SentinelError: they have, and the recipe says stop.
@@ -62,7 +62,7 @@ class Watch:
         """
         if self.probe_every is None or (step != self.probe.version + 1 and step % self.probe_every):
             return False
-        probe, temperature = replace(self.probe, version=step), self.probe.sampling.temperature
+        probe, temperature = replace(self.probe, version=step), self.probe.sampling.logp_temperature
         samples = probe.sample(temperature, FEWER_TOKENS, probe.prompts[:PROBED])
         logp = probe.trainer.logp(samples, temperature)
         return self.drifted(samples, logp, step + 1, f"weight sync of step {step}")
@@ -75,7 +75,7 @@ class Watch:
         if probe.bounds.hold(gap):
             return False
         words = probe.bounds.words(gap)
-        cause = explain(probe.trainer, worst(samples, logp), probe.sampling.temperature, probe.bounds)
+        cause = explain(probe.trainer, worst(samples, logp), probe.sampling.logp_temperature, probe.bounds)
         if self.on_drift == "warn":
             fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run and see `rlgen doctor`")
             self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
@@ -92,7 +92,7 @@ class Watch:
 
     def look_again(self, probe: Probe) -> Cause:
         """Climbs again on present weights: does the engine hold them, and does sending them once more help?"""
-        temperature = probe.sampling.temperature
+        temperature = probe.sampling.logp_temperature
         if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
             return (
                 Fault.STALE_ROLLOUTS,

@@ -128,7 +128,7 @@ class Trainer:
     def reference_logp(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """One [L] tensor a sample, at the temperature of the loss."""
         assert self.reference is not None  # built whenever the algorithm names a use for it
-        temperature = self.algorithm.loss_temperature or self.sampling.temperature
+        temperature = self.algorithm.loss_temperature or self.sampling.logp_temperature
         device = self.update.accelerator.device
         return score(self.reference, samples, temperature, self.recipe.optim.micro_batch_tokens, device)
 

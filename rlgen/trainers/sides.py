@@ -73,7 +73,7 @@ class Sides:
             algorithm=self.algorithm,
             updates=self.recipe.trainer.updates_per_rollout,
             max_grad_norm=self.recipe.optim.max_grad_norm,
-            temperature=self.probe.sampling.temperature,
+            temperature=self.probe.sampling.logp_temperature,
             max_tokens=self.probe.sampling.max_tokens,
             watch=watch,
         )
@@ -143,7 +143,7 @@ def toy_gradient(sides: Sides) -> Callable[[int], Tensor]:
     def gradient(budget: int) -> Tensor:
         samples = [
             replace(sample, group_id=place // 2, sample_index=place % 2, **first_tokens(sample, TOY_TOKENS + 3 * place))
-            for place, sample in enumerate(probe.sample(probe.sampling.temperature, FEWER_TOKENS)[:TOY_ROWS])
+            for place, sample in enumerate(probe.sample(probe.sampling.logp_temperature, FEWER_TOKENS)[:TOY_ROWS])
         ]
         rewards = torch.tensor([float(sample.sample_index) for sample in samples], dtype=torch.float64)
         signal = sides.algorithm.advantages(

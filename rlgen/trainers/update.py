@@ -34,7 +34,7 @@ class Updater:
     algorithm: Algorithm
     updates: int
     max_grad_norm: float
-    temperature: float  # of sampling
+    temperature: float  # of the engine's log-probs
     max_tokens: int
     watch: Watch | None  # None: the engine samples from a restricted distribution, which cannot be compared
 
@@ -96,7 +96,7 @@ class Updater:
         return entropy
 
     def _backward(self, window: Window, batch: Batch, update: int, sampled_logp: dict[int, Tensor]) -> tuple[float, Stats]:
-        """One micro-batch. Its log-probs at the sampling temperature go to `sampled_logp` on the first update."""
+        """One micro-batch. Its log-probs at the engine's temperature go to `sampled_logp` on the first update."""
         loss_temperature = self.algorithm.loss_temperature or self.temperature
         both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")

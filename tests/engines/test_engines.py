@@ -1,4 +1,7 @@
-"""Both engines keep the same promises: ids in, ids out, log-probs that mean the same as the trainer's."""
+"""Every engine keeps the promises of `Engine`: ids in, ids out, log-probs that mean the same as the trainer's.
+
+Tests that take the fixture `engine` go through the protocol alone and run on each of them; the others are about one engine.
+"""
 
 import os
 import random
@@ -8,11 +11,14 @@ import pytest
 import torch
 from conftest import CPU, make_sample, open_transformers, open_vllm, tiny_model
 
+from rlgen.engines import Engine
+from rlgen.engines.base import fingerprint
 from rlgen.errors import EngineError, SentinelError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.rollout.answers import check_answers
+from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
 from rlgen.types import Completion, Request, Sampling
 
@@ -41,16 +47,81 @@ def gap(policy: Policy, asked: list[Request], answers: list[Completion], tempera
     return max((torch.tensor(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_the_trainers_at_the_sampling_temperature(engine: Any, temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_log_probs_are_the_trainers_at_the_sampling_temperature(engine: Engine, temperature: float) -> None:
     asked, policy = requests(24), Policy(tiny_model("qwen3"), torch.float32, True)
-    answers = engine.generate(asked, Sampling(max_tokens=40, temperature=temperature, stop_ids=STOPS))
-    assert gap(policy, asked, answers, temperature) < 1e-5
+    sampling = Sampling(max_tokens=40, temperature=temperature, stop_ids=STOPS)
+    answers = engine.generate(asked, sampling)
+    assert sampling.logp_temperature == (temperature or 1.0)  # greedy: of the model as it is
+    assert gap(policy, asked, answers, sampling.logp_temperature) < 1e-5
     # the comparison can fail: scored at another temperature it is far off
-    assert gap(policy, asked, answers, 0.5 + temperature) > 0.1
+    assert gap(policy, asked, answers, 0.5 + sampling.logp_temperature) > 0.1
 
 
-def test_stop_tokens_are_kept_and_lengths_are_right(engine: Any) -> None:
+def test_greedy_takes_the_most_probable_id_and_of_equal_ones_the_lowest(engine: Engine) -> None:
+    model = tiny_model("qwen3")
+    with torch.no_grad():  # ids come in fours of the same embedding, which is the head's row too
+        weight = model.get_input_embeddings().weight
+        weight.copy_(weight[torch.arange(len(weight)) // 4 * 4])
+    engine.sync(checkpoint_tensors(model), 1)
+    asked = requests(16)
+    answers = engine.generate(asked, Sampling(max_tokens=12, temperature=0.0, stop_ids=STOPS))
+    for request, answer in zip(asked, answers, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([request.prompt_ids + answer.token_ids])).logits[0, len(request.prompt_ids) - 1 : -1]
+        best = logits.unflatten(-1, (-1, 4))[..., 0].argmax(-1) * 4
+        assert list(answer.token_ids) == best.tolist()
+    assert len({id_ for answer in answers for id_ in answer.token_ids}) > 10
+    assert answers[0].token_ids == answers[-1].token_ids  # one prompt, two seeds
+    engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
+
+
+def test_answers_stand_in_the_order_of_the_requests(engine: Engine) -> None:
+    asked = requests(40)
+    assert len({request.prompt_ids for request in asked}) < len(asked)  # some prompts are there more than once
+    answers = engine.generate(asked, Sampling(max_tokens=4, temperature=1.0, stop_ids=STOPS))
+    assert [answer.prompt_ids for answer in answers] == [request.prompt_ids for request in asked]
+
+
+def test_no_requests_no_answers(engine: Engine) -> None:
+    """A process whose share of the prompts is empty asks too."""
+    sampling = Sampling(max_tokens=4, temperature=1.0, stop_ids=STOPS)
+    assert engine.generate([], sampling) == [] and engine.prefill_logp([]) == []
+    assert rollout(engine, [], sampling, 4, 0, engine.weight_version, byte_tokenizer()) == []
+    assert len(engine.generate(requests(3), sampling)) == 3
+
+
+def test_prefilling_gives_the_log_probs_of_decoding(engine: Engine) -> None:
+    """Also where a single token is the prompt, or the completion."""
+    asked = [Request(prompt_ids=(7,), seed=1), *requests(10, longest=200)]
+    answers = engine.generate(asked, Sampling(max_tokens=20, temperature=1.0, stop_ids=STOPS))
+    rows = [(answer.prompt_ids, answer.token_ids) for answer in answers] + [((7,), (9,))]
+    prefilled = engine.prefill_logp(rows)
+    assert [len(logp) for logp in prefilled] == [len(ids) for _, ids in rows]
+    for answer, logp in zip(answers, prefilled[:-1], strict=True):
+        assert logp == pytest.approx(answer.logp, abs=1e-5)
+    with torch.no_grad():
+        assert prefilled[-1][0] == pytest.approx(
+            tiny_model("qwen3")(torch.tensor([[7]])).logits[0, -1].log_softmax(-1)[9].item(), abs=1e-5
+        )
+
+
+def test_a_receipt_is_of_every_byte_that_was_sent(engine: Engine) -> None:
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    sent = dict(checkpoint_tensors(model))
+    receipt = engine.sync(iter(sent.items()), 3, hashed=True)
+    assert receipt.received == {name: fingerprint(tensor, hashed=True) for name, tensor in sent.items()}
+    assert (receipt.version, engine.weight_version) == (3, 3)
+    # nothing that the checkpoint holds is left as it was; a head that is tied has no tensor of its own there
+    assert not set(receipt.not_loaded) & set(sent)
+    shapes = engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
+    assert shapes.received == {name: fingerprint(tensor, hashed=False) for name, tensor in sent.items()}
+
+
+def test_stop_tokens_are_kept_and_lengths_are_right(engine: Engine) -> None:
     # a third of the vocabulary stops, so that every case occurs
     stops = tuple(range(0, 260, 8))
     answers = engine.generate(requests(40), Sampling(max_tokens=6, temperature=1.0, stop_ids=stops))
@@ -62,7 +133,7 @@ def test_stop_tokens_are_kept_and_lengths_are_right(engine: Any) -> None:
         assert c.finish_reason == "stop" or len(c.token_ids) == 6
 
 
-def test_a_completion_follows_from_its_request_alone(engine: Any) -> None:
+def test_a_completion_follows_from_its_request_alone(engine: Engine) -> None:
     asked = requests(16, longest=200)
     sampling = Sampling(max_tokens=30, temperature=1.0, stop_ids=STOPS)
     whole = engine.generate(asked, sampling)
@@ -71,9 +142,11 @@ def test_a_completion_follows_from_its_request_alone(engine: Any) -> None:
     alone = [engine.generate([request], sampling)[0] for request in asked[:4]]
     assert [c.token_ids for c in reversed_] == [c.token_ids for c in whole]
     assert [c.token_ids for c in alone] == [c.token_ids for c in whole[:4]]
+    twice = engine.generate([asked[0], asked[0]], sampling)  # one prompt, one seed
+    assert [c.token_ids for c in twice] == [whole[0].token_ids] * 2
 
 
-def test_sampling_follows_the_distribution(engine: Any) -> None:
+def test_sampling_follows_the_distribution(engine: Engine) -> None:
     prompt = (10, 20, 30)
     answers = engine.generate(
         [Request(prompt_ids=prompt, seed=i) for i in range(2000)], Sampling(max_tokens=1, temperature=0.5, stop_ids=())
@@ -99,7 +172,7 @@ def test_the_process_is_left_as_it_was_found() -> None:
     assert state() == before
 
 
-def test_changed_weights_arrive(engine: Any) -> None:
+def test_changed_weights_arrive(engine: Engine) -> None:
     """The engine computes with the weights it was sent, and only after it was sent them. Of more models: `test_parity.py`."""
     model = tiny_model("qwen3")
     policy, asked = Policy(model, torch.float32, True), requests(12)

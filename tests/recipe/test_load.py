@@ -145,6 +145,9 @@ def test_overrides(recipe_file: Path) -> None:
         ("rewards.0.use=exactmatch", "did you mean `exact_match`?"),
         # two fields and the nearest valid value
         ("rollout.group_size=1", "set rollout.group_size to 2 or more"),
+        ("rollout.temperature=0", "set rollout.temperature to 0.01 or more"),
+        ("rollout.temperature=0.005", "must be 0.01 or more"),
+        ("rollout.temperature=-0.5", "greater than or equal to 0"),
         ("optim.micro_batch_tokens=75", "set optim.micro_batch_tokens to 76 or more"),
         ("optim.warmup_steps=2", "set optim.warmup_steps to 1 or less"),
         ("engine.max_model_len=75", "set engine.max_model_len to 76 or more"),

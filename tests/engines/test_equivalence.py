@@ -1,0 +1,337 @@
+"""One training step on every engine: the same weights and prompts lead to the same pairs, rewards, losses and new weights.
+
+Greedy on all engines; with seeds on those of vLLM, which draw alike (`transformers` draws in its own way). Three trainers, 2, 4
+completions of a prompt, prompts of unequal lengths, one of them a single token, one there twice, and completions of one token.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CPU
+from torch import Tensor
+
+from rlgen.engines import Engine, build_engine
+from rlgen.models.load import locate
+from rlgen.models.tiny import byte_tokenizer
+from rlgen.recipe import Recipe
+from rlgen.rollout.score import score
+from rlgen.run.console import Console
+from rlgen.run.directory import RunDirectory
+from rlgen.sentinel.sync import send_weights
+from rlgen.trainers import build, sides
+from rlgen.trainers.base import Algorithm
+from rlgen.trainers.window import Window
+from rlgen.types import Completion, Request, Sample, Sampling
+
+PROMPTS = ["7", "sort 3 1 2: ", "The quick brown fox jumps over the lazy dog. ", "sort 3 1 2: ", "once upon a time"]
+TWINS = 1, 3  # places of the prompt that is there twice
+PLACES = (0.25, 1.0, -0.5, 0.0)  # rewards by place in the group: best 1, worst 0 of two and 2 of four
+WORST = {2: 0, 4: 2}
+TRAINERS: dict[str, dict[str, Any]] = {
+    "grpo": {"kind": "grpo", "beta": 0.1, "updates_per_rollout": 2},
+    "rloo": {"kind": "rloo", "beta": 0.1, "entropy_bonus": 0.1, "updates_per_rollout": 2},
+    "online_dpo": {"kind": "online_dpo", "beta": 0.1, "updates_per_rollout": 2},
+}
+TEMPERATURE = {"greedy": 0.0, "sampled": 0.8}
+VERSION = 1  # of the weights that sample: others than those the engines are opened with
+
+
+def by_place(completions: list[str]) -> list[float]:
+    """A reward of the group: tells equal completions apart."""
+    return list(PLACES[: len(completions)])
+
+
+def by_text(completion: str) -> float:
+    return sum(completion.encode()) % 17 / 17
+
+
+def recipe_of(mode: str = "sampled", trainer: str = "grpo", size: int = 4, engine: dict[str, Any] | None = None) -> Recipe:
+    """Without the rules of a whole recipe, which refuse to train on greedy completions: equal ones teach little."""
+    return Recipe.model_validate(
+        {
+            "run": {"name": "equivalence", "steps": 2},
+            "model": {"path": "tiny:qwen3", "dtype": "float32"},
+            "data": {"source": "prompts.jsonl", "shuffle": False, "max_prompt_tokens": 48},
+            "rewards": [{"use": f"{__name__}:by_place"}, {"use": f"{__name__}:by_text", "weight": 2.0}],
+            "rollout": {
+                "prompts_per_step": len(PROMPTS),
+                "group_size": size,
+                "max_completion_tokens": 12,
+                "temperature": TEMPERATURE[mode],
+            },
+            "engine": engine or {"kind": "colocated"},
+            "trainer": TRAINERS[trainer],
+            "optim": {"micro_batch_tokens": 100},  # several micro-batches
+        }
+    )
+
+
+def open_engine(**engine: Any) -> Engine:
+    recipe = recipe_of(engine=engine)
+    return build_engine(recipe, locate(recipe.model.path), CPU)
+
+
+# Each is opened once and takes the weights of every case by a sync.
+# THE SERVER ENGINE: add it here, and to COMPARED what it is compared with.
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "transformers": lambda: open_engine(kind="transformers", max_num_seqs=8),
+    "colocated": lambda: open_engine(kind="colocated"),
+}
+# How completions are chosen, the engine that says what is right, and the one that is compared with it.
+COMPARED = [
+    ("greedy", "transformers", "colocated"),
+    ("greedy", "transformers", "colocated, in another order"),
+    ("sampled", "colocated", "colocated, in another order"),
+]
+PAIRS = {(mode, engine) for mode, *both in COMPARED for engine in both}
+
+
+@dataclass(frozen=True)
+class OtherOrder:
+    """An engine that is asked backwards and in small batches."""
+
+    engine: Engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        backwards = list(requests)[::-1]
+        answers = [self.engine.generate(backwards[start : start + 3], sampling) for start in range(0, len(backwards), 3)]
+        return [answer for few in answers for answer in few][::-1]
+
+
+@dataclass(frozen=True)
+class Overheard:
+    """The algorithm, and every loss that it computed."""
+
+    algorithm: Algorithm
+    losses: list[float] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.algorithm, name)
+
+    def loss(self, x: Any) -> Any:
+        loss, stats = self.algorithm.loss(x)
+        self.losses.append(loss.item())
+        return loss, stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """All that a step has been led to; one entry a sample, in the order of prompts and of places in their groups."""
+
+    samples: list[Sample]  # scored
+    advantages: list[float]
+    pairs: set[frozenset[tuple[int, int]]]  # (group, place in it) of the two rows that a loss joins, as trained
+    log_ratios: list[float]  # of policy to reference over a completion, before the step
+    losses: list[float]  # of each update
+    metrics: dict[str, Any]
+    before: Tensor  # [N] all weights
+    moved: Tensor  # [N] by how much
+
+
+def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Sequence[int]) -> Step:
+    """A step as a run takes it, on an engine that is open: every part is built from the recipe by the code that builds a run."""
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": str(folder / "prompts.jsonl")})})
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sides, "build_engine", lambda *_: engine)
+        patch.setattr(build, "climb", lambda probe: [])  # the engine's weights are still those of the case before
+        patch.setattr(build, "record_attempt", lambda *_: None)
+        trainer, _ = build.build_trainer(recipe, RunDirectory(folder, None), None, Console(2, 0))
+    policy, reference = trainer.policy, trainer.reference
+    # Changed weights: engine and policy are no copies of the reference any more.
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    before = flat(policy)
+    # Adam divides a gradient by its own size: of one that is zero by construction it would make steps of rounding errors.
+    heard = Overheard(trainer.algorithm)
+    update = replace(trainer.update, algorithm=heard, optimizer=torch.optim.SGD(policy.parameters(), lr=0.1))
+    sampling = replace(trainer.sampling, stop_ids=(*trainer.sampling.stop_ids, *further_stops))
+    trainer = replace(trainer, sampling=sampling, update=update)
+
+    send_weights(engine, policy.model, VERSION, hashed=True)
+    groups = trainer.sample(trainer.prompts.take(0, len(PROMPTS)), VERSION)
+    samples = [sample for group in trainer.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
+    window, signal = trainer.window(samples, epoch=0.0)
+    ratios = [math.nan] * len(samples)
+    if reference is not None:
+        ours, theirs = (score(model, samples, 1.0, 4096, CPU) for model in (policy, reference))
+        ratios = [(logp - ref_logp).sum().item() for logp, ref_logp in zip(ours, theirs, strict=True)]
+    metrics = trainer.update(window, step=VERSION + 1)
+    trainer.scorer.close()
+    pieces = len(window.micro_batches)
+    assert pieces > 1 and len(heard.losses) == 2 * pieces
+    return Step(
+        samples=samples,
+        advantages=signal.advantages.tolist(),
+        pairs=joined(window),
+        log_ratios=ratios,
+        losses=[sum(heard.losses[:pieces]), sum(heard.losses[pieces:])],
+        metrics=metrics,
+        before=before,
+        moved=flat(policy) - before,
+    )
+
+
+def flat(policy: Any) -> Tensor:
+    return torch.cat([parameter.detach().flatten().double() for parameter in policy.parameters()])
+
+
+def joined(window: Window) -> set[frozenset[tuple[int, int]]]:
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for sample, pair in zip(window.samples, window.pair_id.tolist(), strict=True):
+        if pair >= 0:
+            rows.setdefault(pair, []).append((sample.group_id, sample.sample_index))
+    assert all(len(pair) == 2 for pair in rows.values())
+    return set(map(frozenset, rows.values()))
+
+
+Steps = Callable[[str, str, str, int], Step]
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
+    """(mode, engine, trainer, group size) -> the step; each is taken once."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    opened: dict[str, Engine] = {}
+
+    def engine(name: str) -> Engine:
+        base, _, other_order = name.partition(", ")
+        if base not in opened:
+            opened[base] = ENGINES[base]()
+        return OtherOrder(opened[base]) if other_order else opened[base]
+
+    @cache
+    def further_stops(mode: str) -> tuple[int, ...]:
+        """Ids that end one completion with its first token and others later on."""
+        folder = tmp_path_factory.mktemp("stops")
+        samples = take_step(recipe_of(mode, size=2), engine("colocated"), folder, ()).samples
+        return samples[2 * TWINS[0]].completion_ids[0], samples[-1].completion_ids[3]
+
+    @cache
+    def taken(mode: str, name: str, trainer: str, size: int) -> Step:
+        return take_step(recipe_of(mode, trainer, size), engine(name), tmp_path_factory.mktemp("run"), further_stops(mode))
+
+    yield taken
+    for one in opened.values():
+        one.close()
+    torch.set_num_threads(threads)
+
+
+def all_cases(function: Any) -> Any:
+    return pytest.mark.parametrize("trainer", TRAINERS)(pytest.mark.parametrize("size", [2, 4])(function))
+
+
+EXACT = ("group_id", "sample_index", "prompt_ids", "completion_ids", "finish_reason", "seed", "loss_mask", "rewards", "reward")
+
+
+@pytest.mark.parametrize("mode, right, compared", COMPARED)
+@all_cases
+def test_a_step_is_the_same_on_every_engine(step: Steps, mode: str, right: str, compared: str, trainer: str, size: int) -> None:
+    one, other = step(mode, right, trainer, size), step(mode, compared, trainer, size)
+    for name in (*EXACT, "completion", "weight_version"):
+        assert [getattr(s, name) for s in other.samples] == [getattr(s, name) for s in one.samples], name
+    assert other.pairs == one.pairs
+    for ours, theirs in zip(one.samples, other.samples, strict=True):
+        assert theirs.sampler_logp == pytest.approx(ours.sampler_logp, abs=1e-5)
+    assert other.advantages == pytest.approx(one.advantages, abs=1e-5)
+    assert other.losses == pytest.approx(one.losses, abs=1e-5)
+    assert torch.equal(other.before, one.before)
+    # Of equal completions the larger parts of the gradient cancel, and their rounding stays.
+    part = 1e-4 if mode == "greedy" else 1e-5
+    assert (other.moved - one.moved).norm() <= part * one.moved.norm() + 1e-9 * one.before.norm()
+
+
+@pytest.mark.parametrize("mode, engine", sorted(PAIRS))
+@all_cases
+def test_what_a_step_is_made_of(step: Steps, mode: str, engine: str, trainer: str, size: int) -> None:
+    """What is known without any engine to compare with."""
+    taken = step(mode, engine, trainer, size)
+    samples = taken.samples
+    # Groups: every prompt has its own, also the one that is there twice.
+    assert [(s.group_id, s.sample_index) for s in samples] == [(g, i) for g in range(len(PROMPTS)) for i in range(size)]
+    assert [s.prompt_ids for s in samples] == [tuple(byte_tokenizer()(text).input_ids) for text in PROMPTS for _ in range(size)]
+    assert len(samples[0].prompt_ids) == 1 and len({len(s.prompt_ids) for s in samples}) == 4
+    assert len({s.seed for s in samples}) == len(samples)
+    assert {s.weight_version for s in samples} == {VERSION}
+    twins = [[s.completion_ids for s in samples if s.group_id == place] for place in TWINS]
+    assert (twins[0] == twins[1]) == (mode == "greedy")
+    assert (len(set(twins[0])) == 1) == (mode == "greedy")
+    # Completions: of one token, of all tokens, and of lengths between.
+    lengths = {len(s.completion_ids) for s in samples}
+    assert {1, 12} < lengths
+    assert all(s.finish_reason == "stop" for s in samples if len(s.completion_ids) < 12)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    # Log-probs: the trainer's own.
+    assert 0 < taken.metrics["sampler/delta_max"] < 1e-5 and not taken.metrics["sentinel/drift"]
+    # Rewards.
+    for s in samples:
+        assert s.rewards == {"by_place": PLACES[s.sample_index], "by_text": by_text(s.completion)}
+        assert s.reward == pytest.approx(PLACES[s.sample_index] + 2 * by_text(s.completion))
+    # Advantages and pairs.
+    groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+    if trainer == "online_dpo":
+        check_pairs(taken, groups, mode)
+    else:
+        assert taken.pairs == set()
+        check_advantages(taken, groups, mode, trainer)
+    # Of equal completions one pair's gradient is zero; the others move the weights.
+    moved = (taken.moved.norm() / taken.before.norm()).item()
+    assert moved < 1e-6 if (mode, trainer) == ("greedy", "online_dpo") else moved > 1e-4
+
+
+def check_pairs(taken: Step, groups: list[list[Sample]], mode: str) -> None:
+    """The best and the worst completion of each prompt are a pair, and nothing else is."""
+    ends = [(max(group, key=reward_of), min(group, key=reward_of)) for group in groups]
+    if mode == "greedy":  # the texts are equal, and the place alone decides
+        size = len(groups[0])
+        assert [(best.sample_index, worst.sample_index) for best, worst in ends] == [(1, WORST[size])] * len(groups)
+    assert all(best.reward > worst.reward and best.group_id == worst.group_id for best, worst in ends)
+    assert taken.pairs == {frozenset([key(best), key(worst)]) for best, worst in ends}
+    signs = {key(best): 1.0 for best, _ in ends} | {key(worst): -1.0 for _, worst in ends}
+    assert taken.advantages == [signs.get(key(sample), 0.0) for group in groups for sample in group]
+    # The loss joins the same rows: computed here from the pairs alone.
+    ratios = dict(zip([key(sample) for group in groups for sample in group], taken.log_ratios, strict=True))
+    margins = [0.1 * (ratios[key(best)] - ratios[key(worst)]) for best, worst in ends]
+    assert taken.losses[0] == pytest.approx(statistics.mean(math.log1p(math.exp(-margin)) for margin in margins), abs=1e-5)
+    if mode == "greedy":
+        assert taken.losses == pytest.approx([math.log(2)] * 2, abs=1e-5)
+    else:
+        assert abs(taken.losses[0] - math.log(2)) > 1e-3 and taken.losses[1] < taken.losses[0]
+
+
+def check_advantages(taken: Step, groups: list[list[Sample]], mode: str, trainer: str) -> None:
+    advantages = iter(taken.advantages)
+    for group in groups:
+        rewards, size = [reward_of(sample) for sample in group], len(group)
+        of_group = [next(advantages) for _ in group]
+        if trainer == "grpo":
+            mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
+            assert of_group == pytest.approx([(reward - mean) / (deviation + 1e-4) for reward in rewards], abs=1e-9)
+        elif mode == "greedy":  # the KL in the rewards is the same for equal completions
+            others = [(sum(rewards) - reward) / (size - 1) for reward in rewards]
+            assert of_group == pytest.approx([r - o for r, o in zip(rewards, others, strict=True)], abs=1e-5)
+        else:
+            assert sum(of_group) == pytest.approx(0, abs=1e-9) and max(map(abs, of_group)) > 0.1
+
+
+def key(sample: Sample) -> tuple[int, int]:
+    return sample.group_id, sample.sample_index
+
+
+def reward_of(sample: Sample) -> float:
+    assert sample.reward is not None
+    return sample.reward
