@@ -40,14 +40,19 @@ class Server:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"}
         self._timeout = timeout
+        self._soon = min(ANSWER_SECONDS, timeout)
 
-    def call(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_SECONDS) -> Any:
+    def call(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """The JSON that the server answers.
 
+        Args:
+            timeout: seconds. None: for a question that needs no computing.
+
         Raises:
-            ServerLost: it is gone, or silent for `timeout` seconds.
+            ServerLost: it is gone, or silent for that long.
             EngineError: it refuses.
         """
+        timeout = timeout or self._soon
         try:
             answer = httpx.request(method, self.url + route, json=body, headers=self._headers, timeout=timeout, trust_env=False)
         except httpx.HTTPError as error:
@@ -79,16 +84,16 @@ class Server:
             method, present = ("POST", (400, 422)) if route == "/inference/v1/generate" else ("GET", (405,))
             try:
                 answer = httpx.request(
-                    method, self.url + route, json={}, headers=self._headers, timeout=ANSWER_SECONDS, trust_env=False
+                    method, self.url + route, json={}, headers=self._headers, timeout=self._soon, trust_env=False
                 )
             except httpx.HTTPError as error:
-                raise self.lost(route, error, ANSWER_SECONDS) from error
+                raise self.lost(route, error, self._soon) from error
             if answer.status_code not in present:
                 self.checked(route, answer)
 
     def facts(self) -> tuple[Facts, dict[str, Any]]:
         """What the server is, and the shape of its model, see `model_shape`."""
-        told = dict(self.rpc("rlgen_facts", ANSWER_SECONDS)[0])
+        told = dict(self.rpc("rlgen_facts", self._soon)[0])
         facts = Facts(
             engine=told["engine"],
             model=told["model"],

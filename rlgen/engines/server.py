@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch import Tensor
 
 from rlgen.engines.base import Facts, Receipt
@@ -44,6 +45,9 @@ class Supervisor:
             process.stop()
             raise
         return process
+
+    def processes(self) -> list[psutil.Process]:
+        return self._process.processes()
 
     def restart(self) -> None:
         """At the same place."""

@@ -1,0 +1,293 @@
+"""What can happen to a server, done to a real one: each ends in bounded time, with a name, or in a recovery that is told.
+
+After a recovery the answers are those of a server that nothing happened to, to the last bit: ids and log-probs follow from
+requests and weights alone.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import tiny_model
+
+from rlgen.engines import server as server_module
+from rlgen.engines.base import Receipt
+from rlgen.engines.http import Server
+from rlgen.engines.launch import ServerPlan, new_token
+from rlgen.engines.server import Member, ServerEngine, Supervisor
+from rlgen.engines.transfer import Outbox
+from rlgen.errors import EngineError, RlgenError, ServerLost
+from rlgen.models.load import model_shape
+from rlgen.models.tiny import build_tiny
+from rlgen.models.weights import checkpoint_tensors
+from rlgen.types import Completion, Request, Sampling
+
+pytestmark = pytest.mark.vllm
+TIMEOUT = 6.0  # seconds without an answer
+SAMPLING = Sampling(max_tokens=32, temperature=1.0, stop_ids=(257,))
+REQUESTS = [Request(prompt_ids=tuple(range(3, 5 + place % 7)), seed=1000 + place) for place in range(48)]
+
+
+def plan(port: int = 0) -> ServerPlan:
+    return ServerPlan(
+        model=str(build_tiny("qwen3")),
+        revision=None,
+        dtype="float32",
+        fp32_head=True,
+        max_model_len=256,
+        max_num_seqs=64,
+        kv_cache_gib=None,
+        gpu_memory_utilization=None,
+        tensor_parallel_size=1,
+        host="127.0.0.1",
+        port=port,
+        model_impl="auto",
+        quantization=None,
+        enforce_eager=None,
+        extra={},
+    )
+
+
+class Bench:
+    """A launched server, an engine on it, and what the engine says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.token = new_token()
+        self.supervisor = Supervisor(plan(), self.token, folder / "server.log", 120)
+        self.said: list[str] = []
+        self.model = tiny_model("qwen3")
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+
+    def engine(
+        self, supervised: bool = True, restarts: int = 2, token: str | None = None, url: str | None = None
+    ) -> ServerEngine:
+        self.said.clear()
+        at = Server(url or self.supervisor.url, token or self.token, TIMEOUT)
+        return ServerEngine(
+            members=[Member(at, self.supervisor if supervised else None)],
+            shape=model_shape(self.model.config),
+            in_flight=False,
+            restarts=restarts,
+            outbox=Outbox(None),
+            say=self.said.append,
+        )
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Inside the block, the model has others."""
+        norm = self.model.model.norm.weight.data
+        own = norm.clone()
+        norm.mul_(1.5)
+        yield
+        norm.copy_(own)
+
+    def kill(self) -> None:
+        """All of the server at once, as the kernel does when memory runs out."""
+        for process in self.supervisor.processes():
+            process.kill()
+        psutil.wait_procs(self.supervisor.processes(), timeout=10)
+
+    def signal_server(self, number: int) -> None:
+        for process in self.supervisor.processes():
+            process.send_signal(number)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    opened = Bench(tmp_path_factory.mktemp("server"))
+    yield opened
+    opened.supervisor.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bench: Bench) -> list[Completion]:
+    engine = bench.engine()
+    engine.sync(checkpoint_tensors(bench.model), 1)
+    answers = engine.generate(REQUESTS, SAMPLING)
+    close(engine)
+    assert len({answer.token_ids for answer in answers}) == len(REQUESTS)
+    return answers
+
+
+@pytest.fixture
+def engine(bench: Bench, undisturbed: list[Completion]) -> Iterator[ServerEngine]:
+    """With the weights that `undisturbed` was sampled by."""
+    opened = bench.engine()
+    opened.sync(checkpoint_tensors(bench.model), 1)
+    yield opened
+    close(opened)
+
+
+def close(engine: ServerEngine) -> None:
+    """All but the server, which other tests go on with."""
+    engine._background.shutdown(wait=False, cancel_futures=True)
+    engine._outbox.close()
+
+
+def after(seconds: float, action: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
+def failure(action: Callable[[], Any], within: float) -> RlgenError:
+    """The error that `action` ends with, in time."""
+    began = time.monotonic()
+    with pytest.raises(RlgenError) as caught:
+        action()
+    assert time.monotonic() - began < within
+    return caught.value
+
+
+def test_a_server_that_is_not_there(bench: Bench) -> None:
+    error = failure(lambda: bench.engine(url="http://127.0.0.1:9"), within=5)
+    assert isinstance(error, ServerLost) and error.exit_code == 6
+    assert "http://127.0.0.1:9 cannot be reached" in str(error)
+
+
+def test_a_wrong_token(bench: Bench) -> None:
+    error = failure(lambda: bench.engine(token="guessed"), within=5)
+    assert error.exit_code == 6 and "engine.token_env" in str(error) and bench.token not in str(error)
+
+
+def test_a_server_of_another_model(bench: Bench) -> None:
+    shape = model_shape(tiny_model("llama").config)
+    error = failure(lambda: ServerEngine._examined(Server(bench.supervisor.url, bench.token, TIMEOUT), shape), within=5)
+    assert error.exit_code == 6 and "model_type is qwen3 there, llama here" in str(error)
+
+
+def test_killed_while_idle(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+    bench.kill()
+    assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+    assert engine.recoveries == 1
+    assert "cannot be reached" in bench.said[0] and "starting it again" in bench.said[0] and "version 1" in bench.said[1]
+
+
+def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion]) -> None:
+    engine = bench.engine(supervised=False)
+    engine.sync(checkpoint_tensors(bench.model), 1)
+    bench.kill()
+    error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
+    assert isinstance(error, ServerLost) and engine.recoveries == 0
+    # Started anew by whoever runs it, it answers with the weights of its folder: it is stale until it is given ours.
+    bench.supervisor.restart()
+    assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+    assert engine.recoveries == 1 and "has the weights of version 1 again" in bench.said[0]
+    close(engine)
+
+
+def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+    arrived: list[int] = []
+    sample = Server.sample
+
+    async def killing(self: Server, requests: Any, sampling: Any, salt: str, version_of: Any, hand_over: Any) -> None:
+        def one_more(place: int, answer: Completion) -> None:
+            hand_over(place, answer)
+            arrived.append(place)
+            if len(arrived) == 5:
+                bench.kill()
+
+        await sample(self, requests, sampling, salt, version_of, one_more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "sample", killing)
+        assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+    assert engine.recoveries == 1
+    assert arrived.index(arrived[-1]) >= 5 and len(set(arrived)) == len(REQUESTS)  # what had arrived was not asked again
+    assert len(arrived) == len(REQUESTS)
+
+
+def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+    Server(bench.supervisor.url, bench.token, TIMEOUT).pause()  # it takes requests and answers its health probe
+    began = time.monotonic()
+    assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+    assert "has answered none for" in bench.said[0] and "still says that it is healthy" in bench.said[0]
+    assert engine.recoveries == 1 and time.monotonic() - began < 90
+
+
+def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion]) -> None:
+    engine = bench.engine(supervised=False)
+    engine.sync(checkpoint_tensors(bench.model), 1)
+    bench.signal_server(signal.SIGSTOP)
+    try:
+        error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=60)
+    finally:
+        bench.signal_server(signal.SIGCONT)
+    assert isinstance(error, ServerLost) and "health probe" in str(error)
+    close(engine)
+
+
+def test_killed_during_a_sync(bench: Bench, engine: ServerEngine) -> None:
+    load = Server.load
+    fired: list[int] = []
+
+    def killing(self: Server, folder: str, version: int, hashed: bool) -> Receipt:
+        if not fired:
+            fired.append(os.getpid())
+            bench.signal_server(signal.SIGSTOP)  # it gets the order and does not carry it out
+            after(1.0, bench.kill)
+        return load(self, folder, version, hashed)
+
+    with bench.other_weights(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "load", killing)
+        receipt = engine.sync(checkpoint_tensors(bench.model), 2, hashed=True)
+        assert fired and receipt.version == engine.weight_version == 2 and engine.recoveries == 1
+        answers = engine.generate(REQUESTS[:8], SAMPLING)
+        assert {answer.weight_version for answer in answers} == {2}
+        assert_log_probs(bench, answers)
+
+
+def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+    write = Outbox.write
+
+    def cutting(self: Outbox, weights: Any, version: int) -> Path:
+        folder = write(self, weights, version)
+        file = next(folder.glob("*.safetensors"))
+        os.truncate(file, file.stat().st_size // 2)
+        return folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module.Outbox, "write", cutting)
+        error = failure(lambda: engine.sync(checkpoint_tensors(bench.model), 2), within=10)
+    assert type(error) is EngineError and "bytes, but" in str(error) and "model-00000.safetensors" in str(error)
+    assert engine.weight_version == 1  # the server goes on with the weights it had, and says so
+    assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+
+
+def test_brought_back_often_enough(bench: Bench, undisturbed: list[Completion]) -> None:
+    engine = bench.engine(restarts=0)
+    engine.sync(checkpoint_tensors(bench.model), 1)
+    Server(bench.supervisor.url, bench.token, TIMEOUT).set_label("other.7")
+    error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
+    assert error.exit_code == 6 and "engine.restarts" in str(error) and "not those of this run" in str(error)
+    close(engine)
+
+
+def test_taken_over_by_another_run(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+    other = bench.engine()
+    with bench.other_weights():
+        other.sync(checkpoint_tensors(bench.model), 1)
+    assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+    assert engine.recoveries == 1 and len(bench.said) == 1
+    close(other)
+
+
+def assert_log_probs(bench: Bench, answers: list[Completion]) -> None:
+    """Those of the weights that `bench.model` has."""
+    for answer in answers:
+        ids = torch.tensor([answer.prompt_ids + answer.token_ids])
+        with torch.no_grad():
+            logp = bench.model(ids).logits[0].float().log_softmax(-1)
+        first = len(answer.prompt_ids)
+        own = [logp[first - 1 + at, token].item() for at, token in enumerate(answer.token_ids)]
+        assert own == pytest.approx(answer.logp, abs=1e-5)
