@@ -130,8 +130,9 @@ class RolloutRecipe(Strict):
     temperature: Annotated[float, Field(strict=True, ge=0.01, le=2.0)] = 1.0
 
 
-class ColocatedEngineRecipe(Strict):
-    kind: Literal["colocated"] = "colocated"
+class VllmRecipe(Strict):
+    """What decides how vLLM runs, wherever it does."""
+
     dtype: Dtype | None = None
     """None: model.dtype."""
     max_model_len: Count | None = None
@@ -143,16 +144,44 @@ class ColocatedEngineRecipe(Strict):
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     """Share of the GPU for weights and KV cache. None: 0.45."""
     tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
-    sleep: StrictBool = False
-    """Free the engine's memory while the trainer works. GPU only."""
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
     quantization: Text | None = None
-    structured_regex: Text | None = None
-    """Restrict completions to this regular expression."""
     enforce_eager: StrictBool | None = None
     """No graph capture. None: eager on the CPU, graphs on a GPU."""
     extra: dict[StrictStr, Any] = {}
     """Further arguments of vLLM; those that rlgen relies on are refused."""
+
+
+class ColocatedEngineRecipe(VllmRecipe):
+    kind: Literal["colocated"] = "colocated"
+    sleep: StrictBool = False
+    """Free the engine's memory while the trainer works. GPU only."""
+    structured_regex: Text | None = None
+    """Restrict completions to this regular expression."""
+
+
+class ServerEngineRecipe(VllmRecipe):
+    kind: Literal["server"]
+    url: Text | Annotated[list[Text], Field(min_length=1)] | None = None
+    """Servers that run already, started by `rlgen serve`."""
+    launch: StrictBool = False
+    """Start a server, restart it when it dies, stop it with the run."""
+    host: Text = "127.0.0.1"
+    """Where a launched server listens."""
+    port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
+    """None: a free one."""
+    token_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "RLGEN_SERVER_TOKEN"
+    """Environment variable that holds the servers' token; a launched server gets a new one unless it is set."""
+    timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
+    """Seconds without any answer after which a server counts as dead."""
+    start_timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
+    """Seconds that a launched server has to get ready."""
+    restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 2
+    """How often in a run a server that died or lost its weights is brought back."""
+    transfer_dir: Text | None = None
+    """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
+    in_flight: StrictBool = False
+    """With rollout.ahead: weights change under requests that are being answered, instead of after them."""
 
 
 # What rlgen's promise rests on, or sets from another key.
@@ -163,6 +192,9 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "enable_sleep_mode"),
         *("logprobs_mode", "max_logprobs", "generation_config", "model_impl", "quantization", "trust_remote_code"),
         *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
+        # Of a server.
+        *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
+        *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
     ]
 )
 
@@ -202,7 +234,7 @@ class SentinelRecipe(Strict):
     """When they differ by more in a batch: train on and say so, stop, or keep a checkpoint of what was trained and stop."""
 
 
-EngineRecipe = Annotated[ColocatedEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
+EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
 
 
 class Recipe(Strict):
