@@ -364,9 +364,9 @@ def test_the_reason_is_the_first_cause() -> None:
 def test_a_port_that_is_taken_is_refused_at_once(serving: Serving) -> None:
     port = httpx.URL(serving.client.base_url).port
     assert port is not None
-    with pytest.raises(EngineError, match=f"no server can listen on 127.0.0.1 port {port}"):
+    with pytest.raises(EngineError, match=rf"no server can listen on 127\.0\.0\.1 port {port}"):
         claim("127.0.0.1", port)
-    with pytest.raises(EngineError, match="no server can listen on 192.0.2.77"):
+    with pytest.raises(EngineError, match=r"no server can listen on 192\.0\.2\.77"):
         claim("192.0.2.77", 0)
 
 
