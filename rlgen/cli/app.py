@@ -74,6 +74,19 @@ def doctor(
 
 
 @app.command()
+def serve(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. 127.0.0.1 unless said.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0: a free one. 8000 unless said.")] = None,
+) -> None:
+    """Start a vLLM server for a recipe's model; training then connects to it. Ctrl-C stops it."""
+    from rlgen.cli.serve import serve_command
+
+    serve_command(recipe, overrides or [], host, port)
+
+
+@app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe without running it: keys, values, rules, files. Loads no model."""
     from rlgen.cli.inspect import validate_command

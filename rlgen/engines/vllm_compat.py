@@ -290,27 +290,44 @@ def facts(vllm: Any, model_config: Any, cache_config: Any) -> Facts:
     )
 
 
-def load_into(model: nn.Module, reload: Callable[[Weights], None], quantised: bool, weights: Weights) -> tuple[str, ...]:
+def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], None], weights: Weights) -> tuple[str, ...]:
     """Replaces all weights of vLLM's `model`. Names are those of the checkpoint. Runs where the model is.
 
-    The caller empties the prefix cache afterwards: what it holds was computed with the old weights.
+    The caller empties the prefix cache afterwards: what it holds was computed with the old weights. After an exception some
+    weights are new and some old; another load heals that.
 
     Args:
         reload: vLLM's own `reload_weights`, which loads, packs and quantises as at the start.
-        quantised: tensors are loaded under other names than they are held: nothing is concluded from those not loaded.
 
     Returns:
-        The engine's own names of tensors that the loader did not fill.
+        The engine's own names of tensors that the loader did not fill. Quantised tensors are loaded under other names than
+        they are held: nothing is concluded from those.
     """
     if not torch.cuda.is_available():
         forget_expert_kernels(model)
     listen(model)
     try:
         reload(weights)
+    except BaseException:
+        put_back(model, model_config)
+        raise
     finally:
         missed = stop_listening(model)
     repack_heads(model)
-    return () if quantised else tuple(sorted(missed))
+    return tuple(sorted(missed)) if model_config.quantization is None else ()
+
+
+def put_back(model: nn.Module, model_config: Any) -> None:
+    """After a reload that failed, gives the layers that it did not finish the tensors that they had.
+
+    vLLM leaves them half taken apart: the next reload fails where this one did, and the one after leaves a tied head without
+    its weight.
+    """
+    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    for layer in model.modules():
+        found = layerwise.get_layerwise_info(layer)
+        found.load_numel, found.loaded_weights = 0, []
+    layerwise.finalize_layerwise_reload(model, model_config)
 
 
 def listen(model: nn.Module) -> None:
@@ -345,8 +362,8 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
     (model,) = llm.apply_model(lambda model: model)  # the model itself: the worker lives in this process
     not_loaded = load_into(
         model,
+        llm.llm_engine.model_config,
         lambda tensors: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors}),
-        llm.llm_engine.model_config.quantization is not None,
         weights,
     )
     if not reset_prefix_cache(llm):

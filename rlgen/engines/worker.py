@@ -49,8 +49,8 @@ class Worker:
         try:
             not_loaded = vllm_compat.load_into(
                 self.model_runner.get_model(),
+                self.vllm_config.model_config,
                 lambda weights: self.reload_weights(weights_iterator=weights),
-                self.vllm_config.model_config.quantization is not None,
                 ledger.record(read_tensors(files)),
             )
         except Exception as error:  # vLLM raises whatever its parts raise

@@ -203,6 +203,9 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "enable_sleep_mode"),
         *("logprobs_mode", "max_logprobs", "generation_config", "model_impl", "quantization", "trust_remote_code"),
         *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
+        # Of a server.
+        *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
+        *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
     ]
 )
 

@@ -1,9 +1,10 @@
 """What no single field can know: contradictions between fields, and fields without an effect."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, Recipe
+from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, Recipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
@@ -84,8 +85,10 @@ def contradictions(recipe: Recipe) -> list[Finding]:
             found.append(
                 Finding(f"rewards.{index}", f"two rewards are called `{label}`", f"set rewards.{index}.name to another name")
             )
-    if isinstance(engine, ColocatedEngineRecipe):
+    if isinstance(engine, VllmRecipe):
         found += _engine_contradictions(recipe, engine, both)
+    if isinstance(engine, ServerEngineRecipe):
+        found += _server_contradictions(engine)
     if (options := recipe.task_options) is not None:
         low, high = getattr(options, "min_length", 0), getattr(options, "max_length", 0)
         if low > high:
@@ -146,7 +149,7 @@ def _trainer_contradictions(trainer: TrainerRecipe) -> list[Finding]:
     return found
 
 
-def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: str) -> list[Finding]:
+def _engine_contradictions(recipe: Recipe, engine: VllmRecipe, both: str) -> list[Finding]:
     found: list[Finding] = []
     longest, trainer = recipe.max_row_tokens, recipe.trainer
     if engine.max_model_len is not None and engine.max_model_len < longest:
@@ -165,7 +168,8 @@ def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: 
                 "remove one of them",
             )
         )
-    if engine.structured_regex is not None and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
+    structured = isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None
+    if structured and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
         found.append(
             Finding(
                 "engine.structured_regex",
@@ -174,11 +178,41 @@ def _engine_contradictions(recipe: Recipe, engine: ColocatedEngineRecipe, both: 
                 "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex",
             )
         )
-    for name in sorted(set(engine.extra) & RESERVED_ENGINE_ARGUMENTS):
-        found.append(
-            Finding(f"engine.extra.{name}", f"engine.extra.{name} is set by rlgen: its promise rests on it", "remove it")
-        )
+    for name in sorted(engine.extra):
+        path = f"engine.extra.{name}"
+        if name.replace("-", "_") in RESERVED_ENGINE_ARGUMENTS:
+            found.append(Finding(path, f"{path} is set by rlgen: its promise rests on it", "remove it"))
+        elif not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            found.append(Finding(path, f"{path} is no argument of vLLM", "write it as vLLM does in Python: lower_case"))
     return found
+
+
+def _server_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
+    found: list[Finding] = []
+    urls = servers(engine)
+    if not urls and not engine.launch:
+        what = "engine.kind server, but neither engine.url nor engine.launch says which"
+        found.append(Finding("engine.kind", what, "set engine.url to what `rlgen serve` printed, or engine.launch to true"))
+    if urls and engine.launch:
+        what = "engine.url names a server that runs already, but engine.launch is true: rlgen would start another"
+        found.append(Finding("engine.url", what, "remove one of them"))
+    for index, url in enumerate(urls):
+        if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", url):
+            hint = f"write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
+            found.append(Finding("engine.url", f"engine.url: {url!r} is no address of a server", hint))
+        elif url.rstrip("/") in [other.rstrip("/") for other in urls[:index]]:
+            found.append(Finding("engine.url", f"engine.url names {url} twice", "remove one of them"))
+    return found
+
+
+def servers(engine: ServerEngineRecipe) -> list[str]:
+    """The addresses that `engine.url` names."""
+    return [engine.url] if isinstance(engine.url, str) else list(engine.url or [])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody outside this machine can reach `host`."""
+    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
 def inert(recipe: Recipe) -> list[Finding]:
@@ -199,6 +233,12 @@ def inert(recipe: Recipe) -> list[Finding]:
     if task and not (data.chat or data.system):
         why = "data.template_args has no effect: the prompts of a task are texts, and no template is applied"
         found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
+    if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.url is not None:
+        # All but the dtype, which says what the server is expected to have.
+        for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "host", "port", "start_timeout"]:
+            path = f"engine.{key}"
+            why = f"{path} has no effect beside engine.url: that server runs already, with its own"
+            found.append(Finding(path, why, "remove it, and give it to `rlgen serve`"))
     if model.path.startswith("tiny:") or is_local_model(model.path):
         found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
     return found
@@ -253,6 +293,11 @@ def notices(recipe: Recipe) -> list[str]:
         said.append(
             "engine.structured_regex: the sentinel checks the engine before step 1 without it; batches cannot be compared"
         )
+    if isinstance(recipe.engine, ServerEngineRecipe):
+        hosts = [re.sub(r"^https?://|(:\d+)?(/.*)?$", "", url) for url in servers(recipe.engine) if url.startswith("http://")]
+        hosts += [recipe.engine.host] if recipe.engine.launch else []
+        for host in dict.fromkeys(host for host in hosts if not is_loopback(host)):
+            said.append(f"engine: {host} is beyond this machine, and http is not encrypted: for networks that you trust only")
     trainer = recipe.trainer
     if isinstance(trainer, GRPORecipe) and trainer.loss in ("gspo", "luspo") and "token" in trainer.correction.mode:
         said.append(
@@ -276,7 +321,7 @@ REFUSED = {
     "optim.per_device_train_batch_size": "say rollout.prompts_per_step; micro-batches follow from micro_batch_tokens",
     "optim.gradient_accumulation_steps": "micro-batches follow from optim.micro_batch_tokens and change no result",
     "optim.lr": "did you mean `learning_rate`?",
-    "engine.url": "an engine of this kind has no server",
+    "engine.url": "an engine of this kind has no server; set engine.kind to server",
 }
 REFUSED_BY_KIND = {
     "rloo": {

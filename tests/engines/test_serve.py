@@ -1,0 +1,418 @@
+"""A real vLLM server, started as a user starts it: what it says, takes, refuses, opens, and leaves behind."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from conftest import ROOT, open_vllm, tiny_model
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlgen.engines.base import fingerprint
+from rlgen.engines.gate import Gate
+from rlgen.engines.launch import ServerPlan, ServerProcess, claim, flags, reason
+from rlgen.errors import EngineError, SetupError
+from rlgen.models.tiny import build_tiny
+from rlgen.models.weights import checkpoint_tensors
+
+pytestmark = pytest.mark.vllm
+
+TOKEN = "a token of the tests"
+RECIPE = """\
+model: {path: "tiny:qwen3", dtype: float32}
+data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
+rewards: [{use: exact_match}]
+rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
+"""
+PLAN = ServerPlan(
+    model="tiny", revision=None, dtype="float32", fp32_head=True, max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1,
+    gpu_memory_utilization=None, tensor_parallel_size=1, host="127.0.0.1", port=0, model_impl="auto", quantization=None,
+    enforce_eager=None, extra={},
+)  # fmt: skip
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    head = psutil.Process(pid)
+    return [head, *head.children(recursive=True)]
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> bool:
+    """Whether all of them are dead within so many seconds; a zombie that nobody waits for is."""
+    end = time.monotonic() + seconds
+
+    def lives(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    while any(map(lives, processes)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not any(map(lives, processes))
+
+
+def listening(processes: list[psutil.Process]) -> list[str]:
+    """Addresses that the processes listen on."""
+    connections = [connection for process in processes for connection in process.net_connections(kind="inet")]
+    return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
+
+
+def outer_interface() -> str | None:
+    """A network interface that others can reach."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family.name == "AF_INET" and not a.address.startswith("127.") for a in addresses):
+            return name
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A running `rlgen serve`."""
+
+    process: "subprocess.Popen[str]"
+    client: httpx.Client
+    lines: list[str]
+    token_file: Path
+
+    def rpc(self, method: str, **arguments: Any) -> dict[str, Any]:
+        answer = self.client.post("/collective_rpc", json={"method": method, "kwargs": arguments})
+        assert answer.status_code == 200, answer.text
+        (result,) = answer.json()["results"]
+        return result
+
+    def sample(self, prompt: list[int]) -> tuple[list[int], list[float]]:
+        """Eight tokens and their log-probs."""
+        assert self.client.post("/reset_prefix_cache").status_code == 200
+        params = {"temperature": 1.0, "max_tokens": 8, "seed": 5, "logprobs": 0}
+        answer = self.client.post("/inference/v1/generate", json={"token_ids": prompt, "sampling_params": params})
+        choice = answer.json()["choices"][0]
+        return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "r.yaml").write_text(RECIPE)
+    build_tiny("qwen3")
+    # The name of an outer interface in the environment: gloo would listen there, were it not told otherwise.
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": outer_interface() or "lo", "RANK": "3", "WORLD_SIZE": "9"}
+    environment.pop("RLGEN_SERVER_TOKEN", None)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "rlgen", "serve", str(folder / "r.yaml"), "--port", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("ready"):
+            break
+    found = re.search(r"at (http://127\.0\.0\.1:\d+); RLGEN_SERVER_TOKEN=\$\(cat (\S+)\)", lines[-1])
+    assert found, lines
+    token = Path(found[2]).read_text()
+    headers = {"Authorization": f"Bearer {token}"}
+    with httpx.Client(base_url=found[1], headers=headers, timeout=60, trust_env=False) as client:
+        yield Serving(process, client, lines, Path(found[2]))
+    family = tree(process.pid) if process.poll() is None else []
+    process.terminate()
+    process.wait(30)
+    assert gone(family, 10)
+
+
+# --- what it says and takes --------------------------------------------------------------------------------------------------
+
+
+def test_the_server_says_what_it_is(serving: Serving) -> None:
+    facts = serving.rpc("rlgen_facts")
+    assert facts["engine"].startswith("vllm 0.") and facts["model"] == str(build_tiny("qwen3"))
+    settings = {"dtype": "float32", "head_dtype": "float32", "logprobs_mode": "processed_logprobs", "vocab_size": 260}
+    assert facts["settings"] == settings and facts["revision"] is None
+    assert (sorted(facts["stop_ids"]), facts["max_model_len"], facts["cache_block"]) == ([257, 259], 76, 128)
+    assert facts["cuda"] == torch.cuda.is_available()
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], version: int) -> Path:
+    """Weights as a trainer sends them, in two files."""
+    folder.mkdir(exist_ok=True)
+    names = sorted(tensors)
+    for number, part in enumerate((names[:5], names[5:])):
+        save_file({name: tensors[name] for name in part}, folder / f"{number}.safetensors")
+    files = {file.name: {"bytes": file.stat().st_size} for file in folder.glob("*.safetensors")}
+    manifest = {"version": version, "files": files, "tensors": len(tensors)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def changed(seed: int) -> tuple[Any, dict[str, Tensor]]:
+    """The tiny model with every weight moved, and its tensors."""
+    model = tiny_model("qwen3")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model, {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
+
+
+def logp(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
+
+
+def test_weights_that_are_loaded_are_those_it_samples_from(serving: Serving, tmp_path: Path) -> None:
+    model, tensors = changed(1)
+    receipt = serving.rpc("rlgen_load", path=str(write(tmp_path / "v1", tensors, 1)), version=1, hashed=True)
+    assert receipt["version"] == 1 and receipt["not_loaded"] == []
+    assert receipt["received"] == {name: fingerprint(tensor, hashed=True) for name, tensor in tensors.items()}
+    prompt = [10, 20, 30, 40]
+    ids, values = serving.sample(prompt)
+    # embedding and head are tied: a head that stayed old would be off by nats
+    assert max(abs(a - b) for a, b in zip(values, logp(model, prompt, ids), strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(values, logp(tiny_model("qwen3"), prompt, ids), strict=True)) > 0.1
+    assert ":" not in "".join(serving.rpc("rlgen_load", path=str(tmp_path / "v1"), version=1, hashed=False)["received"].values())
+
+
+def test_what_is_not_whole_is_refused_before_anything_is_loaded(serving: Serving, tmp_path: Path) -> None:
+    before = serving.sample([1, 2, 3])
+    _, tensors = changed(2)
+
+    def refused(name: str, version: int = 2) -> str:
+        told = serving.rpc("rlgen_load", path=str(tmp_path / name), version=version, hashed=False)
+        assert told.keys() == {"error", "intact"} and told["intact"] is True
+        return str(told["error"])
+
+    file = write(tmp_path / "cut", tensors, 2) / "1.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "1.safetensors: " in refused("cut") and "were written" in refused("cut")
+    # as long as it should be, but without its end
+    manifest = json.loads((tmp_path / "cut/manifest.json").read_text())
+    manifest["files"]["1.safetensors"]["bytes"] -= 100
+    (tmp_path / "cut/manifest.json").write_text(json.dumps(manifest))
+    assert "not a whole safetensors file" in refused("cut")
+    write(tmp_path / "lost", tensors, 2).joinpath("0.safetensors").unlink()
+    assert "0.safetensors: no bytes" in refused("lost")
+    save_file({"x": torch.zeros(1)}, write(tmp_path / "more", tensors, 2) / "9.safetensors")
+    assert "9.safetensors" in refused("more")
+    write(tmp_path / "old", tensors, 1)
+    assert "of version 1, not 2" in refused("old")
+    write(tmp_path / "few", tensors, 2)
+    manifest = json.loads((tmp_path / "few/manifest.json").read_text())
+    (tmp_path / "few/manifest.json").write_text(json.dumps({**manifest, "tensors": len(tensors) + 1}))
+    assert f"{len(tensors)} tensors, but {len(tensors) + 1} were written" in refused("few")
+    (tmp_path / "few/manifest.json").write_text("{")
+    assert "no readable manifest" in refused("few")
+    assert "no readable manifest" in refused("nowhere")
+    assert serving.sample([1, 2, 3]) == before
+
+
+def test_a_load_that_fails_half_way_says_so_and_the_next_one_heals_it(serving: Serving, tmp_path: Path) -> None:
+    model, tensors = changed(3)
+    wrong = {**tensors, "model.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}
+    told = serving.rpc("rlgen_load", path=str(write(tmp_path / "wrong", wrong, 3)), version=3, hashed=False)
+    assert told["intact"] is False and "wrong: " in told["error"]
+    receipt = serving.rpc("rlgen_load", path=str(write(tmp_path / "right", tensors, 4)), version=4, hashed=False)
+    assert receipt["not_loaded"] == []
+    ids, values = serving.sample([7, 8])
+    assert max(abs(a - b) for a, b in zip(values, logp(model, [7, 8], ids), strict=True)) < 1e-5
+
+
+def test_an_unknown_method_does_not_end_the_server(serving: Serving) -> None:
+    # uvicorn closes a connection after such an answer, and the client would use it again
+    headers = {"Connection": "close"}
+    answer = serving.client.post("/collective_rpc", json={"method": "no_such_method"}, headers=headers)
+    assert answer.status_code == 500
+    serving.sample([1])
+
+
+# --- what it refuses and opens -----------------------------------------------------------------------------------------------
+
+
+def test_no_route_answers_without_the_token(serving: Serving) -> None:
+    paths = serving.client.get("/openapi.json").json()["paths"]
+    routes = [(method, path) for path, methods in paths.items() for method in methods]
+    routes += [("get", path) for path in ("/openapi.json", "/docs", "/redoc", "/metrics", "/metrics/", "/no/such/route")]
+    routes += [("options", "/collective_rpc"), ("head", "/health")]
+    known = {"/health", "/ping", "/load", "/version", "/collective_rpc", "/pause", "/inference/v1/generate", "/weight_info"}
+    assert known <= set(paths) and len(routes) > 30
+    wrong = ["", "Bearer", "Bearer wrong", serving.client.headers["Authorization"] + "x", "Basic " + TOKEN]
+    with httpx.Client(base_url=serving.client.base_url, timeout=10, trust_env=False) as stranger:
+        for method, path in routes:
+            path = re.sub(r"\{\w+\}", "x", path)
+            for headers in ({}, *({"Authorization": text} for text in wrong)):
+                answer = stranger.request(method, path, headers=headers)
+                assert answer.status_code == 401, (method, path, headers, answer.text)
+                assert answer.text in ('{"detail":""}', "")
+        # two of them: whoever reads the first and whoever reads the last would differ
+        right = serving.client.headers["Authorization"]
+        assert stranger.get("/health", headers=[("Authorization", right), ("Authorization", "x")]).status_code == 401
+        assert stranger.get("/health", headers={"Authorization": right}).status_code == 200
+    log = Path(re.search(r"log: (\S+)", serving.lines[0])[1]).read_text()  # type: ignore[index]
+    assert 1 <= len(re.findall(r"requests refused without the token", log)) <= 10
+
+
+async def through(gate: Gate, scope: dict[str, Any]) -> list[Any]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read before the door is open")
+
+    await gate(scope, receive, send)
+    return sent
+
+
+def test_the_gate_holds_for_websockets_and_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(scope["type"])
+
+    monkeypatch.delenv("RLGEN_SERVER_TOKEN", raising=False)
+    with pytest.raises(SetupError, match="RLGEN_SERVER_TOKEN is not set"):
+        Gate(app)
+    monkeypatch.setenv("RLGEN_SERVER_TOKEN", TOKEN)
+    gate = Gate(app)
+    refused = {"type": "websocket", "headers": [(b"authorization", b"Bearer no")], "path": "/v1/realtime"}
+    assert asyncio.run(through(gate, refused)) == [{"type": "websocket.close", "code": 1008}]
+    admitted = {**refused, "headers": [(b"authorization", f"Bearer {TOKEN}".encode())]}
+    assert asyncio.run(through(gate, admitted)) == ["websocket"]
+    assert asyncio.run(through(gate, {"type": "lifespan"})) == ["lifespan"]
+
+
+def test_nothing_listens_beyond_loopback(serving: Serving) -> None:
+    addresses = listening(tree(serving.process.pid))
+    assert len(addresses) > 1 and set(addresses) == {"127.0.0.1"}
+
+
+def test_an_engine_in_this_process_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", outer_interface() or "lo")
+    engine = open_vllm("qwen3", max_num_seqs=4)
+    try:
+        addresses = listening([psutil.Process()])
+        assert addresses and set(addresses) == {"127.0.0.1"}
+    finally:
+        engine.close()
+
+
+def test_the_token_stands_in_no_command_line_and_in_a_file_for_its_owner(serving: Serving) -> None:
+    token = serving.token_file.read_text()
+    assert len(token) >= 32 and serving.token_file.stat().st_mode & 0o777 == 0o600
+    assert not any(token in text for process in tree(serving.process.pid) for text in process.cmdline())
+    assert not any(token in line for line in serving.lines)
+
+
+def test_the_environment_holds_no_launch_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "VLLM_API_KEY"),
+        *("TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "VLLM_DP_RANK"),
+    }
+    for name in foreign:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", "/somewhere")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/elsewhere")
+    environment = PLAN.environment(TOKEN)
+    assert foreign & environment.keys() == set()
+    assert (environment["HF_HOME"], environment["VLLM_CACHE_ROOT"]) == ("/somewhere", "/elsewhere")
+    assert environment["RLGEN_SERVER_TOKEN"] == TOKEN
+    assert (environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1")
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+    with pytest.raises(EngineError, match="needs a token"):
+        PLAN.environment("")
+
+
+def test_arguments_become_flags() -> None:
+    arguments = {"max_num_seqs": 8, "enforce_eager": True, "x": False, "revision": None, "hf_overrides": {"a": 1}, "l": ["p", 2]}
+    assert flags(arguments) == ["--max-num-seqs=8", "--enforce-eager", "--no-x", '--hf-overrides={"a": 1}', "--l", "p", "2"]
+    assert flags({"hf_overrides": {}}) == []
+
+
+# --- how it ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_dies_early_says_why(tmp_path: Path) -> None:
+    plan = ServerPlan(**{**{name: getattr(PLAN, name) for name in PLAN.__slots__}, "extra": {"no_such_argument": 1}})
+    server = ServerProcess.start(plan, TOKEN, tmp_path / "server.log")
+    with pytest.raises(EngineError, match=r"exit code 2: this vLLM has no argument --no-such-argument=1; correct engine.extra"):
+        server.wait_ready(100)
+    assert not server.alive()
+    server.stop()
+
+
+def test_the_reason_is_the_first_cause() -> None:
+    log = (
+        "(EngineCore pid=7) INFO 11-21 10:00:00 [core.py:1] starting\n"
+        "(EngineCore pid=7) ERROR 11-21 10:00:01 [core.py:12] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-21 10:00:01 [core.py:12] ValueError: no room for the KV cache\n"
+        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+    )
+    assert reason(log) == "ValueError: no room for the KV cache"
+    assert reason("one\ntwo\n") == "one; two"
+    assert reason("") == "it said nothing"
+
+
+def test_a_port_that_is_taken_is_refused_at_once(serving: Serving) -> None:
+    port = httpx.URL(serving.client.base_url).port
+    assert port is not None
+    with pytest.raises(EngineError, match=rf"no server can listen on 127\.0\.0\.1 port {port}"):
+        claim("127.0.0.1", port)
+    with pytest.raises(EngineError, match=r"no server can listen on 192\.0\.2\.77"):
+        claim("192.0.2.77", 0)
+
+
+def test_asked_to_stop_it_leaves_nothing(serving: Serving) -> None:
+    """The last test of the served model."""
+    family = tree(serving.process.pid)
+    assert len(family) >= 4  # rlgen serve, guard, HTTP server, engine
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(30) == 0
+    assert gone(family, 1) and not serving.token_file.exists()
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from test_serve import PLAN, TOKEN
+from dataclasses import replace
+from rlgen.engines.launch import ServerProcess
+from rlgen.models.tiny import build_tiny
+plan = replace(PLAN, model=str(build_tiny("qwen3")), tensor_parallel_size=2)
+server = ServerProcess.start(plan, TOKEN, Path(sys.argv[1]))
+server.wait_ready(200)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/engines")])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path / "log")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n", (tmp_path / "log").read_text()[-3000:]
+    family = tree(owner.pid)
+    names = {process.name() for process in family}
+    assert {"VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"} <= names
+    assert set(listening(family)) == {"127.0.0.1"}
+    shared = {m.path for process in family for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    assert any("/psm_" in path for path in shared) and any("/vllm_dist_" in path for path in shared)
+    owner.kill()
+    owner.wait()
+    assert gone(family, 20)
+    assert not any(map(os.path.exists, shared))
+    assert list(tmp_path.glob("rlgen-*")) == []
