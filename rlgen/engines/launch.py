@@ -34,6 +34,7 @@ FOREIGN_NAMES = {
 }
 FOREIGN_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "OMPI_", "PMI_", "VLLM_DP_")
 STOP_SECONDS = guard.GRACE + 10.0
+LONGEST_PARENT = 50  # a socket's path has at most 107 characters, and vLLM needs 37 of them below our folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,8 @@ class ServerProcess:
         """
         plan = replace(plan, port=claim(plan.host, plan.port))
         # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
-        folder = Path(tempfile.mkdtemp(prefix="rlgen-"))
+        parent = tempfile.gettempdir()
+        folder = Path(tempfile.mkdtemp(prefix="rlgen-", dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))
         environment = {**plan.environment(token), "TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *plan.command()]
         with log.open("ab") as output:
