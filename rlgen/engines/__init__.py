@@ -18,6 +18,7 @@ from rlgen.errors import SetupError
 from rlgen.models.load import load_model, model_shape
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
+from rlgen.recipe.rules import servers
 
 __all__ = ["Engine", "build_engine"]
 
@@ -80,7 +81,7 @@ def open_servers(
     if settings.launch:
         plan = server_plan(recipe, settings, location)
         supervisor = Supervisor(plan, token, logs / "server.log", settings.start_timeout)
-    urls = [supervisor.url] if supervisor else [settings.url] if isinstance(settings.url, str) else settings.url or []
+    urls = [supervisor.url] if supervisor else servers(settings)
     try:
         return ServerEngine(
             members=[Member(Server(url, token, settings.timeout), supervisor) for url in urls],

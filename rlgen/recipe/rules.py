@@ -222,7 +222,8 @@ def inert(recipe: Recipe) -> list[Finding]:
     found += _inert_in_trainer(trainer)
     if not recipe.rollout.ahead:
         on_policy = "when rollout.ahead is 0: every sample is of the present weights"
-        for path in ("rollout.max_staleness", "sentinel.probe_every"):
+        paths = ["rollout.max_staleness", "sentinel.probe_every"]
+        for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
             found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
     task, local = recipe.task, is_local_source(data.source)
     if task is None:

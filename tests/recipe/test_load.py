@@ -140,7 +140,7 @@ def test_overrides(recipe_file: Path) -> None:
         ("run.steps=8.5", "must be a whole number, not 8.5"),
         ("run.steps='8'", "must be a whole number, not '8'"),
         ("run.steps=true", "must be a whole number, not True"),
-        ("engine.kind=vllm", "'vllm' is not one of colocated, transformers"),
+        ("engine.kind=vllm", "'vllm' is not one of colocated, server, transformers"),
         ("data.source=task:srot", "did you mean `sort`?"),
         ("rewards.0.use=exactmatch", "did you mean `exact_match`?"),
         # two fields and the nearest valid value
