@@ -18,7 +18,8 @@ def imported(path: Path) -> set[str]:
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    strings = {n.args[0].value for n in nodes if isinstance(n, ast.Call) and n.args and isinstance(n.args[0], ast.Constant)}
+    calls = [n for n in nodes if isinstance(n, ast.Call) and n.args and not ast.unparse(n.func).endswith("getLogger")]
+    strings = {n.args[0].value for n in calls if isinstance(n.args[0], ast.Constant)}
     return names | {text for text in strings if isinstance(text, str) and text.split(".")[0] == "vllm"}
 
 

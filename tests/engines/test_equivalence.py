@@ -1,7 +1,8 @@
 """One training step on every engine: the same weights and prompts lead to the same pairs, rewards, losses and new weights.
 
-Greedy on all engines; with seeds on those of vLLM, which draw alike (`transformers` draws in its own way). Three trainers, 2, 4
-completions of a prompt, prompts of unequal lengths, one of them a single token, one there twice, and completions of one token.
+Greedy on all engines; with seeds on those of vLLM, which draw alike (`transformers` draws in its own way). Three trainers, 2
+and 4 completions of a prompt, prompts of unequal lengths, one of them a single token, one there twice, and completions of one
+token.
 """
 
 import json
@@ -35,10 +36,11 @@ PROMPTS = ["7", "sort 3 1 2: ", "The quick brown fox jumps over the lazy dog. ",
 TWINS = 1, 3  # places of the prompt that is there twice
 PLACES = (0.25, 1.0, -0.5, 0.0)  # rewards by place in the group: best 1, worst 0 of two and 2 of four
 WORST = {2: 0, 4: 2}
+BETA = 0.1
 TRAINERS: dict[str, dict[str, Any]] = {
-    "grpo": {"kind": "grpo", "beta": 0.1, "updates_per_rollout": 2},
-    "rloo": {"kind": "rloo", "beta": 0.1, "entropy_bonus": 0.1, "updates_per_rollout": 2},
-    "online_dpo": {"kind": "online_dpo", "beta": 0.1, "updates_per_rollout": 2},
+    "grpo": {"kind": "grpo", "beta": BETA, "updates_per_rollout": 2},
+    "rloo": {"kind": "rloo", "beta": BETA, "entropy_bonus": 0.1, "updates_per_rollout": 2},
+    "online_dpo": {"kind": "online_dpo", "beta": BETA, "updates_per_rollout": 2},
 }
 TEMPERATURE = {"greedy": 0.0, "sampled": 0.8}
 VERSION = 1  # of the weights that sample: others than those the engines are opened with
@@ -132,7 +134,8 @@ class Step:
     samples: list[Sample]  # scored
     advantages: list[float]
     pairs: set[frozenset[tuple[int, int]]]  # (group, place in it) of the two rows that a loss joins, as trained
-    log_ratios: list[float]  # of policy to reference over a completion, before the step
+    logp: list[Tensor]  # [L] of the policy before the step, at the temperature of the loss
+    ref_logp: list[Tensor]  # [L] of the reference
     losses: list[float]  # of each update
     metrics: dict[str, Any]
     before: Tensor  # [N] all weights
@@ -149,6 +152,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         patch.setattr(build, "record_attempt", lambda *_: None)
         trainer, _ = build.build_trainer(recipe, RunDirectory(folder, None), None, Console(2, 0))
     policy, reference = trainer.policy, trainer.reference
+    assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -165,10 +169,8 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     groups = trainer.sample(trainer.prompts.take(0, len(PROMPTS)), VERSION)
     samples = [sample for group in trainer.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
     window, signal = trainer.window(samples, epoch=0.0)
-    ratios = [math.nan] * len(samples)
-    if reference is not None:
-        ours, theirs = (score(model, samples, 1.0, 4096, CPU) for model in (policy, reference))
-        ratios = [(logp - ref_logp).sum().item() for logp, ref_logp in zip(ours, theirs, strict=True)]
+    temperature = 1.0 if recipe.trainer.kind == "online_dpo" else recipe.rollout.temperature or 1.0
+    logp, ref_logp = (score(model, samples, temperature, 4096, CPU) for model in (policy, reference))
     metrics = trainer.update(window, step=VERSION + 1)
     trainer.scorer.close()
     pieces = len(window.micro_batches)
@@ -177,7 +179,8 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         samples=samples,
         advantages=signal.advantages.tolist(),
         pairs=joined(window),
-        log_ratios=ratios,
+        logp=logp,
+        ref_logp=ref_logp,
         losses=[sum(heard.losses[:pieces]), sum(heard.losses[pieces:])],
         metrics=metrics,
         before=before,
@@ -287,7 +290,7 @@ def test_what_a_step_is_made_of(step: Steps, mode: str, engine: str, trainer: st
         check_pairs(taken, groups, mode)
     else:
         assert taken.pairs == set()
-        check_advantages(taken, groups, mode, trainer)
+        check_grpo(taken, groups) if trainer == "grpo" else check_rloo(taken, groups, mode)
     # Of equal completions one pair's gradient is zero; the others move the weights.
     moved = (taken.moved.norm() / taken.before.norm()).item()
     assert moved < 1e-6 if (mode, trainer) == ("greedy", "online_dpo") else moved > 1e-4
@@ -304,8 +307,9 @@ def check_pairs(taken: Step, groups: list[list[Sample]], mode: str) -> None:
     signs = {key(best): 1.0 for best, _ in ends} | {key(worst): -1.0 for _, worst in ends}
     assert taken.advantages == [signs.get(key(sample), 0.0) for group in groups for sample in group]
     # The loss joins the same rows: computed here from the pairs alone.
-    ratios = dict(zip([key(sample) for group in groups for sample in group], taken.log_ratios, strict=True))
-    margins = [0.1 * (ratios[key(best)] - ratios[key(worst)]) for best, worst in ends]
+    ratios = [(ours - theirs).sum().item() for ours, theirs in zip(taken.logp, taken.ref_logp, strict=True)]
+    ratio = dict(zip([key(sample) for group in groups for sample in group], ratios, strict=True))
+    margins = [BETA * (ratio[key(best)] - ratio[key(worst)]) for best, worst in ends]
     assert taken.losses[0] == pytest.approx(statistics.mean(math.log1p(math.exp(-margin)) for margin in margins), abs=1e-5)
     if mode == "greedy":
         assert taken.losses == pytest.approx([math.log(2)] * 2, abs=1e-5)
@@ -313,19 +317,29 @@ def check_pairs(taken: Step, groups: list[list[Sample]], mode: str) -> None:
         assert abs(taken.losses[0] - math.log(2)) > 1e-3 and taken.losses[1] < taken.losses[0]
 
 
-def check_advantages(taken: Step, groups: list[list[Sample]], mode: str, trainer: str) -> None:
-    advantages = iter(taken.advantages)
+def check_grpo(taken: Step, groups: list[list[Sample]]) -> None:
+    expected = []
     for group in groups:
-        rewards, size = [reward_of(sample) for sample in group], len(group)
-        of_group = [next(advantages) for _ in group]
-        if trainer == "grpo":
-            mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
-            assert of_group == pytest.approx([(reward - mean) / (deviation + 1e-4) for reward in rewards], abs=1e-9)
-        elif mode == "greedy":  # the KL in the rewards is the same for equal completions
-            others = [(sum(rewards) - reward) / (size - 1) for reward in rewards]
-            assert of_group == pytest.approx([r - o for r, o in zip(rewards, others, strict=True)], abs=1e-5)
-        else:
-            assert sum(of_group) == pytest.approx(0, abs=1e-9) and max(map(abs, of_group)) > 0.1
+        rewards = [reward_of(sample) for sample in group]
+        mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
+        expected += [(reward - mean) / (deviation + 1e-4) for reward in rewards]
+    assert taken.advantages == pytest.approx(expected, abs=1e-9)
+    # The loss, of all tokens alike: the ratio is 1 before the weights have moved, and the KL is k3.
+    parts = [
+        -advantage + BETA * ((ref_logp - logp).exp() + logp - ref_logp - 1)
+        for advantage, logp, ref_logp in zip(expected, taken.logp, taken.ref_logp, strict=True)
+    ]
+    assert taken.losses[0] == pytest.approx(torch.cat(parts).mean().item(), abs=1e-5)
+
+
+def check_rloo(taken: Step, groups: list[list[Sample]], mode: str) -> None:
+    # The KL in the rewards is the same for equal completions, and cancels.
+    kl = [(logp - ref_logp).sum().item() for logp, ref_logp in zip(taken.logp, taken.ref_logp, strict=True)]
+    beta, size, expected = 0.0 if mode == "greedy" else BETA, len(groups[0]), []
+    for number, group in enumerate(groups):
+        rewards = [reward_of(sample) - beta * kl[number * size + place] for place, sample in enumerate(group)]
+        expected += [reward - (sum(rewards) - reward) / (size - 1) for reward in rewards]
+    assert taken.advantages == pytest.approx(expected, abs=1e-5)
 
 
 def key(sample: Sample) -> tuple[int, int]:

@@ -1,15 +1,19 @@
 """Every fault that the sentinel can name is planted, and named: by the ladder before step 1."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import planted as p
 import pytest
 
+from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.trainers.sides import load_data, open_sides, toy_gradient
+from rlgen.types import Completion, Request, Sampling
 
 UP_1, UP_2 = "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"
 DOWN = "model.layers.2.mlp.down_proj.weight"
@@ -86,8 +90,10 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
 WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT}
 
 
-def ladder(recipe: Path, overrides: list[str]) -> list[Rung]:
+def ladder(recipe: Path, overrides: list[str], greedy: bool = False) -> list[Rung]:
     loaded = load_recipe(recipe, ["rollout.max_completion_tokens=24", *overrides]).recipe
+    if greedy:  # refused in a recipe
+        loaded = loaded.model_copy(update={"rollout": loaded.rollout.model_copy(update={"temperature": 0.0})})
     sides = open_sides(loaded, load_data(loaded), None, recipe.parent, print)
     try:
         return list(climb(sides.probe, toy_gradient(sides)))
@@ -116,6 +122,26 @@ def test_without_a_fault_nothing_is_named(recipe_file: Path, engine: str, dtype:
     expected = {Verdict.OK} if engine == LONG else {Verdict.OK, Verdict.NOT_NEEDED}
     assert {rung.verdict for rung in rungs} == expected
     assert all(rung.power > 5 * rung.bound for rung in rungs if rung.power is not None and rung.bound is not None)
+
+
+def test_greedy_is_compared_at_temperature_1(recipe_file: Path) -> None:
+    rungs = ladder(recipe_file, [TRANSFORMERS], greedy=True)
+    assert [rung.number for rung in rungs] == list(range(7))
+    assert {rung.verdict for rung in rungs} == {Verdict.OK, Verdict.NOT_NEEDED}
+    assert rungs[2].verdict is Verdict.OK and "at temperature 1" in rungs[2].sentence
+    assert rungs[2].power is not None and rungs[2].power > 1  # were the choice reported as a sure one, with log-probs of 0
+
+
+def test_greedy_log_probs_of_a_sure_choice_are_seen(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = TransformersEngine.generate
+
+    def sure(engine: TransformersEngine, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        answers = generate(engine, requests, sampling)
+        return answers if sampling.temperature else [replace(a, logp=(0.0,) * len(a.token_ids)) for a in answers]
+
+    monkeypatch.setattr(TransformersEngine, "generate", sure)
+    rungs = ladder(recipe_file, [TRANSFORMERS], greedy=True)
+    assert (rungs[-1].number, rungs[-1].verdict) == (2, Verdict.FAILED), rungs[-1]
 
 
 def test_every_fault_is_planted_somewhere() -> None:
