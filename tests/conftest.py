@@ -6,16 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
 
-from rlgen.engines import Engine
+from rlgen.engines import Engine, build_engine
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.models.load import load_model
+from rlgen.models.load import load_model, locate
 from rlgen.models.tiny import build_tiny
+from rlgen.recipe import Recipe
 from rlgen.types import Sample
 
 ROOT = Path(__file__).parent.parent
@@ -71,8 +73,26 @@ def open_transformers(name: str) -> TransformersEngine:
     return TransformersEngine(model=tiny_model(name), fp32_head=True, max_num_seqs=64)
 
 
-# THE SERVER ENGINE: add it here, and every promise of `Engine` is tested on it.
-OPENERS: dict[str, Callable[[str], Engine]] = {"colocated": open_vllm, "transformers": open_transformers}
+def open_server(name: str) -> Engine:
+    """A server that is launched, and stopped when the engine is closed."""
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "server"},
+            "model": {"path": f"tiny:{name}", "dtype": "float32"},
+            "data": {"source": "task:sort"},
+            "rewards": [{"use": "exact_match"}],
+            "engine": {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": 120.0},
+        }
+    )
+    return build_engine(recipe, locate(recipe.model.path), CPU, Path(mkdtemp()), print)
+
+
+# Every promise of `Engine` is tested on each.
+OPENERS: dict[str, Callable[[str], Engine]] = {
+    "colocated": open_vllm,
+    "transformers": open_transformers,
+    "server": open_server,
+}
 
 
 @pytest.fixture(scope="module", params=OPENERS)

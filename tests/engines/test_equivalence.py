@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -78,20 +79,22 @@ def recipe_of(mode: str = "sampled", trainer: str = "grpo", size: int = 4, engin
 
 def open_engine(**engine: Any) -> Engine:
     recipe = recipe_of(engine=engine)
-    return build_engine(recipe, locate(recipe.model.path), CPU)
+    return build_engine(recipe, locate(recipe.model.path), CPU, Path(mkdtemp()), print)
 
 
 # Each is opened once and takes the weights of every case by a sync.
-# THE SERVER ENGINE: add it here, and to COMPARED what it is compared with.
 ENGINES: dict[str, Callable[[], Engine]] = {
     "transformers": lambda: open_engine(kind="transformers", max_num_seqs=8),
     "colocated": lambda: open_engine(kind="colocated"),
+    "server": lambda: open_engine(kind="server", launch=True),
 }
 # How completions are chosen, the engine that says what is right, and the one that is compared with it.
 COMPARED = [
     ("greedy", "transformers", "colocated"),
     ("greedy", "transformers", "colocated, in another order"),
+    ("greedy", "transformers", "server"),
     ("sampled", "colocated", "colocated, in another order"),
+    ("sampled", "colocated", "server"),
 ]
 PAIRS = {(mode, engine) for mode, *both in COMPARED for engine in both}
 
