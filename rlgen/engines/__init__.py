@@ -12,8 +12,11 @@ from rlgen.recipe.models import ColocatedEngineRecipe
 __all__ = ["Engine", "build_engine"]
 
 
-def build_engine(recipe: Recipe, location: str, device: torch.device) -> Engine:
+def build_engine(recipe: Recipe, location: str, device: torch.device, in_processes: bool) -> Engine:
     """Opens the engine of `recipe` on the model at `location` (a folder or hub id).
+
+    Args:
+        in_processes: several processes open theirs at the same time.
 
     Raises:
         SetupError: what the engine needs is not installed.
@@ -32,6 +35,7 @@ def build_engine(recipe: Recipe, location: str, device: torch.device) -> Engine:
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel_size=settings.tensor_parallel_size,
+            in_processes=in_processes,
             sleep=settings.sleep,
             model_impl=settings.model_impl,
             quantization=settings.quantization,

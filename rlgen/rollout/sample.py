@@ -41,7 +41,7 @@ def rollout(
     requests = [
         Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index)) for prompt, index in places
     ]
-    completions = engine.generate(requests, sampling)
+    completions = engine.generate(requests, sampling) if requests else []
     check_answers(requests, completions, sampling, version)
     samples: dict[int, list[Sample]] = {prompt.position: [] for prompt in prompts}
     for (prompt, index), request, completion in zip(places, requests, completions, strict=True):
