@@ -6,12 +6,14 @@ appears only with `--debug`. An exception that is not an `RlgenError` is a bug i
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class RlgenError(Exception):
     """Base of all expected failures. `str(error)` is the whole message for the user."""
 
     exit_code = 70
+    told = False  # another process of the run prints it
 
 
 class UsageError(RlgenError):
@@ -43,6 +45,9 @@ class RecipeError(RlgenError):
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
         super().__init__("\n".join(map(str, problems)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
 
 
 class SetupError(RlgenError):
@@ -123,8 +128,11 @@ class SentinelError(EngineError):
     """
 
     def __init__(self, fault: Fault, sentence: str, where: str = "") -> None:
-        self.fault, self.sentence = fault, sentence
+        self.fault, self.sentence, self.where = fault, sentence, where
         super().__init__(": ".join(part for part in ("sentinel", where, fault.value, sentence) if part))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.fault, self.sentence, self.where), {"args": self.args}
 
 
 class DivergedError(RlgenError):

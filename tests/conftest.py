@@ -17,6 +17,7 @@ from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.models.load import load_model, locate
 from rlgen.models.tiny import build_tiny
+from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.types import Sample
 
@@ -59,6 +60,7 @@ def open_vllm(name: str, **changes: Any) -> ColocatedEngine:
         "kv_cache_gib": None,
         "gpu_memory_utilization": None,
         "tensor_parallel_size": 1,
+        "in_processes": False,
         "sleep": False,
         "model_impl": "auto",
         "quantization": None,
@@ -84,7 +86,7 @@ def open_server(name: str) -> Engine:
             "engine": {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": 120.0},
         }
     )
-    return build_engine(recipe, locate(recipe.model.path), CPU, Path(mkdtemp()), print)
+    return build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
 
 
 # Every promise of `Engine` is tested on each.

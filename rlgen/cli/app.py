@@ -134,8 +134,9 @@ def main() -> None:
         if os.environ.get("RLGEN_DEBUG"):
             traceback.print_exc()
         message = str(error) if isinstance(error, RecipeError) else f"error: {error}"
-        typer.echo(message, err=True)
-        if isinstance(error, RecipeError):
+        if not error.told:
+            typer.echo(message, err=True)
+        if isinstance(error, RecipeError) and not error.told:
             count = len(error.problems)
             typer.echo(f"{count} error{'s' if count > 1 else ''}; nothing was started", err=True)
         leave(error.exit_code)

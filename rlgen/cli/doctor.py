@@ -1,6 +1,7 @@
 """`rlgen doctor`: climbs the whole ladder on a recipe's model and engine, trains nothing."""
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,9 @@ import typer
 from rich.console import Console
 
 from rlgen.cli.train import log_to
+from rlgen.errors import ProcessError
 from rlgen.recipe import Recipe, load_recipe
+from rlgen.run.launch import Launch
 
 WIDTH = 20  # of the column of names
 
@@ -25,6 +28,8 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
         RlgenError: the parts cannot be opened.
     """
     recipe = load_recipe(path, overrides).recipe
+    if (world := Launch.of(os.environ).world) > 1:
+        raise ProcessError(f"{world} processes run; `rlgen doctor` looks at one: start it alone")
     say = Console(highlight=False, soft_wrap=True, quiet=as_json).print
     with tempfile.TemporaryDirectory() as folder:
         log_to(Path(folder) / "rlgen.log")  # the libraries' own words would drown ours
@@ -33,6 +38,7 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
 
 def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) -> None:
     from rlgen.models.tiny import cache_dir
+    from rlgen.processes import Processes
     from rlgen.run.baseline import Baselines
     from rlgen.sentinel.ladder import climb
     from rlgen.sentinel.verdict import failed
@@ -41,7 +47,7 @@ def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) ->
     began = time.perf_counter()
     data = load_data(recipe)
     say(f"opening {recipe.model.path} on both sides: trainer and the {recipe.engine.kind} engine")
-    with opened(open_sides(recipe, data, None, logs, say)) as sides:
+    with opened(open_sides(recipe, data, None, Processes.alone(), logs, say)) as sides:
         versions = versions_of(sides.probe.engine.facts().engine)
         say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))
         rungs = []

@@ -1,59 +1,132 @@
-"""`rlgen train`."""
+"""`rlgen train`, as one process or as one of several."""
 
 import logging
 import os
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlgen.errors import ProcessError, RlgenError, Stopped, UsageError
+from rlgen.errors import RlgenError, Stopped, UsageError
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
+from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import write_text
+from rlgen.run.launch import Launch, check_launch, parents
+from rlgen.run.signals import StopRequest
+
+if TYPE_CHECKING:
+    from rlgen.processes import Processes
 
 # What may change between the attempts of one run.
-MAY_CHANGE = ("run.steps", "run.dir", "run.name", "checkpoint.", "sentinel.", "engine.")
+MAY_CHANGE = ("run.steps", "run.dir", "run.name", "checkpoint.", "sentinel.", "engine.", "processes.")
 
 
 def train_command(
     recipe: Path, overrides: list[str], resume: bool, dry_run: bool, max_steps: int | None, run_dir: Path | None
 ) -> None:
-    """Trains, or with `dry_run` only writes the resolved recipe.
+    """Trains, or with `dry_run` only writes the resolved recipe. Each process that a launcher started comes here.
 
     Raises:
         RlgenError: with its exit code, which `status.json` holds too.
     """
-    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise ProcessError(f"{processes} processes were started; this version of rlgen trains in one: start `rlgen train` alone")
+    launch = Launch.of(os.environ)
+    load = partial(load_checked, launch, recipe, overrides, max_steps, run_dir)
+    if dry_run:
+        if launch.rank == 0:
+            write_resolved(load())
+        return
+    with StopRequest(launched=launch.world > 1).listening() as stop:
+        if launch.world == 1:
+            loaded = load()
+            train(loaded, open_directory(loaded, resume), resume, None, stop)
+            return
+        processes, loaded = meet(load)
+        with processes.said_once():
+            directory = processes.main_first(lambda: (open_directory if processes.is_main else join_directory)(loaded, resume))
+        train(loaded, directory, resume, processes, stop)
+        processes.close()
+
+
+def load_checked(launch: Launch, recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> LoadedRecipe:
+    """The recipe, for the processes that run.
+
+    Raises:
+        RecipeError: it has mistakes.
+        ProcessError: it asks for other processes, or the launcher was asked for others.
+    """
     if max_steps is not None:
         overrides = [*overrides, f"run.steps={max_steps}"]
     if run_dir is not None:
         place = run_dir.expanduser().resolve()
         overrides = [*overrides, f"run.dir='{place.parent}'", f"run.name='{place.name}'"]
     loaded = load_recipe(recipe, overrides)
-    for notice in loaded.notices:
-        print_line(f"note: {notice}")
+    check_launch(launch, loaded.recipe.processes.count, os.environ, parents())
+    if launch.rank == 0:
+        for notice in loaded.notices:
+            print_line(f"note: {notice}")
+    return loaded
+
+
+def write_resolved(loaded: LoadedRecipe) -> None:
     path = loaded.recipe.run_path
-    resolved = dump_recipe(loaded.recipe)
-    if dry_run:
-        if (path / "status.json").exists():
-            raise UsageError(f"{path} holds a run, which a dry run would change; take another name, or `rlgen show --resolved`")
-        path.mkdir(parents=True, exist_ok=True)
-        write_text(path / "resolved.yaml", resolved)
-        print_line(f"{path / 'resolved.yaml'} written; nothing was started")
-        return
-    directory = reopen(path, loaded, resolved) if resume else RunDirectory.create(path, loaded.text, resolved)
-    step, steps = int(directory.status().get("step", 0)), loaded.recipe.run.steps
+    if (path / "status.json").exists():
+        raise UsageError(f"{path} holds a run, which a dry run would change; take another name, or `rlgen show --resolved`")
+    path.mkdir(parents=True, exist_ok=True)
+    write_text(path / "resolved.yaml", dump_recipe(loaded.recipe))
+    print_line(f"{path / 'resolved.yaml'} written; nothing was started")
+
+
+def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
+    """The processes of this run, and the recipe that all of them have loaded: its mistakes are said once."""
+    loaded: LoadedRecipe | RlgenError
     try:
-        directory.write_status("starting", step, steps)
-        run(loaded.recipe, directory, resume)
-        directory.write_status("done", steps, steps, exit_code=0)
+        loaded = load()
+        timeout = loaded.recipe.processes.timeout
+    except RlgenError as error:
+        loaded, timeout = error, ProcessesRecipe().timeout
+    from rlgen.processes import Processes
+
+    processes = Processes.open(timeout)
+
+    def given() -> LoadedRecipe:
+        if isinstance(loaded, RlgenError):
+            raise loaded
+        return loaded
+
+    with processes.said_once():
+        return processes, processes.agreed(given)
+
+
+def open_directory(loaded: LoadedRecipe, resume: bool) -> RunDirectory:
+    path, resolved = loaded.recipe.run_path, dump_recipe(loaded.recipe)
+    return reopen(path, loaded, resolved) if resume else RunDirectory.create(path, loaded.text, resolved)
+
+
+def join_directory(loaded: LoadedRecipe, resume: bool) -> RunDirectory:
+    return RunDirectory.join(loaded.recipe.run_path)
+
+
+def train(loaded: LoadedRecipe, directory: RunDirectory, resume: bool, processes: "Processes | None", stop: StopRequest) -> None:
+    """Runs, and keeps `status.json`. `processes`: those of the launcher; None: this is the only one."""
+    step, steps = int(directory.status().get("step", 0)), loaded.recipe.run.steps
+    is_main = processes is None or processes.is_main
+    try:
+        if is_main:
+            directory.write_status("starting", step, steps)
+        with nullcontext() if processes is None else processes.said_once():
+            run(loaded.recipe, directory, resume, processes, stop)
+        if is_main:
+            directory.write_status("done", steps, steps, exit_code=0)
     except BaseException as error:
         code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
-        directory.write_status(state, int(directory.status().get("step", 0)), steps, code, str(error))
+        if is_main:
+            directory.write_status(state, int(directory.status().get("step", 0)), steps, code, str(error))
         raise
     finally:
         directory.close()
@@ -80,26 +153,29 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     return directory
 
 
-def run(recipe: Recipe, directory: RunDirectory, resume: bool) -> None:
+def run(recipe: Recipe, directory: RunDirectory, resume: bool, launched: "Processes | None", stop: StopRequest) -> None:
     """Builds everything and runs the loop. Heavy imports happen here."""
+    from rlgen.processes import Processes
     from rlgen.run.checkpoint import Checkpoints
     from rlgen.run.console import Console
-    from rlgen.run.signals import StopRequest
 
-    checkpoint = Checkpoints(directory.checkpoints, recipe.checkpoint.keep).newest()
+    processes = launched or Processes.alone()
+    checkpoint = processes.on_main(Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes).newest)
     done = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
-    console = Console(recipe.run.steps, done)
+    console = Console(recipe.run.steps, done, quiet=not processes.is_main)
     if done >= recipe.run.steps:
         console.say(f"{directory.path}: already complete, {done} steps")
         return
     if resume:
-        directory.cut(done)
+        processes.on_main(lambda: directory.cut(done))
         console.say(f"resuming after step {done}" + ("" if done else ": no checkpoint was written yet"))
-    log_to(directory.logs / "rlgen.log")
+    log_to(directory.logs / (f"rlgen.rank{processes.rank}.log" if processes.rank else "rlgen.log"))
+    if processes.world > 1:
+        console.say(f"{processes.world} processes, {recipe.processes.strategy}")
     from rlgen.trainers.build import build_trainer
 
-    with console, StopRequest().listening() as stop:
-        trainer, done = build_trainer(recipe, directory, checkpoint, console)
+    with console:
+        trainer, done = build_trainer(recipe, directory, checkpoint, console, processes)
         try:
             trainer.run(done, stop)
         finally:

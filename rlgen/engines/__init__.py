@@ -12,10 +12,12 @@ from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, new_token
 from rlgen.engines.server import Member, ServerEngine, Supervisor
+from rlgen.engines.shared import SharedEngine
 from rlgen.engines.transfer import Outbox
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import SetupError
 from rlgen.models.load import load_model, model_shape
+from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
 from rlgen.recipe.rules import servers
@@ -23,8 +25,8 @@ from rlgen.recipe.rules import servers
 __all__ = ["Engine", "build_engine"]
 
 
-def build_engine(recipe: Recipe, location: str, device: torch.device, logs: Path, say: Callable[[str], None]) -> Engine:
-    """Opens the engine of `recipe` on the model at `location` (a folder or hub id).
+def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path, say: Callable[[str], None]) -> Engine:
+    """Opens the engine of `recipe` on the model at `location` (a folder or hub id). All processes do so at the same time.
 
     Args:
         logs: folder for what a server prints.
@@ -47,6 +49,7 @@ def build_engine(recipe: Recipe, location: str, device: torch.device, logs: Path
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel_size=settings.tensor_parallel_size,
+            in_processes=processes.world > 1,
             sleep=settings.sleep,
             model_impl=settings.model_impl,
             quantization=settings.quantization,
@@ -55,8 +58,11 @@ def build_engine(recipe: Recipe, location: str, device: torch.device, logs: Path
             extra=settings.extra,
         )
     if isinstance(settings, ServerEngineRecipe):
+        if processes.world > 1:
+            return SharedEngine(processes, lambda: open_servers(recipe, settings, location, logs, say))
         return open_servers(recipe, settings, location, logs, say)
-    model = load_model(location, recipe.model.revision, getattr(torch, dtype), recipe.model.attention, device)
+    revision, attention = recipe.model.revision, recipe.model.attention
+    model = load_model(location, revision, getattr(torch, dtype), attention, processes.device)
     return TransformersEngine(model=model, fp32_head=recipe.model.fp32_head, max_num_seqs=settings.max_num_seqs)
 
 

@@ -69,6 +69,18 @@ class Ledger:
             yield name, tensor
 
 
+class Pending(Protocol):
+    """Answers that are on their way, see `ServerEngine.submit`."""
+
+    def result(self) -> list[Completion]:
+        """Waits for them. Raises EngineError."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Waits, and says what `result` would raise."""
+        ...
+
+
 class Engine(Protocol):
     """A copy of the model that samples: token ids in, token ids out.
 

@@ -26,7 +26,8 @@ class ColocatedEngine:
         kv_cache_gib: memory of the KV cache. None: on the CPU what `max_num_seqs` full sequences need, at most 4 GiB; on a
             GPU what `gpu_memory_utilization` leaves.
         gpu_memory_utilization: share of the GPU's memory for weights and cache together. None: 0.45.
-        tensor_parallel_size: GPUs that share one copy of the model.
+        tensor_parallel_size: processes, each with its GPU, that share one copy of the model. They make the same calls.
+        in_processes: several processes open an engine at the same time, in torch's default process group.
         sleep: free weights and cache while the trainer works. Needs a GPU.
         model_impl: vLLM's own model code, that of transformers, or `auto`.
         quantization: a method of vLLM for the weights, or None.
@@ -51,6 +52,7 @@ class ColocatedEngine:
         kv_cache_gib: float | None,
         gpu_memory_utilization: float | None,
         tensor_parallel_size: int,
+        in_processes: bool,
         sleep: bool,
         model_impl: str,
         quantization: str | None,
@@ -79,6 +81,9 @@ class ColocatedEngine:
             extra=extra,
         )
         arguments["enable_sleep_mode"] = sleep
+        if in_processes:
+            # The ordinary executor takes the first GPU in every process, and starts processes of its own to share a model.
+            arguments["distributed_executor_backend"] = "external_launcher"
         self._sleeps = sleep
         self._version = 0
         self._syncs = 0

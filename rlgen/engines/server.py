@@ -166,7 +166,7 @@ class ServerEngine:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> "Future[list[Completion]]":
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
         """`generate`, while the caller does something else. One at a time."""
         return self._background.submit(self.generate, requests, sampling)
 

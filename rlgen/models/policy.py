@@ -123,6 +123,10 @@ class Policy(nn.Module):
         logp = empty.index_put((torch.arange(len(temperatures), device=device)[:, None], rows, columns), scores.logp)
         return PolicyScores(logp, empty[0] if scores.entropy is None else empty[0].index_put((rows, columns), scores.entropy))
 
+    def logits(self, batch: Batch) -> Tensor:
+        """[N, V] float32, before any temperature, of the N sampled tokens. For a few rows only."""
+        return self.head.logits(self.hidden(batch).states, self.fp32_head)
+
     def hidden(self, batch: Batch) -> Hidden:
         """What the head makes the distributions of the N sampled tokens from."""
         with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):

@@ -7,9 +7,11 @@ head under another name. vLLM reads checkpoints, so it is sent what `save_pretra
 import copy
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
@@ -27,6 +29,25 @@ def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return parameters | {name: buffer for name, buffer in model.state_dict().items() if name not in known}
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor from its parts, which all processes must ask for; another one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, sharing its memory: all of it, or its shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(full: Tensor, tensor: Tensor) -> Tensor:
+    """What this process would hold of `full` if it were sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return full
+    mesh, placements = tensor.device_mesh, tensor.placements
+    # Every process has `full`: nothing is sent.
+    return distribute_tensor(full.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+
+
 def layer_of(name: str) -> str:
     """("model.layers.3.mlp.experts.down_proj") -> "model.layers.3."; "" outside of layers."""
     found = re.match(r".*?\.\d+\.", name)
@@ -37,14 +58,25 @@ def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors as in the checkpoint that `from_pretrained` made `model` from.
 
     Most models keep their checkpoint's layout: the tensors are then the model's own. Others are converted layer by layer, so
-    that one layer's experts are held twice at a time, not all of them.
+    that one layer's experts are held twice at a time, not all of them. Sharded ones are put together one by one: all processes
+    must go through all of them.
     """
     tensors = own_tensors(model)
     if not model._weight_conversions:
-        yield from tensors.items()
+        yield from ((name, whole(tensor)) for name, tensor in tensors.items())
         return
     for _, layer in groupby(tensors.items(), key=lambda item: layer_of(item[0])):
-        yield from revert_weight_conversion(model, dict(layer)).items()
+        yield from revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer}).items()
+
+
+@contextmanager
+def gone_through(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    """After the block nothing is left of `tensors`, even if it failed: other processes put the same tensors together."""
+    try:
+        yield
+    finally:
+        for _ in tensors:
+            pass
 
 
 def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

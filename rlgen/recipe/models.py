@@ -247,6 +247,15 @@ class SentinelRecipe(Strict):
     """With rollout.ahead no batch is of present weights: after every so many syncs, a few completions are sampled that are."""
 
 
+class ProcessesRecipe(Strict):
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """What each process holds: all weights (ddp), or its share of them and of the optimizer's state (fsdp)."""
+    count: Count | None = None
+    """Processes that must run; None: as many as are started. torchrun or accelerate starts them."""
+    timeout: Annotated[float, Field(strict=True, ge=1, le=86400)] = 600.0
+    """Seconds that a process waits for another one before all of them end."""
+
+
 EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
 
 
@@ -263,6 +272,7 @@ class Recipe(Strict):
     optim: OptimRecipe = OptimRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     sentinel: SentinelRecipe = SentinelRecipe()
+    processes: ProcessesRecipe = ProcessesRecipe()
 
     @property
     def run_path(self) -> Path:

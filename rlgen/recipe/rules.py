@@ -85,6 +85,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
             found.append(
                 Finding(f"rewards.{index}", f"two rewards are called `{label}`", f"set rewards.{index}.name to another name")
             )
+    found += _process_contradictions(recipe)
     if isinstance(engine, VllmRecipe):
         found += _engine_contradictions(recipe, engine, both)
     if isinstance(engine, ServerEngineRecipe):
@@ -99,6 +100,22 @@ def contradictions(recipe: Recipe) -> list[Finding]:
                     f"set data.options.min_length to {high} or less",
                 )
             )
+    return found
+
+
+def _process_contradictions(recipe: Recipe) -> list[Finding]:
+    processes, engine = recipe.processes, recipe.engine
+    found: list[Finding] = []
+    if processes.strategy == "fsdp" and processes.count == 1:
+        what = "processes.strategy fsdp shards the model over several processes, but processes.count is 1"
+        found.append(Finding("processes.strategy", what, "set processes.strategy to ddp, or processes.count to 2 or more"))
+    if (
+        isinstance(engine, ColocatedEngineRecipe)
+        and processes.count is not None
+        and processes.count % engine.tensor_parallel_size
+    ):
+        what = f"engine.tensor_parallel_size {engine.tensor_parallel_size} does not divide processes.count {processes.count}"
+        found.append(Finding("engine.tensor_parallel_size", what, f"set processes.count to {engine.tensor_parallel_size}"))
     return found
 
 

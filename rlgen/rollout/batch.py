@@ -50,8 +50,36 @@ def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int) ->
     return micro_batches
 
 
+def deal(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int) -> list[list[list[int]]]:
+    """The micro-batches of each of `world` processes: every unit goes to one, and all have about as many tokens.
+
+    Each process has as many micro-batches as any other, because with sharded weights every forward needs all of them. What is
+    missing is filled up with empty ones. A function of its arguments: each process computes the plans of all.
+
+    Args:
+        units, lengths, budget: as in `plan`.
+    """
+    by_length = sorted(range(len(units)), key=lambda unit: -sum(lengths[row] for row in units[unit]))
+    hands: list[list[int]] = [[] for _ in range(world)]
+    for place, unit in enumerate(by_length):
+        turn, seat = divmod(place, world)
+        hands[seat if turn % 2 == 0 else world - 1 - seat].append(unit)  # there and back: who had the longest has the shortest
+    plans = [plan([units[unit] for unit in sorted(hand)], lengths, budget) for hand in hands]
+    most = max(map(len, plans))
+    return [[*mine, *([] for _ in range(most - len(mine)))] for mine in plans]
+
+
 def collate(samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -> Batch:
-    """Pads the samples at `rows` on the right."""
+    """Pads the samples at `rows` on the right. Without rows: a row of two ids, of which none counts."""
+    if not rows:
+        return Batch(
+            rows=(),
+            input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
+            prompt_lengths=torch.ones(1, dtype=torch.long, device=device),
+            completion_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
+            mask=torch.zeros(1, 1, dtype=torch.bool, device=device),
+            sampler_logp=torch.zeros(1, 1, device=device),
+        )
     chosen = [samples[row] for row in rows]
     return Batch(
         rows=tuple(rows),

@@ -1,18 +1,17 @@
 """The rollouts of a run, step after step: sampled when they are needed, or while the step before them trains."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.engines.base import Engine
+from rlgen.engines.base import Engine, Pending
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import groups_of, requests_for
-from rlgen.types import Completion, Group, Prompt, Request, Sampling
+from rlgen.types import Group, Prompt, Request, Sampling
 
-Submit: TypeAlias = Callable[[Sequence[Request], Sampling], "Future[list[Completion]]"]
+Submit: TypeAlias = Callable[[Sequence[Request], Sampling], Pending]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class Sampler:
     """
 
     engine: Engine
-    prompts_of: Callable[[int], Sequence[Prompt]]  # by step; empty after the last
+    prompts_of: Callable[[int], Sequence[Prompt]]  # of this engine, by step; none after the last
     sampling: Sampling
     group_size: int
     run_seed: int
@@ -33,7 +32,7 @@ class Sampler:
     submit_to: Submit | None  # an engine that answers in the background: sample ahead
     max_staleness: int  # versions; older samples are dropped
     in_flight: bool  # weights may change under requests that are under way
-    pending: "dict[int, Future[list[Completion]]]" = field(default_factory=dict)
+    pending: dict[int, Pending] = field(default_factory=dict)
 
     def groups(self, step: int) -> tuple[list[Group], int]:
         """The groups of `step`, whose weights are of version `step` - 1, and the number of samples too old to be among them.
@@ -64,7 +63,8 @@ class Sampler:
     def before_sync(self) -> None:
         """Waits for what is being sampled, unless weights may change under it."""
         if not self.in_flight:
-            wait(self.pending.values())
+            for pending in self.pending.values():
+                pending.exception()
 
 
 def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:

@@ -6,24 +6,29 @@ import torch
 from torch import Tensor
 
 from rlgen.models.policy import Policy
-from rlgen.rollout.batch import collate, plan
+from rlgen.processes import Processes
+from rlgen.rollout.batch import collate, deal
 from rlgen.types import Sample
 
 
-def score(policy: Policy, samples: Sequence[Sample], temperature: float, budget: int, device: torch.device) -> list[Tensor]:
+def score(policy: Policy, samples: Sequence[Sample], temperature: float, budget: int, processes: Processes) -> list[Tensor]:
     """Log-prob of each sampled token: one [L] float32 tensor a sample, in their order, on the CPU; 0 where not sampled."""
-    return [logp_KL[0] for logp_KL in score_at(policy, samples, (temperature,), budget, device)]
+    return [logp_KL[0] for logp_KL in score_at(policy, samples, (temperature,), budget, processes)]
 
 
 @torch.no_grad()
 def score_at(
-    policy: Policy, samples: Sequence[Sample], temperatures: tuple[float, ...], budget: int, device: torch.device
+    policy: Policy, samples: Sequence[Sample], temperatures: tuple[float, ...], budget: int, processes: Processes
 ) -> list[Tensor]:
-    """As `score`, at K temperatures from one forward: one [K, L] tensor a sample."""
-    logp: list[Tensor] = [torch.empty(0)] * len(samples)
+    """As `score`, at K temperatures from one forward: one [K, L] tensor a sample.
+
+    All processes have the same samples; each scores a part of them, and all have the same answer to the last bit.
+    """
+    scored: list[tuple[int, Tensor]] = []
     lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
-    for rows in plan([(row,) for row in range(len(samples))], lengths, budget):
-        batch = collate(samples, rows, device)
-        for row, values_KT in zip(rows, policy(batch, temperatures).logp.cpu().unbind(1), strict=True):
-            logp[row] = values_KT[:, : len(samples[row].completion_ids)]
-    return logp
+    for rows in deal([(row,) for row in range(len(samples))], lengths, budget, processes.world)[processes.rank]:
+        batch = collate(samples, rows, processes.device)
+        values = policy(batch, temperatures).logp.cpu().unbind(1)
+        # Copies: of a view its whole rectangle would be sent.
+        scored += [(row, values[place][:, : len(samples[row].completion_ids)].clone()) for place, row in enumerate(rows)]
+    return [logp for _, logp in sorted(processes.gather(scored), key=lambda item: item[0])]

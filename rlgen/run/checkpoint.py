@@ -1,32 +1,45 @@
 """Checkpoints: `step_000020/` is a folder that `from_pretrained` opens, with the trainer's state under `state/`.
 
     config.json, model.safetensors, tokenizer files     the policy, in float32: the weights that are trained
-    state/optimizer.safetensors                         moments and step counts by parameter name
-    state/random.safetensors                            random states
+    state/optimizer.safetensors                         moments and step counts by parameter name; or, of sharded weights,
+    state/optimizer/                                    the same by torch.distributed.checkpoint, each process its shard
+    state/random.safetensors                            random states of the main process
+    state/random_1.safetensors                          and of the others
     state/state.json                                    step, data position, schedule; written last
+
+The weights are whole in every checkpoint: they pass whole through each weight sync too, and a folder that opens everywhere is
+what a checkpoint is for. The optimizer's state, twice as large, stays in shards. Either form is read by any number of
+processes, with sharded weights or whole ones.
 
 Nothing here is a pickle. A folder is written under another name and renamed when it is complete.
 """
 
+import hashlib
 import json
 import os
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed.checkpoint as sharded
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError
-from rlgen.models.weights import model_tensors, own_tensors
+from rlgen.models.weights import gone_through, model_tensors, own_tensors, part, part_like, whole
+from rlgen.processes import Processes
 from rlgen.run.files import read_json, write_json
 
 FORMAT = 1
@@ -44,11 +57,12 @@ class TrainerState:
 
 
 class Checkpoints:
-    """The checkpoints of one run; the newest `keep` stay."""
+    """The checkpoints of one run; the newest `keep` stay. All processes save and load together; the main one writes."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, processes: Processes) -> None:
         self.folder = folder
         self.keep = keep
+        self.processes = processes
 
     def newest(self) -> Path | None:
         """The last complete checkpoint, or None."""
@@ -75,46 +89,111 @@ class Checkpoints:
         """
         final = self.folder / f"step_{step:06d}"
         aside = self.folder / f".writing_{step:06d}"
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
+        draws = self.processes.gather([random_tensors()])
+        moments = optimizer_tensors(model, optimizer)
+
+        @written(final)
+        def begin() -> None:
+            shutil.rmtree(aside, ignore_errors=True)
             (aside / "state").mkdir(parents=True)
-            model.save_pretrained(aside)
+
+        @written(final)
+        def weights() -> None:
+            save_weights(model, aside, self.processes.is_main)
+
+        @written(final)
+        def finish() -> None:
             tokenizer.save_pretrained(aside)
-            save_file(optimizer_tensors(model, optimizer), aside / "state" / "optimizer.safetensors")
-            save_file(random_tensors(), aside / "state" / "random.safetensors")
+            if not is_sharded(model):
+                save_file(moments, aside / "state" / "optimizer.safetensors")
+            for rank, draw in enumerate(draws):
+                save_file(draw, aside / "state" / random_name(rank))
             state = TrainerState(step, position, step, schedule.state_dict())
             write_json(aside / "state" / "state.json", asdict(state))
             for path in aside.rglob("*"):
                 _flush(path)
             aside.rename(final)
             _flush(self.folder)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{final} cannot be written: {error}; free space or change run.dir") from error
-        for old in sorted(self.folder.glob("step_*"))[: -self.keep]:
-            shutil.rmtree(old)
+
+        self.processes.on_main(begin)
+        self.processes.agreed(weights)
+        if is_sharded(model):
+            with written(final):  # fails in all processes if it does in one
+                save_shards(moments, aside / "state" / "optimizer")
+        self.processes.on_main(finish)
+        if self.processes.is_main:
+            for old in sorted(self.folder.glob("step_*"))[: -self.keep]:
+                shutil.rmtree(old)
         return final
 
     @staticmethod
-    def load(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler) -> TrainerState:
+    def load(
+        path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, processes: Processes
+    ) -> TrainerState:
         """Puts weights, optimizer, schedule and random states of `path` in place.
 
         Raises:
             CheckpointError: it is damaged, or of another model or version of rlgen.
         """
-        try:
-            state = TrainerState(**read_json(path / "state" / "state.json"))
-            if state.format != FORMAT:
-                raise CheckpointError(f"{path} is of checkpoint format {state.format}; this rlgen reads {FORMAT}")
-            load_weights(path, model)
+        return processes.agreed(lambda: load_parts(path, model, optimizer, schedule, processes.rank))
+
+
+def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int) -> TrainerState:
+    """Raises CheckpointError."""
+    try:
+        state = TrainerState(**read_json(path / "state" / "state.json"))
+        if state.format != FORMAT:
+            raise CheckpointError(f"{path} is of checkpoint format {state.format}; this rlgen reads {FORMAT}")
+        load_weights(path, model)
+        if (path / "state" / "optimizer").is_dir():
+            load_shards(path / "state" / "optimizer", model, optimizer)
+        else:
             load_optimizer(load_file(path / "state" / "optimizer.safetensors"), model, optimizer)
-            schedule.load_state_dict(state.schedule)
-            # A schedule changes the rate when it steps, and does not step here.
-            for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
-                group["lr"] = rate
-            set_random(load_file(path / "state" / "random.safetensors"))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error!r}; delete it to go on from the one before") from error
-        return state
+        schedule.load_state_dict(state.schedule)
+        # A schedule changes the rate when it steps, and does not step here.
+        for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+        if (path / "state" / random_name(rank)).exists():
+            set_random(load_file(path / "state" / random_name(rank)))
+        else:  # this process is one more than there were
+            seed_random(f"{state.step}/{rank}")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointException) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}; delete it to go on from the one before") from error
+    return state
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Raises CheckpointError for what goes wrong while `path` is written."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}; free space or change run.dir") from error
+
+
+def random_name(rank: int) -> str:
+    return f"random_{rank}.safetensors" if rank else "random.safetensors"
+
+
+def saved_processes(path: Path) -> int:
+    """How many processes wrote the checkpoint at `path`."""
+    return len(list((path / "state").glob("random*.safetensors")))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def save_weights(model: PreTrainedModel, folder: Path, is_main: bool) -> None:
+    """What `from_pretrained` opens. Sharded weights are put together in the main process's memory."""
+    if not is_sharded(model):
+        if is_main:
+            model.save_pretrained(folder)
+        return
+    weights = ((name, whole(tensor)) for name, tensor in own_tensors(model).items())
+    with gone_through(weights):
+        if is_main:
+            model.save_pretrained(folder, state_dict={name: tensor.cpu() for name, tensor in weights})
 
 
 @torch.no_grad()
@@ -129,20 +208,51 @@ def load_weights(path: Path, model: PreTrainedModel) -> None:
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
             raise CheckpointError(f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model")
-        tensor.copy_(saved[name])
+        part(tensor).copy_(part_like(saved[name], tensor))
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """{"layer.weight/exp_avg": ...}: the optimizer's state by parameter name, for safetensors."""
+    """{"layer.weight/exp_avg": ...}: the optimizer's state by parameter name, for safetensors. Shards stay where they are."""
     return {
-        f"{name}/{key}": torch.as_tensor(value).detach().cpu().contiguous()
+        f"{name}/{key}": value if isinstance(value, DTensor) else torch.as_tensor(value).detach().cpu().contiguous()
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
+def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Each process writes its shards, as safetensors. All of them come here."""
+    sharded.save(tensors, storage_writer=sharded.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """The inverse: each process reads what it holds, whoever wrote it. Raises CheckpointException."""
+    reader = sharded.HuggingFaceStorageReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for key in [key for key in stored if key.startswith(f"{name}/")]:
+            scalar = not getattr(stored[key], "size", ())
+            tensors[key] = torch.zeros(()) if scalar else torch.zeros_like(parameter, requires_grad=False)
+    # Every process plans for itself, so that a damaged file is this one's error and not a wait for the others.
+    sharded.load(tensors, storage_reader=reader, no_dist=True)
+    place_optimizer(tensors, model, optimizer)
+
+
 def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    """The inverse of `optimizer_tensors`."""
+    """The inverse of `optimizer_tensors`, of whole tensors: each process keeps what it holds of them."""
+    whole_tensors = dict(tensors)
+    for name, parameter in model.named_parameters():
+        for key, value in tensors.items():
+            if key.startswith(f"{name}/") and value.shape == parameter.shape and isinstance(parameter, DTensor):
+                whole_tensors[key] = distribute_tensor(
+                    value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+    place_optimizer(whole_tensors, model, optimizer)
+
+
+def place_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+    """Gives each parameter its state."""
     for name, parameter in model.named_parameters():
         prefix = f"{name}/"
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -182,6 +292,14 @@ def set_random(states: dict[str, Tensor]) -> None:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if f"cuda{index}" in states:
             torch.cuda.set_rng_state(states[f"cuda{index}"], index)
+
+
+def seed_random(place: str) -> None:
+    """Random states from where the run stands, for a process without saved ones."""
+    seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:4])
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _flush(path: Path) -> None:

@@ -8,13 +8,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Console:
-    """Prints to standard output. `metrics.jsonl` is the record; this is a view of it."""
+    """Prints to standard output, unless it is `quiet`. `metrics.jsonl` is the record; this is a view of it."""
 
-    def __init__(self, steps: int, done: int) -> None:
+    def __init__(self, steps: int, done: int, quiet: bool) -> None:
         self._steps = steps
-        self._console = RichConsole(soft_wrap=True, highlight=False)
+        self._console = RichConsole(soft_wrap=True, highlight=False, quiet=quiet)
         self._progress: Progress | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if not quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -20,9 +20,12 @@ from rlgen.run.files import read_json, write_json, write_text
 
 
 class RunDirectory:
-    """Paths and records of one run. Holds a lock on the directory as long as it is open."""
+    """Paths and records of one run. Holds a lock on the directory as long as it is open.
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
+    Of several processes the main one opens it and writes; the others join.
+    """
+
+    def __init__(self, path: Path, lock: IO[str] | None) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.rollouts = path / "rollouts"
@@ -62,6 +65,17 @@ class RunDirectory:
         if not (path / "resolved.yaml").is_file():
             raise UsageError(f"{path} holds no run to resume; leave --resume out to start one")
         return cls(path, _lock(path))
+
+    @classmethod
+    def join(cls, path: Path) -> "RunDirectory":
+        """What the main process has opened, for one that only reads, and writes its own log.
+
+        Raises:
+            UsageError: this process does not see it.
+        """
+        if not (path / "resolved.yaml").is_file():
+            raise UsageError(f"{path} is not seen by every process; set run.dir to a folder that all machines share")
+        return cls(path, None)
 
     def cut(self, step: int) -> None:
         """Moves metrics, rollouts and logs of the attempts before to `logs/attempt_K`, except what belongs to steps 1 to `step`.
@@ -115,7 +129,8 @@ class RunDirectory:
         return read_json(self.status_file) if self.status_file.exists() else {}
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 def _lock(path: Path) -> IO[str]:

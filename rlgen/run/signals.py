@@ -7,22 +7,29 @@ from types import FrameType
 
 
 class StopRequest:
-    """`requested` turns true at the first SIGINT or SIGTERM; the second one interrupts at once."""
+    """`requested` turns true at the first SIGINT or SIGTERM; the second one interrupts at once.
 
-    def __init__(self) -> None:
+    Args:
+        launched: a launcher passes on what a terminal has sent to all processes already, and stops those that are left when one
+            has ended: its signals repeat, and mean no haste. It kills after 30 seconds.
+    """
+
+    def __init__(self, launched: bool) -> None:
         self.requested = False
+        self.launched = launched
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested and not self.launched:
             raise KeyboardInterrupt
         self.requested = True
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Handles SIGINT and SIGTERM inside the block."""
+        """Handles SIGINT and SIGTERM inside the block, and of a launched process until its end."""
         before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if not self.launched:
+                for number, handler in before.items():
+                    signal.signal(number, handler)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlgen.models.policy import Policy
-from rlgen.models.weights import own_tensors
+from rlgen.models.weights import own_tensors, part, part_like, whole
 
 NOISE = 0.05  # of a changed tensor, relative to its root mean square
 LEAST = 0.02  # taken for the root mean square of smaller ones: a bias of zeros changes too
@@ -19,7 +19,7 @@ class Change:
     """Each call adds noise to every tensor of the policy, twice as much as the call before."""
 
     parameters: Mapping[str, Tensor]
-    saved: Mapping[str, Tensor]  # on the CPU, as they were
+    saved: Mapping[str, Tensor]  # on the CPU, as they were: what this process holds of each
     noise: float = NOISE
 
     @torch.no_grad()
@@ -27,15 +27,16 @@ class Change:
         device = next(iter(self.parameters.values())).device
         generator = torch.Generator(device).manual_seed(0)
         for parameter in self.parameters.values():
-            size = self.noise * max(parameter.float().square().mean().sqrt().item(), LEAST)
-            noise = torch.randn(parameter.shape, generator=generator, device=device) * size
-            parameter.add_(noise.to(parameter.device, parameter.dtype))
+            full = whole(parameter)  # the noise is the same however the weights are sharded
+            size = self.noise * max(full.float().square().mean().sqrt().item(), LEAST)
+            noise = torch.randn(full.shape, generator=generator, device=device) * size
+            part(parameter).add_(part_like(noise.to(full.device, full.dtype), parameter))
         self.noise *= 2
 
     @contextmanager
     def put_back(self, *names: str) -> Iterator[None]:
         """Inside the block, the tensors `names` have their old values."""
-        now = {name: self.parameters[name].detach().clone() for name in names}
+        now = {name: part(self.parameters[name]).detach().clone() for name in names}
         fill(self.parameters, {name: self.saved[name] for name in names})
         try:
             yield
@@ -45,7 +46,7 @@ class Change:
     @contextmanager
     def swapped(self, one: str, other: str) -> Iterator[None]:
         """Inside the block, two tensors of equal shape have each other's values."""
-        now = {name: self.parameters[name].detach().clone() for name in (one, other)}
+        now = {name: part(self.parameters[name]).detach().clone() for name in (one, other)}
         fill(self.parameters, {one: now[other], other: now[one]})
         try:
             yield
@@ -56,14 +57,14 @@ class Change:
 @torch.no_grad()
 def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
-        parameters[name].copy_(value)
+        part(parameters[name]).copy_(value)
 
 
 @contextmanager
 def changed_weights(policy: Policy) -> Iterator[Change]:
     """Every tensor of the policy is changed inside the block and restored to the last bit after it."""
     parameters = own_tensors(policy.model)  # a router's bias is a buffer
-    saved = {name: parameter.cpu().clone() for name, parameter in parameters.items()}
+    saved = {name: part(parameter).cpu().clone() for name, parameter in parameters.items()}
     try:
         change = Change(parameters, saved)
         change()

@@ -8,6 +8,7 @@ from itertools import combinations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlgen.errors import Fault
 from rlgen.sentinel.bounds import Bounds
@@ -27,7 +28,7 @@ Cause = tuple[Fault, str]
 def explain(trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds) -> Cause | None:
     """The cause under which the engine's log-probs of `samples` are within the bounds, or None."""
     for cause, gap in rivals(trainer, samples, temperature):
-        if bounds.hold(gap):
+        if trainer.processes.gather([bounds.hold(gap)])[0]:  # the main process's verdict: a last bit may differ
             return cause
     return None
 
@@ -150,8 +151,10 @@ def explain_sync(
     few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
     policy, names = trainer.policy, list(change.parameters)
     head = policy.model.get_output_embeddings().weight
+    # A sharded head is put together by its module, always from its embedding: an earlier one cannot take its place.
+    tied = policy.model.config.get_text_config().tie_word_embeddings and not isinstance(head, DTensor)
     for name in names:
-        if change.parameters[name].data_ptr() == head.data_ptr() and policy.model.config.get_text_config().tie_word_embeddings:
+        if tied and change.parameters[name].data_ptr() == head.data_ptr():
             with earlier_head(policy, change.saved[name]):
                 if bounds.hold(trainer.gap(few, temperature)):
                     return (

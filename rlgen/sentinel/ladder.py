@@ -23,7 +23,7 @@ def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iter
 
 
 def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Rung]:
-    yield rungs.caught(0, "contract", lambda: contract(probe))
+    yield rungs.caught(0, "contract", lambda: probe.processes.agreed(lambda: contract(probe), talks=probe.seat.shared))
     first = rungs.caught(1, "same weights", lambda: rungs.numerics(probe))
     yield first  # the climb ends here unless it measured
     above = probe.bounded(bounds_after(probe.bounds, first.measured["mean_delta"]))

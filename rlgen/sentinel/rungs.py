@@ -1,6 +1,7 @@
 """The rungs that compute: each compares one more thing that can come between engine and trainer (rung 0 is `contract`)."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -115,15 +116,16 @@ def changed_sync(probe: Probe) -> Rung:
                 " lower sentinel.max_delta or sentinel.mean_delta, which hide every fault",
             )
         probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version, hashed=True)
+        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True)
         samples = probe.sample(temperature, FEWER_TOKENS)
         gap = trainer.gap(samples, temperature)
         if not bounds.hold(gap):
+            before, samples = worst_engine(probe, before, samples)
             cause = unmoved(before, samples) or cached_only(probe, samples)
             cause = cause or explain_sync(trainer, samples, temperature, bounds, change)
     if bounds.hold(gap):
         probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version)
+        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
         samples = probe.sample(temperature, FEWER_TOKENS)
         gap = max(gap, trainer.gap(samples, temperature), key=bounds.of)
     return judged(
@@ -136,6 +138,14 @@ def changed_sync(probe: Probe) -> Rung:
         (Fault.UNEXPLAINED, "after a sync the engine computes with other weights than it was sent"),
         power,
     )
+
+
+def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """The samples of that engine of the run which is off by most: one may be wrong and the others well."""
+    pairs = list(zip(probe.by_engine(before), probe.by_engine(after), strict=True))
+    gaps = [probe.trainer.gap(samples, probe.sampling.temperature) for _, samples in pairs]
+    off = [probe.bounds.of(gap) for gap in gaps]
+    return pairs[max(range(len(pairs)), key=lambda engine: (math.isnan(off[engine]), off[engine]))]
 
 
 def unmoved(before: list[Sample], after: list[Sample]) -> Cause | None:
@@ -169,20 +179,21 @@ def prefix_cache(probe: Probe) -> Rung:
         sentence = f"Rows of at most {facts.max_model_len} tokens never fill a block of {facts.cache_block} and a token more."
         return Rung(number=number, name=name, verdict=Verdict.NOT_NEEDED, sentence=sentence)
     prompt = long_prompt(probe, length)
-    (first,), (again,) = (probe.sample(temperature, tokens, [prompt]) for _ in range(2))
-    if not again.cached_tokens:
+    first, again = (probe.sample(temperature, tokens, [prompt]) for _ in range(2))
+    if not all(sample.cached_tokens for sample in again):
         sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be looked at."
         return Rung(number=number, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
     with changed_weights(probe.policy):
-        power = probe.trainer.gap([first], temperature)
+        power = probe.trainer.gap(first, temperature)
         probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version)
+        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
         after = probe.sample(temperature, tokens, [prompt])
         gap = probe.trainer.gap(after, temperature)
     probe.engine.sleep()
-    send_weights(probe.engine, probe.policy.model, probe.version)
-    if after[0].cached_tokens and not probe.bounds.hold(gap):
-        stale = f"{after[0].cached_tokens} tokens of a prompt came from the cache right after a sync: it holds old weights' work"
+    send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
+    reused = max(sample.cached_tokens for sample in after)
+    if reused and not probe.bounds.hold(gap):
+        stale = f"{reused} tokens of a prompt came from the cache right after a sync: it holds old weights' work"
         cause: Cause | None = (Fault.STALE_PREFIX_CACHE, f"{stale}; empty it with each sync, and salt it with the version")
     else:
         cause = None

@@ -6,14 +6,17 @@ from transformers import PreTrainedModel
 
 from rlgen.engines.base import Engine, Ledger, Receipt
 from rlgen.errors import Fault, SentinelError
-from rlgen.models.weights import checkpoint_tensors
+from rlgen.models.weights import checkpoint_tensors, gone_through
+from rlgen.processes import Processes
 
 
-def send_weights(engine: Engine, model: PreTrainedModel, version: int, hashed: bool = False) -> None:
-    """Sends every weight of `model` and compares the engine's receipt with what was sent.
+def send_weights(engine: Engine, model: PreTrainedModel, version: int, processes: Processes, hashed: bool = False) -> None:
+    """Sends every weight of `model` to this process's engine and compares the engine's receipt with what was sent.
 
     A receipt is taken before the engine packs its weights: hashes of packed ones are blind. It cannot see what the engine
     does afterwards; that is what comparing log-probs is for.
+
+    All processes do so at the same time, and what goes wrong in one is an error in all.
 
     Args:
         hashed: compare the bytes too, not names, dtypes and shapes alone.
@@ -22,12 +25,15 @@ def send_weights(engine: Engine, model: PreTrainedModel, version: int, hashed: b
         SentinelError: something is missing, unasked for, changed or exchanged.
         EngineError: the engine failed.
     """
-    sent = Ledger(hashed)
-    weights = sent.record(checkpoint_tensors(model))
-    receipt = engine.sync(weights, version, hashed)
-    for _ in weights:
-        pass  # what the engine left is recorded as sent
-    check_receipt(sent.received, receipt, version, engine.weight_version)
+
+    def send() -> None:
+        sent = Ledger(hashed)
+        weights = sent.record(checkpoint_tensors(model))
+        with gone_through(weights):  # what the engine left is recorded as sent
+            receipt = engine.sync(weights, version, hashed)
+        check_receipt(sent.received, receipt, version, engine.weight_version)
+
+    processes.agreed(send)
 
 
 def check_receipt(sent: Mapping[str, str], receipt: Receipt, version: int, echoed: int) -> None:

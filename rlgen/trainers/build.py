@@ -5,11 +5,13 @@ from pathlib import Path
 
 from rlgen.data import Rows
 from rlgen.engines.server import ServerEngine
+from rlgen.engines.shared import SharedEngine
+from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
 from rlgen.rewards import Scorer, resolve
 from rlgen.rollout.sampler import Sampler
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, saved_processes
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json, write_json
@@ -21,7 +23,9 @@ from rlgen.trainers.loop import Trainer
 from rlgen.trainers.sides import Data, load_data, open_sides
 
 
-def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console) -> tuple[Trainer, int]:
+def build_trainer(
+    recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console, processes: Processes
+) -> tuple[Trainer, int]:
     """Loads data, rewards, model and engine, in the order of their cost, and checks that trainer and engine agree.
 
     Args:
@@ -33,18 +37,21 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
     Raises:
         RlgenError: whatever the parts raise; nothing has been trained.
     """
-    data = load_data(recipe)
-    scorer = build_scorer(recipe, data.rows)
+    data = processes.main_first(lambda: load_data(recipe))
+    scorer = processes.agreed(lambda: build_scorer(recipe, data.rows))
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
     console.say(f"model: {data.location}; opening the engine")
-    sides = open_sides(recipe, data, checkpoint, directory.logs, console.say)
+    sides = open_sides(recipe, data, checkpoint, processes, directory.logs, console.say)
+    if checkpoint and (stored := saved_processes(checkpoint)) != processes.world:
+        console.say(f"the checkpoint is of {stored} processes and {processes.world} run: some random states are made anew")
     rungs = list(climb(sides.probe))
     if wrong := failed(rungs):
         scorer.close()
         sides.probe.engine.close()
         raise wrong.error()
     console.say(f"sentinel: {summary(rungs)}")
-    record_attempt(directory, data, scorer, rungs, sides.done)
+    if processes.is_main:
+        record_attempt(directory, data, scorer, rungs, sides.done)
     watch = Watch(
         probe=sides.probe,
         on_drift=recipe.sentinel.on_drift,
@@ -53,19 +60,24 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         say=console.say,
     )
     count = recipe.rollout.prompts_per_step
+    engine = sides.probe.engine
     sampler = Sampler(
-        engine=sides.probe.engine,
-        prompts_of=lambda step: data.prompts.take((step - 1) * count, count if step <= recipe.run.steps else 0),
+        engine=engine,
+        prompts_of=lambda step: sides.probe.seat.share(
+            data.prompts.take((step - 1) * count, count if step <= recipe.run.steps else 0)
+        ),
         sampling=sides.probe.sampling,
         group_size=recipe.rollout.group_size,
         run_seed=recipe.run.seed,
         tokenizer=data.tokenizer,
-        submit_to=sides.probe.engine.submit if recipe.rollout.ahead and isinstance(sides.probe.engine, ServerEngine) else None,
+        submit_to=engine.submit if recipe.rollout.ahead and isinstance(engine, ServerEngine | SharedEngine) else None,
         max_staleness=recipe.rollout.max_staleness,
         in_flight=isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.in_flight,
     )
     trainer = Trainer(
         recipe=recipe,
+        processes=processes,
+        seat=sides.probe.seat,
         tokenizer=data.tokenizer,
         prompts=data.prompts,
         scorer=scorer,
@@ -78,7 +90,7 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         update=sides.updater(None if sides.probe.sampling.regex else watch),
         schedule=sides.schedule,
         directory=directory,
-        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep),
+        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes),
         console=console,
     )
     return trainer, sides.done

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from rlgen.engines import Engine
 from rlgen.errors import EngineError, SentinelError, Stopped
 from rlgen.losses.kl import reward_kl
 from rlgen.models.policy import Policy
+from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
 from rlgen.rewards import Scorer
 from rlgen.rollout.batch import pad_rows
@@ -33,9 +35,15 @@ from rlgen.types import Group, Sample, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """prompts -> rollout -> rewards -> window -> update -> sync. Each arrow is one call in `run`."""
+    """prompts -> rollout -> rewards -> window -> update -> sync. Each arrow is one call in `run`.
+
+    Of several processes each samples and rewards its share of the prompts, whole groups. Then all have all samples of the step in
+    the same order, and what is learned from them does not depend on how many they are. The main process writes and prints.
+    """
 
     recipe: Recipe
+    processes: Processes
+    seat: Seat
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptStream
     scorer: Scorer
@@ -55,17 +63,17 @@ class Trainer:
         """Trains from step `done` + 1 to `run.steps`.
 
         Raises:
-            Stopped: `stop` was requested; a checkpoint of the last step is written.
-            RlgenError: as its parts raise; the last checkpoint stands.
+            Stopped: `stop` was requested of one process; a checkpoint of the last step is written.
+            RlgenError: as its parts raise, in all processes; the last checkpoint stands.
         """
-        recipe, count = self.recipe, self.recipe.rollout.prompts_per_step
+        recipe, processes, count = self.recipe, self.processes, self.recipe.rollout.prompts_per_step
         for step in range(done + 1, recipe.run.steps + 1):
             clock = Clock()
             try:
                 with clock("generate"):
-                    groups, dropped = self.sample(step)
+                    groups, dropped = processes.agreed(partial(self.sample, step), talks=self.seat.shared)
                 with clock("reward"):
-                    samples = [sample for group in self.scorer.score(groups, step) for sample in group.samples]
+                    samples = self.rewarded(groups, step)
                 with clock("train"):
                     window, signal = self.window(samples, epoch=(step - 1) * count / len(self.prompts.entries))
                     learned = self.update(window, step)
@@ -76,14 +84,16 @@ class Trainer:
                 raise
             with clock("sync"):
                 refused = self.sync(step)
-            stopping = stop.requested  # read once: a request that comes later waits for the next step
+            stopping = processes.any(stop.requested)  # read once: a request that comes later waits for the next step
             with clock("save"):
-                self.directory.write_rollouts(
-                    step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
-                )
+                if processes.is_main:
+                    self.directory.write_rollouts(
+                        step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
+                    )
                 if stopping or refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
-            self.report(step, samples, {**learned, "rollout/dropped_stale": dropped}, clock)
+            if processes.is_main:
+                self.report(step, samples, {**learned, "rollout/dropped_stale": dropped}, clock)
             if refused:
                 raise refused
             if stopping and step < recipe.run.steps:
@@ -95,11 +105,20 @@ class Trainer:
         self.engine.sleep()
         return groups, dropped
 
+    def rewarded(self, groups: Sequence[Group], step: int) -> list[Sample]:
+        """All samples of the step with their rewards, in the order of the prompts, from all processes to all."""
+
+        def score_own() -> list[Sample]:
+            scored = self.scorer.score(groups, step) if self.seat.speaks else []
+            return [sample for group in scored for sample in group.samples]
+
+        return [sample for samples in self.processes.together(score_own) for sample in samples]
+
     def sync(self, step: int) -> EngineError | None:
         """Sends the weights of `step`. An engine that does not confirm them ends the run, but the step is trained and is kept."""
         try:
             self.sampler.before_sync()
-            send_weights(self.engine, self.policy.model, step)
+            send_weights(self.engine, self.policy.model, step, self.processes)
             if self.update.watch is not None:
                 self.update.watch.after_sync(step)
         except EngineError as error:
@@ -120,7 +139,7 @@ class Trainer:
                 kl=self.kl(samples) if self.algorithm.reference == "reward" else None,
             )
         )
-        window = Window.of(samples, signal, epoch, self.recipe.optim.micro_batch_tokens)
+        window = Window.of(samples, signal, epoch, self.recipe.optim.micro_batch_tokens, self.processes)
         if self.algorithm.reference == "loss":
             window.ref_logp.update(enumerate(self.reference_logp(window.samples)))
         return window, signal
@@ -129,8 +148,7 @@ class Trainer:
         """One [L] tensor a sample, at the temperature of the loss."""
         assert self.reference is not None  # built whenever the algorithm names a use for it
         temperature = self.algorithm.loss_temperature or self.sampling.logp_temperature
-        device = self.update.accelerator.device
-        return score(self.reference, samples, temperature, self.recipe.optim.micro_batch_tokens, device)
+        return score(self.reference, samples, temperature, self.recipe.optim.micro_batch_tokens, self.processes)
 
     def kl(self, samples: Sequence[Sample]) -> torch.Tensor:
         """[B] sampled KL of each completion to the reference."""
@@ -145,7 +163,7 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Unless it is saved already."""
-        if self.checkpoints.has(step):
+        if self.processes.on_main(lambda: self.checkpoints.has(step)):
             return
         self.checkpoints.save(
             step,

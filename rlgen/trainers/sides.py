@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,6 +17,8 @@ from rlgen.engines import build_engine
 from rlgen.engines.base import Settings
 from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.policy import Policy
+from rlgen.models.sharding import shard
+from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.bounds import bounds_for
@@ -56,7 +57,7 @@ class Sides:
     """Trainer and engine, holding the same weights."""
 
     recipe: Recipe
-    accelerator: Accelerator
+    sharded: bool
     algorithm: Algorithm
     reference: Policy | None
     optimizer: Optimizer
@@ -67,7 +68,8 @@ class Sides:
     def updater(self, watch: Watch | None) -> Updater:
         """What trains the policy."""
         return Updater(
-            accelerator=self.accelerator,
+            processes=self.probe.processes,
+            sharded=self.sharded,
             policy=self.probe.policy,
             optimizer=self.optimizer,
             algorithm=self.algorithm,
@@ -79,28 +81,35 @@ class Sides:
         )
 
 
-def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None, logs: Path, say: Callable[[str], None]) -> Sides:
+def open_sides(
+    recipe: Recipe, data: Data, checkpoint: Path | None, processes: Processes, logs: Path, say: Callable[[str], None]
+) -> Sides:
     """Raises RlgenError, as the model and the engine do.
 
     Args:
         logs: folder for what a server prints.
         say: receives a line when the engine had to be brought back.
     """
-    accelerator = Accelerator()
     revision = recipe.model.revision
+    seat = Seat.of(processes, processes_an_engine(recipe, processes))
     algorithm = build_algorithm(recipe.trainer)
-    policy = build_policy(recipe, data.location, accelerator.device)
+    policy = processes.agreed(lambda: build_policy(recipe, data.location, processes.device))
     reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
+    sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
+    if sharded:
+        for whole in [policy] if reference is None else [policy, reference]:
+            shard(whole, processes)
     optim = recipe.optim
     optimizer = torch.optim.AdamW(policy.parameters(), lr=optim.learning_rate, weight_decay=optim.weight_decay)
     schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
-    done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule).step if checkpoint else 0
-    policy, prepared = accelerator.prepare(policy, optimizer)
-    engine = build_engine(recipe, data.location, accelerator.device, logs, say)
+    done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes).step if checkpoint else 0
+    # All processes build at once, waiting for each other inside of vLLM.
+    engine = build_engine(recipe, data.location, processes, logs, say)
     dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
     probe = Probe(
-        trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, device=accelerator.device),
+        trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, processes=processes),
         engine=engine,
+        seat=seat,
         expected=Settings(
             dtype=dtypes[1],
             head_dtype="float32" if recipe.model.fp32_head else dtypes[1],
@@ -120,23 +129,30 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None, logs: Path, 
         version=done,
     )
     if engine.weight_version != done:
-        send_weights(engine, policy.model, done)
+        send_weights(engine, policy.model, done, processes)
     return Sides(
         recipe=recipe,
-        accelerator=accelerator,
+        sharded=sharded,
         algorithm=algorithm,
         reference=reference,
-        optimizer=prepared,
+        optimizer=optimizer,
         schedule=schedule,
         probe=probe,
         done=done,
     )
 
 
+def processes_an_engine(recipe: Recipe, processes: Processes) -> int:
+    """How many processes ask the same engine."""
+    if recipe.engine.kind == "server":
+        return processes.world
+    return recipe.engine.tensor_parallel_size if recipe.engine.kind == "colocated" else 1
+
+
 def toy_gradient(sides: Sides) -> Callable[[int], Tensor]:
     """The gradient of the recipe's own loss on made-up rewards, as a function of the tokens of a micro-batch.
 
-    For `rungs.loss_split`: pairs of completions of unequal lengths, one of each better than the other.
+    For `rungs.loss_split`, in one process: pairs of completions of unequal lengths, one of each better than the other.
     """
     probe, update = sides.probe, sides.updater(None)
 
@@ -157,7 +173,7 @@ def toy_gradient(sides: Sides) -> Callable[[int], Tensor]:
                 kl=torch.zeros(len(samples)) if sides.algorithm.reference == "reward" else None,
             )
         )
-        window = Window.of(samples, signal, 0.0, budget)
+        window = Window.of(samples, signal, 0.0, budget, probe.processes)
         if sides.algorithm.reference == "loss":
             window.ref_logp.update((row, torch.tensor(sample.sampler_logp)) for row, sample in enumerate(window.samples))
         return update.gradient(window)

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU
 from torch import Tensor
 
 from rlgen.engines import Engine, build_engine
 from rlgen.models.load import locate
 from rlgen.models.tiny import byte_tokenizer
+from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.score import score
 from rlgen.run.console import Console
@@ -79,7 +79,7 @@ def recipe_of(mode: str = "sampled", trainer: str = "grpo", size: int = 4, engin
 
 def open_engine(**engine: Any) -> Engine:
     recipe = recipe_of(engine=engine)
-    return build_engine(recipe, locate(recipe.model.path), CPU, Path(mkdtemp()), print)
+    return build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
 
 
 # Each is opened once and takes the weights of every case by a sync.
@@ -153,7 +153,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         patch.setattr(sides, "build_engine", lambda *_: engine)
         patch.setattr(build, "climb", lambda probe: [])  # the engine's weights are still those of the case before
         patch.setattr(build, "record_attempt", lambda *_: None)
-        trainer, _ = build.build_trainer(recipe, RunDirectory(folder, None), None, Console(2, 0))
+        trainer, _ = build.build_trainer(recipe, RunDirectory(folder, None), None, Console(2, 0), Processes.alone())
     policy, reference = trainer.policy, trainer.reference
     assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.
@@ -166,14 +166,16 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     heard = Overheard(trainer.algorithm)
     update = replace(trainer.update, algorithm=heard, optimizer=torch.optim.SGD(policy.parameters(), lr=0.1))
     sampling = replace(trainer.sampling, stop_ids=(*trainer.sampling.stop_ids, *further_stops))
-    trainer = replace(trainer, sampling=sampling, update=update)
+    sampler = replace(trainer.sampler, sampling=sampling, prompts_of=lambda step: trainer.prompts.take(0, len(PROMPTS)))
+    trainer = replace(trainer, sampling=sampling, sampler=sampler, update=update)
 
     send_weights(engine, policy.model, VERSION, hashed=True)
-    groups = trainer.sample(trainer.prompts.take(0, len(PROMPTS)), VERSION)
+    groups, dropped = trainer.sample(VERSION + 1)
+    assert dropped == 0
     samples = [sample for group in trainer.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
     window, signal = trainer.window(samples, epoch=0.0)
     temperature = 1.0 if recipe.trainer.kind == "online_dpo" else recipe.rollout.temperature or 1.0
-    logp, ref_logp = (score(model, samples, temperature, 4096, CPU) for model in (policy, reference))
+    logp, ref_logp = (score(model, samples, temperature, 4096, Processes.alone()) for model in (policy, reference))
     metrics = trainer.update(window, step=VERSION + 1)
     trainer.scorer.close()
     pieces = len(window.micro_batches)

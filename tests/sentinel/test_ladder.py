@@ -94,7 +94,7 @@ def ladder(recipe: Path, overrides: list[str], greedy: bool = False) -> list[Run
     loaded = load_recipe(recipe, ["rollout.max_completion_tokens=24", *overrides]).recipe
     if greedy:  # refused in a recipe
         loaded = loaded.model_copy(update={"rollout": loaded.rollout.model_copy(update={"temperature": 0.0})})
-    sides = open_sides(loaded, load_data(loaded), None, recipe.parent, print)
+    sides = open_sides(loaded, load_data(loaded), None, Processes.alone(), recipe.parent, print)
     try:
         return list(climb(sides.probe, toy_gradient(sides)))
     finally:

@@ -1,0 +1,22 @@
+"""A policy whose weights lie in parts over the processes (FSDP2): each holds a share of every tensor, and of what is kept of it."""
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from rlgen.models.policy import Policy
+from rlgen.processes import Processes
+
+
+def shard(policy: Policy, processes: Processes) -> None:
+    """Layer by layer, then the rest: embedding, last norm and head. A tied head stays one parameter with its embedding.
+
+    A layer's tensors are whole while it computes, and only then: every process must run as many forwards as the others.
+    Outside of `forward` and `logits` all parameters are DTensors. Gradients are means over the processes.
+    """
+    mesh = init_device_mesh(processes.device.type, (processes.world,))
+    layers = set(policy.model._no_split_modules or ())
+    for module in list(policy.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=True)
+    register_fsdp_forward_method(policy, "logits")

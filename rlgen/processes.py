@@ -1,0 +1,243 @@
+"""The processes of a run, and how they stay together.
+
+Three rules keep them from waiting for each other for ever. Every process makes the same calls in the same order: what decides
+the order, such as a verdict or a request to stop, is gathered first. Work that may fail in one process is done inside
+`together`, so that its error is every process's error. And whoever waits does so for `timeout` seconds at most.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlgen.errors import ProcessError, RlgenError, SentinelError
+
+T = TypeVar("T")
+PATIENCE = 2.0  # seconds that a process looks for another one's last words
+COUNT, FIRST = "failures", "first_failure"  # keys of the store
+# What torch's backends say when a process has gone away or does not answer.
+LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout", "Socket", "NCCL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """All processes of a run, seen from one of them. Where there is one only, every call is that call alone."""
+
+    rank: int
+    world: int
+    device: torch.device  # of this process
+    timeout: float  # seconds that one waits for another
+    group: dist.ProcessGroup | None  # for Python objects, on the CPU; tensors of the model have torch's default group
+    store: dist.Store | None  # outlives a process that fails
+
+    @classmethod
+    def alone(cls) -> "Processes":
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return cls(rank=0, world=1, device=device, timeout=0.0, group=None, store=None)
+
+    @classmethod
+    def open(cls, timeout: float) -> "Processes":
+        """Joins those that the launcher started: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say which.
+
+        Raises:
+            ProcessError: they do not all come within `timeout` seconds, or there is no GPU for this one.
+        """
+        rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        on_gpu = torch.cuda.is_available()
+        if on_gpu and local >= torch.cuda.device_count():
+            raise ProcessError(
+                f"process {rank} is number {local} of its machine, which has {torch.cuda.device_count()} GPUs: start one process"
+                " for each GPU"
+            )
+        device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        within = timedelta(seconds=timeout)
+        try:
+            shared, _, _ = next(dist.rendezvous("env://", timeout=within))
+            # A name of our own: a program that was launched around rlgen may use the same store.
+            store = dist.PrefixStore("rlgen", shared)
+            dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=within)
+            group = dist.new_group(backend="gloo", timeout=within)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ProcessError(f"process {rank} of {world} did not find the others within {timeout:g} s: {error}") from error
+        return cls(rank=rank, world=world, device=device, timeout=timeout, group=group, store=store)
+
+    @property
+    def is_main(self) -> bool:
+        """The one that writes and prints."""
+        return self.rank == 0
+
+    def gather(self, items: Sequence[T]) -> list[T]:
+        """The items of all processes, in order of rank. They are pickled."""
+        if self.world == 1:
+            return list(items)
+        lists: list[Any] = [None] * self.world
+        dist.all_gather_object(lists, list(items), group=self.group)
+        return [item for of_rank in lists for item in of_rank]
+
+    def together(self, work: Callable[[], T], talks: bool = False) -> list[T]:
+        """Runs `work` in every process: all results in order of rank, or in every process the first one's error.
+
+        Args:
+            talks: `work` waits for other processes itself, who would wait in vain for one that failed. Its error then ends this
+                process at once, and so the others. A SentinelError is raised by comparing, when all waiting is over.
+        """
+        if self.world == 1:
+            return [work()]
+        own: Exception | None = None
+        outcome: tuple[Any, RlgenError | None] = None, None
+        try:
+            outcome = work(), None
+        except Exception as error:
+            if talks and not isinstance(error, SentinelError):
+                raise
+            own, outcome = error, (None, sendable(error, self.rank))
+        try:
+            outcomes = self.gather([outcome])
+        except RuntimeError:
+            if own is not None:  # the others have gone: the reason is worth more than that
+                raise own from None
+            raise
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure is not None:
+                if rank == self.rank and own is not None and not isinstance(own, RlgenError):
+                    raise own  # a bug: its traceback is here
+                raise failure from own
+        return [value for value, _ in outcomes]
+
+    def agreed(self, work: Callable[[], T], talks: bool = False) -> T:
+        """As `together`, but each process keeps its own result: nothing but errors is sent."""
+        kept: list[T] = []
+        self.together(lambda: kept.append(work()), talks)
+        return kept[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """The main process does it; every process has the result, or the error."""
+        value = self.together(lambda: work() if self.is_main else None)[0]
+        return value  # type: ignore[return-value]
+
+    def main_first(self, work: Callable[[], T]) -> T:
+        """Every process does it, the main one before the others: it fills caches and folders that they find."""
+        if self.world == 1:
+            return work()
+        first = self.agreed(lambda: work() if self.is_main else None)
+        rest = self.agreed(lambda: None if self.is_main else work())
+        return first if self.is_main else rest  # type: ignore[return-value]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true in one of them."""
+        return any(self.gather([flag]))
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Adds up each tensor over all processes, in place and with the same bits everywhere."""
+        if self.world > 1:
+            for sum_of_one in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                sum_of_one.wait()
+
+    @contextmanager
+    def said_once(self) -> Iterator[None]:
+        """An error that leaves the block ends this process; of several processes one prints it (`RlgenError.told`)."""
+        try:
+            yield
+        except BaseException as error:
+            raise self.last_words(error) from error.__cause__
+
+    def last_words(self, error: BaseException) -> BaseException:
+        """What this process ends with, for an error that ended its work: of several processes one prints it.
+
+        A process that another one has left has an error of the network. The reason is what the first one to fail left in the
+        store; one that was killed left nothing.
+        """
+        if self.world == 1 or self.store is None:
+            return error
+        try:
+            if lost(error):
+                first = self._first_failure()
+                if first is not None:
+                    ended = ProcessError(f"process {first['rank']} failed: {first['message']}")
+                    ended.exit_code, ended.told = first["exit_code"], True
+                    ended.__cause__ = error
+                    return ended
+                ended = ProcessError(
+                    f"another process was killed or did not answer for {self.timeout:g} s (processes.timeout);"
+                    " logs/ has what each wrote last"
+                )
+                ended.__cause__ = error
+                error = ended
+            if self.store.add(COUNT, 1) == 1:
+                code = error.exit_code if isinstance(error, RlgenError) else 70
+                said = {"rank": self.rank, "message": str(error) or type(error).__name__, "exit_code": code}
+                self.store.set(FIRST, json.dumps(said))
+            else:
+                error.told = True  # type: ignore[attr-defined]
+        except RuntimeError:  # the store went with the process that kept it
+            pass
+        return error
+
+    def _first_failure(self) -> dict[str, Any] | None:
+        assert self.store is not None
+        deadline = time.monotonic() + PATIENCE
+        while not self.store.check([FIRST]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        first: dict[str, Any] = json.loads(self.store.get(FIRST))
+        return first
+
+    def close(self) -> None:
+        """After the last call, in good order."""
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a process sits among the engines. With tensor parallelism several share one: each must ask it the same."""
+
+    engine: int
+    engines: int
+    shared: bool  # with another process
+    speaks: bool  # this process hands on what the engine answered: the first of those that share it
+
+    @classmethod
+    def of(cls, processes: Processes, size: int) -> "Seat":
+        """Raises ProcessError if `size` processes an engine do not come out even."""
+        if processes.world % size:
+            raise ProcessError(
+                f"engine.tensor_parallel_size {size} needs a multiple of {size} processes, but {processes.world} run: start"
+                f" them with `torchrun --nproc-per-node {size}`, or lower it"
+            )
+        rank, engines = processes.rank, processes.world // size
+        return cls(engine=rank // size, engines=engines, shared=size > 1, speaks=rank % size == 0)
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This engine's part of the items: neighbours, in order, as many as for any other engine or one more."""
+        return items[len(items) * self.engine // self.engines : len(items) * (self.engine + 1) // self.engines]
+
+
+def sendable(error: Exception, rank: int) -> RlgenError:
+    """The error as the other processes raise it; it says where it is from."""
+    if not isinstance(error, RlgenError):
+        return ProcessError(f"process {rank} failed: {type(error).__name__}: {error}")
+    if rank:
+        error.args = (f"process {rank}: {error}", *error.args[1:])
+    return error
+
+
+def lost(error: BaseException) -> bool:
+    """Whether an error says that another process is gone, itself or by what it came from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and any(word in str(seen) for word in LOST)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
