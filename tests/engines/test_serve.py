@@ -359,7 +359,10 @@ def test_the_reason_is_the_first_cause() -> None:
         "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
     )
     assert reason(log) == "ValueError: no room for the KV cache"
-    assert reason("one\ntwo\n") == "one; two"
+    died = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root"
+    harmless = "ValueError: Tokenizer not available when `skip_tokenizer_init=True`"
+    assert reason(f"{harmless}\n{died}\n") == died
+    assert reason(f"{harmless}\none\ntwo\n").endswith("one; two")
     assert reason("") == "it said nothing"
 
 
