@@ -147,10 +147,11 @@ class ServerProcess:
         """
         vllm_compat.require_vllm()
         plan = replace(plan, port=claim(plan.host, plan.port))
+        environment = plan.environment(token)
         # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
         parent = tempfile.gettempdir()
         folder = Path(tempfile.mkdtemp(prefix="rlgen-", dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))
-        environment = {**plan.environment(token), "TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
+        environment |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *plan.command()]
         with log.open("ab") as output:
             process = subprocess.Popen(
