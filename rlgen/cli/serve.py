@@ -90,7 +90,7 @@ def watch(server: "ServerProcess") -> None:
     except KeyboardInterrupt:
         print_line("stopping")
         return
-    raise EngineError(f"the vLLM server at {server.url} died: {server.last_words()}")
+    raise EngineError(f"the vLLM server at {server.url} {server.last_words()}")
 
 
 @contextmanager

@@ -34,6 +34,8 @@ FOREIGN_NAMES = {
 }
 FOREIGN_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "OMPI_", "PMI_", "VLLM_DP_")
 STOP_SECONDS = guard.GRACE + 10.0
+# vLLM tries the chat template at each start, and logs that it cannot.
+HARMLESS = "ValueError: Tokenizer not available"
 LONGEST_PARENT = 50  # a socket's path has at most 107 characters, and vLLM needs 37 of them below our folder
 
 
@@ -142,13 +144,16 @@ class ServerProcess:
         """Starts it and returns at once. What it prints goes to `log`.
 
         Raises:
+            SetupError: vLLM is not installed.
             EngineError: the token is empty, or nobody can listen there.
         """
+        vllm_compat.require_vllm()
         plan = replace(plan, port=claim(plan.host, plan.port))
+        environment = plan.environment(token)
         # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
         parent = tempfile.gettempdir()
         folder = Path(tempfile.mkdtemp(prefix="rlgen-", dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))
-        environment = {**plan.environment(token), "TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
+        environment |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *plan.command()]
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -180,18 +185,25 @@ class ServerProcess:
         with httpx.Client(base_url=self.url, headers=headers, timeout=5.0, trust_env=False) as client:
             while (waited := time.monotonic() - began) < timeout:
                 if not self.alive():
-                    raise EngineError(f"the vLLM server ended with exit code {self._process.returncode}: {self.last_words()}")
+                    raise EngineError(f"the vLLM server {self.last_words()}")
                 try:
                     if client.get("/health").status_code == 200:
                         return time.monotonic() - began
                 except httpx.TransportError:
                     pass
                 time.sleep(0.2)
-        raise EngineError(f"the vLLM server did not answer within {waited:.0f} s: {self.last_words()}")
+        raise EngineError(f"the vLLM server {self.last_words()}, {waited:.0f} s after its start")
 
     def last_words(self) -> str:
-        """The reason that the log gives, and where the log is."""
-        return f"{reason(self.log.read_text(encoding='utf-8', errors='replace'))} (log: {self.log})"
+        """How it ended, the reason that its log gives, and where the log is: "ended with exit code 1: ... (log: ...)"."""
+        code = self._process.poll()
+        if code is None:
+            how = "does not answer"
+        elif code == 128 + signal.SIGKILL:
+            how = "was killed, as the system does when memory runs out"
+        else:
+            how = f"ended with exit code {code}"
+        return f"{how}: {reason(self.log.read_text(encoding='utf-8', errors='replace'))} (log: {self.log})"
 
     def stop(self) -> None:
         """Ends all its processes, in bounded time. Does nothing the second time."""
@@ -249,6 +261,7 @@ def reason(log: str) -> str:
     if unknown:
         return f"this vLLM has no argument {unknown[0]}; correct engine.extra, or use another version"
     errors = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Interrupt)\b.*:|.*: error: ", line)]
+    errors = [line for line in errors if not line.startswith(HARMLESS)]
     # The HTTP server's own end says only that the engine ended.
-    causes = [line for line in errors if "Engine core initialization failed" not in line] or errors
+    causes = [line for line in errors if not re.search(r"See (stack trace|root cause) \(?above", line)] or errors
     return "; ".join(dict.fromkeys(causes[-2:] or lines[-3:])) or "it said nothing"

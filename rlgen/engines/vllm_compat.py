@@ -4,6 +4,7 @@ Each patch says what it cures; `tests/engines/test_vllm_compat.py` fails when up
 """
 
 import importlib
+import importlib.util
 import math
 import os
 import random
@@ -105,6 +106,15 @@ def process_kept_as_is() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda_states)
 
 
+INSTALL = "install rlgen[cuda] on a machine with an NVIDIA GPU, rlgen[cpu] without, or set engine.kind: transformers"
+
+
+def require_vllm() -> None:
+    """Raises SetupError if vLLM is not installed. Does not import it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise SetupError(f"engine.kind: server needs vLLM, which is not installed; {INSTALL}")
+
+
 def import_vllm() -> Any:
     """The vllm module, patched. Call inside `process_kept_as_is`; costs seconds, so only when an engine is built.
 
@@ -114,10 +124,7 @@ def import_vllm() -> Any:
     try:
         vllm = importlib.import_module("vllm")
     except ImportError as error:
-        raise SetupError(
-            f"engine.kind: colocated needs vLLM, which cannot be imported ({error}); install rlgen[cuda] on a machine with"
-            " an NVIDIA GPU, rlgen[cpu] without, or set engine.kind: transformers"
-        ) from error
+        raise SetupError(f"engine.kind: colocated needs vLLM, which cannot be imported ({error}); {INSTALL}") from error
     # `importlib.metadata` knows the CPU build under another name; the module knows itself.
     version = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
     if not OLDEST <= version <= NEWEST:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.models import Recipe
-from rlgen.recipe.rules import inert
+from rlgen.recipe.rules import inert, servers
 from rlgen.recipe.yaml import parse, scalar
 from rlgen.trainers.registry import TRAINERS
 
@@ -154,6 +154,15 @@ def test_overrides(recipe_file: Path) -> None:
         ("engine={kv_cache_gib: 1, gpu_memory_utilization: 0.5}", "has no effect beside engine.kv_cache_gib"),
         ("engine={extra: {logprobs_mode: raw_logprobs}}", "engine.extra.logprobs_mode is set by rlgen"),
         ("engine.structured_regex='[0-9]+'", "set trainer.correction.mode to none"),
+        ("engine={extra: {max-logprobs: 3}}", "engine.extra.max-logprobs is set by rlgen"),
+        ("engine={extra: {Block: 3}}", "engine.extra.Block is no argument of vLLM"),
+        ("engine={kind: server}", "neither engine.url nor engine.launch says which"),
+        ("engine={kind: server, launch: true, url: 'http://a:1'}", "engine.launch is true: rlgen would start another"),
+        ("engine={kind: server, url: 'a:1'}", "is no address of a server"),
+        ("engine={kind: server, url: 'http://me:secret@a:1'}", "environment variable RLGEN_SERVER_TOKEN"),
+        ("engine={kind: server, url: ['http://a:1', 'http://a:1/']}", "engine.url names http://a:1/ twice"),
+        ("engine={kind: server, url: 'http://a:1', token_env: 'a b'}", "engine.token_env"),
+        ("engine={kind: server, launch: true, max_model_len: 75}", "set engine.max_model_len to 76 or more"),
         ("trainer={updates_per_rollout: 2, clip_low: 0.5}", "set trainer.clip_low to 0.28 or less"),
         ("rewards=[{use: exact_match}, {use: exact_match}]", "two rewards are called `exact_match`"),
         ("rewards=[{use: exact_match, weight: 0}]", "every weight in rewards is 0"),
@@ -168,7 +177,9 @@ def test_overrides(recipe_file: Path) -> None:
         ("data={source: a.jsonl, options: {size: 3}}", "data.options has an effect only with a task: source"),
         ("data={source: 'task:sort', template_args: {a: 1}}", "data.template_args has no effect"),
         ("model.revision=main", "model.revision has no effect"),
-        ("engine={kind: transformers, url: 'http://x'}", "an engine of this kind has no server"),
+        ("engine={kind: transformers, url: 'http://x'}", "an engine of this kind has no server; set engine.kind to server"),
+        ("engine={kind: server, url: 'http://a:1', port: 1}", "engine.port has no effect beside engine.url"),
+        ("engine={kind: server, url: 'http://a:1', kv_cache_gib: 1}", "engine.kv_cache_gib has no effect beside engine.url"),
         ("trainer={kind: online_dpo, correction: {mode: token_truncate}}", "is not one of sequence_mask, none"),
         ("trainer={kind: online_dpo, kl: k2}", "the reference is in the loss itself"),
         ("trainer={kind: rloo, loss: dapo}", "RLOO has one loss"),
@@ -189,6 +200,18 @@ def test_overrides(recipe_file: Path) -> None:
 def test_refused_overrides_are_blamed_on_the_argument(recipe_file: Path, override: str, part: str) -> None:
     found = problems(recipe_file, override)
     assert len(found) == 1 and found[0].startswith("--set 1: ") and part in found[0]
+
+
+def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
+    there = load_recipe(recipe_file, ["engine={kind: server, url: ['http://127.0.0.1:1', 'http://10.0.0.7:2/a']}"])
+    assert servers(there.recipe.engine) == ["http://127.0.0.1:1", "http://10.0.0.7:2/a"]
+    assert [note for note in there.notices if "not encrypted" in note] == [there.notices[-1]]
+    assert "10.0.0.7 is beyond this machine" in there.notices[-1]
+    assert "kv_cache" not in dump_recipe(there.recipe) and "start_timeout" not in dump_recipe(there.recipe)
+    ours = load_recipe(recipe_file, ["engine={kind: server, launch: true, host: 0.0.0.0, kv_cache_gib: 1}"])
+    assert "0.0.0.0 is beyond this machine" in ours.notices[-1] and "kv_cache_gib: 1.0" in dump_recipe(ours.recipe)
+    for loaded in (there, ours):
+        assert load_recipe(write(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
 
 
 def numbers(model: type[BaseModel], prefix: str = "") -> set[str]:
