@@ -224,10 +224,17 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
 
     @cache
     def further_stops(mode: str) -> tuple[int, ...]:
-        """Ids that end one completion with its first token and others later on."""
+        """An id that ends a completion with its first token, and one that ends another later on."""
         folder = tmp_path_factory.mktemp("stops")
         samples = take_step(recipe_of(mode, size=2), engine("colocated"), folder, ()).samples
-        return samples[2 * TWINS[0]].completion_ids[0], samples[-1].completion_ids[3]
+        first = samples[2 * TWINS[0]].completion_ids[0]
+        later = (
+            token
+            for ids in (sample.completion_ids for sample in samples)
+            for place, token in enumerate(ids)
+            if place >= 2 and not {first, token} & set(ids[:place]) and token != first
+        )
+        return first, next(later)
 
     @cache
     def taken(mode: str, name: str, trainer: str, size: int) -> Step:
