@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, Recipe
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
 
+SMALL_FOR_LORA = 5e-6  # learning rates below it hardly move an adapter
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
@@ -57,6 +58,14 @@ def contradictions(recipe: Recipe) -> list[Finding]:
                 "optim.warmup_steps",
                 f"optim.warmup_steps is {recipe.optim.warmup_steps}, but run.steps is {recipe.run.steps}",
                 f"set optim.warmup_steps to {recipe.run.steps - 1} or less",
+            )
+        )
+    if recipe.model.quantization is not None and recipe.model.lora is None:
+        found.append(
+            Finding(
+                "model.quantization",
+                f"model.quantization {recipe.model.quantization} holds weights that cannot be trained, and there is no model.lora",
+                "add `lora: {}` to model, or remove model.quantization",
             )
         )
     found += _trainer_contradictions(trainer)
@@ -234,6 +243,11 @@ def notices(recipe: Recipe) -> list[str]:
         said.append(
             "engine.structured_regex: the sentinel checks the engine before step 1 without it; batches cannot be compared"
         )
+    if recipe.model.lora is not None and recipe.optim.learning_rate < SMALL_FOR_LORA:
+        said.append(
+            f"optim.learning_rate {recipe.optim.learning_rate:g} is usual for full weights; adapters start at zero and take ten"
+            " times as much or more"
+        )
     trainer = recipe.trainer
     if isinstance(trainer, GRPORecipe) and trainer.loss in ("gspo", "luspo") and "token" in trainer.correction.mode:
         said.append(
@@ -253,6 +267,12 @@ REFUSED = {
     "rollout.batch_size": "say rollout.prompts_per_step and rollout.group_size",
     "trainer.num_generations": "say rollout.group_size",
     "trainer.epsilon": "say trainer.clip_low and trainer.clip_high",
+    "model.lora.dropout": "what is scored must be what was sampled: a forward is a function of ids and weights, without dropout",
+    "model.lora.r": "did you mean `rank`?",
+    "model.lora.lora_alpha": "did you mean `alpha`?",
+    "model.lora.target_modules": "did you mean `targets`?",
+    "model.load_in_4bit": "say model.quantization: nf4, with model.lora",
+    "model.load_in_8bit": "say model.quantization: int8, with model.lora",
     "optim.batch_size": "say rollout.prompts_per_step and rollout.group_size; micro-batches follow from micro_batch_tokens",
     "optim.per_device_train_batch_size": "say rollout.prompts_per_step; micro-batches follow from micro_batch_tokens",
     "optim.gradient_accumulation_steps": "micro-batches follow from optim.micro_batch_tokens and change no result",
