@@ -36,10 +36,13 @@ PREFIX = "base_model.model."
 # --- putting it in -----------------------------------------------------------------------------------------------------------
 
 
-def add_adapter(model: PreTrainedModel, recipe: LoraRecipe, seed: int) -> None:
+def add_adapter(model: PreTrainedModel, recipe: LoraRecipe, seed: int, revision: str | None = None) -> None:
     """Freezes `model` and puts a new adapter into it, in place.
 
     The adapter is float32 whatever the dtype of the model. Its first values follow from `seed` and draw from no random state.
+
+    Args:
+        revision: of a hub id, for those who open the adapter later.
 
     Raises:
         SetupError: a target that is no linear layer of the model.
@@ -50,6 +53,7 @@ def add_adapter(model: PreTrainedModel, recipe: LoraRecipe, seed: int) -> None:
         use_rslora=recipe.use_rslora,
         target_modules=targets(model, recipe.targets),
         base_model_name_or_path=model.name_or_path,
+        revision=revision,
     )
     inject(model, config)
     generator = torch.Generator().manual_seed(seed)
@@ -162,6 +166,17 @@ def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
     return first, second  # type: ignore[return-value]
 
 
+def adapter_names(name: str) -> tuple[str, str]:
+    """Of A and B, by the name that the weight they adapt has in the base model."""
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora_A.{NAME}.weight", f"{layer}.lora_B.{NAME}.weight"
+
+
+def scale(layer: LoraLayer) -> float:
+    """s in W + s B A."""
+    return float(layer.scaling[NAME])
+
+
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """{"model.layers.0.self_attn.q_proj.lora_A.default.weight": ...}: all that is trained, without gradients."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if in_adapter(name)}
@@ -182,7 +197,7 @@ def merged_weight(layer: LoraLayer) -> Tensor:
     """W + s B A in float32, a new tensor; W itself is left alone. Where the adapter is off, W."""
     weight = base_weight(layer).float()
     # Not in place: in float32 that would be the base's own memory.
-    return weight if layer.disable_adapters else weight + layer.get_delta_weight(NAME)  # type: ignore[operator]
+    return weight if layer.disable_adapters else weight + layer.get_delta_weight(NAME)  # type: ignore[attr-defined]
 
 
 def base_weight(layer: LoraLayer) -> Tensor:

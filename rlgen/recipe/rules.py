@@ -64,7 +64,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         found.append(
             Finding(
                 "model.quantization",
-                f"model.quantization {recipe.model.quantization} holds weights that cannot be trained, and there is no model.lora",
+                f"model.quantization {recipe.model.quantization} holds weights that cannot be trained, without model.lora",
                 "add `lora: {}` to model, or remove model.quantization",
             )
         )

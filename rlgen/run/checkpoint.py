@@ -1,6 +1,7 @@
 """Checkpoints: `step_000020/` is a folder that `from_pretrained` opens, with the trainer's state under `state/`.
 
     config.json, model.safetensors, tokenizer files     the policy, in float32: the weights that are trained
+    adapter_config.json, adapter_model.safetensors      instead of the first two, where an adapter is what is trained
     state/optimizer.safetensors                         moments and step counts by parameter name
     state/random.safetensors                            random states
     state/state.json                                    step, data position, schedule; written last
@@ -25,8 +26,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlgen.errors import CheckpointError
-from rlgen.models.weights import model_tensors, own_tensors
+from rlgen.errors import CheckpointError, Fault, SentinelError
+from rlgen.models.lora import is_adapted, load_adapter, save_adapter
+from rlgen.models.weights import base_digest, model_tensors, own_tensors
 from rlgen.run.files import read_json, write_json
 
 FORMAT = 1
@@ -44,11 +46,16 @@ class TrainerState:
 
 
 class Checkpoints:
-    """The checkpoints of one run; the newest `keep` stay."""
+    """The checkpoints of one run; the newest `keep` stay.
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    Args:
+        base: digest of the frozen weights under an adapter, which no checkpoint holds: they must stay what they are.
+    """
+
+    def __init__(self, folder: Path, keep: int, base: str | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.base = base
 
     def newest(self) -> Path | None:
         """The last complete checkpoint, or None."""
@@ -72,13 +79,18 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it could not be written; the older ones are untouched.
+            SentinelError: the base of an adapter has changed; nothing is written.
         """
+        base = same_base(model, self.base) if is_adapted(model) else ""
         final = self.folder / f"step_{step:06d}"
         aside = self.folder / f".writing_{step:06d}"
         shutil.rmtree(aside, ignore_errors=True)
         try:
             (aside / "state").mkdir(parents=True)
-            model.save_pretrained(aside)
+            if is_adapted(model):
+                save_adapter(model, aside, base)
+            else:
+                model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
             save_file(optimizer_tensors(model, optimizer), aside / "state" / "optimizer.safetensors")
             save_file(random_tensors(), aside / "state" / "random.safetensors")
@@ -105,7 +117,10 @@ class Checkpoints:
             state = TrainerState(**read_json(path / "state" / "state.json"))
             if state.format != FORMAT:
                 raise CheckpointError(f"{path} is of checkpoint format {state.format}; this rlgen reads {FORMAT}")
-            load_weights(path, model)
+            if is_adapted(model):
+                load_adapter(path, model, base_digest(model))
+            else:
+                load_weights(path, model)
             load_optimizer(load_file(path / "state" / "optimizer.safetensors"), model, optimizer)
             schedule.load_state_dict(state.schedule)
             # A schedule changes the rate when it steps, and does not step here.
@@ -115,6 +130,22 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error!r}; delete it to go on from the one before") from error
         return state
+
+
+def same_base(model: PreTrainedModel, before: str | None) -> str:
+    """The digest of the frozen weights under an adapter.
+
+    Raises:
+        SentinelError: it is not what it was `before`.
+    """
+    now = base_digest(model)
+    if before is not None and now != before:
+        raise SentinelError(
+            Fault.BASE_CHANGED,
+            f"the frozen weights under the adapter are not those that the run began with (SHA-256 {before[:12]}, now {now[:12]}):"
+            " something writes into them, and the adapter would be worth nothing on the model as it was; nothing was saved",
+        )
+    return now
 
 
 @torch.no_grad()

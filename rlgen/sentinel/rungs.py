@@ -2,14 +2,17 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
+from rlgen.models.lora import is_adapted, without_adapter
+from rlgen.models.weights import is_packed
 from rlgen.sentinel.bounds import POWER
-from rlgen.sentinel.change import changed_weights
-from rlgen.sentinel.diagnose import Cause, explain, explain_sync
+from rlgen.sentinel.change import Change, changed_adapter, changed_weights
+from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
 from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
 from rlgen.sentinel.sync import send_weights
@@ -96,22 +99,14 @@ def recipe_sampling(probe: Probe) -> Rung:
 
 def changed_sync(probe: Probe) -> Rung:
     """Rung 3: every tensor changed, sent, compared; then restored, sent, compared. The engine is left with the run's weights."""
-    temperature, trainer, bounds = probe.sampling.temperature, probe.trainer, probe.bounds
+    name, temperature, trainer, bounds = "changed weights", probe.sampling.temperature, probe.trainer, probe.bounds
+    if any(is_packed(parameter) for parameter in probe.policy.model.parameters()):
+        sentence = "Weights that are held in few bits cannot be changed a little; what the engine holds of them, rung 1 compared."
+        return Rung(number=3, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
     before = probe.sample(temperature, FEWER_TOKENS)
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
-        power = trainer.gap(before, temperature)
-        for _ in range(ATTEMPTS):
-            if bounds.see(power):
-                break
-            change()
-            power = trainer.gap(before, temperature)
-        if not bounds.see(power):
-            raise SentinelError(
-                Fault.BLIND_BOUNDS,
-                f"weights changed beyond use move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds:"
-                " lower sentinel.max_delta or sentinel.mean_delta, which hide every fault",
-            )
+        power = enough(probe, change, before)
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, hashed=True)
         samples = probe.sample(temperature, FEWER_TOKENS)
@@ -126,7 +121,7 @@ def changed_sync(probe: Probe) -> Rung:
         gap = max(gap, trainer.gap(samples, temperature), key=bounds.of)
     return judged(
         3,
-        "changed weights",
+        name,
         probe,
         gap,
         "Changed weights arrive whole, and so do the old ones again.",
@@ -134,6 +129,64 @@ def changed_sync(probe: Probe) -> Rung:
         (Fault.UNEXPLAINED, "after a sync the engine computes with other weights than it was sent"),
         power,
     )
+
+
+def enough(probe: Probe, change: Change, before: list[Sample]) -> Gap:
+    """Changes the weights further until the gap to samples from `before` would be seen.
+
+    Raises:
+        SentinelError: it never is.
+    """
+    temperature, bounds = probe.sampling.temperature, probe.bounds
+    power = probe.trainer.gap(before, temperature)
+    for _ in range(ATTEMPTS):
+        if bounds.see(power):
+            return power
+        change()
+        power = probe.trainer.gap(before, temperature)
+    if bounds.see(power):
+        return power
+    raise SentinelError(
+        Fault.BLIND_BOUNDS,
+        f"weights changed beyond use move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds:"
+        " lower sentinel.max_delta or sentinel.mean_delta, which hide every fault",
+    )
+
+
+def changed_adapter_sync(probe: Probe) -> Rung:
+    """Rung 3L: the adapter changed, sent and compared; then as it was. What it does in the engine is what it does in the trainer.
+
+    Its effect is that on the log-probs of the sampled ids, against the trainer's base model.
+    """
+    temperature, trainer, bounds = probe.sampling.temperature, probe.trainer, probe.bounds
+    cause: Cause | None = None
+    with changed_adapter(probe.policy) as change:
+        enough(probe, change, probe.sample(temperature, FEWER_TOKENS))
+        probe.engine.sleep()
+        send_weights(probe.engine, probe.policy.model, probe.version, hashed=True)
+        samples = probe.sample(temperature, FEWER_TOKENS)
+        own = trainer.logp(samples, temperature)
+        with without_adapter(probe.policy.model):
+            base = trainer.logp(samples, temperature)
+        gap, effect, in_engine = between(own, sampler_logp(samples)), between(own, base), between(sampler_logp(samples), base)
+        if not bounds.hold(gap):
+            cause = cached_only(probe, samples) or explain_adapter(trainer, samples, temperature, bounds)
+    probe.engine.sleep()
+    send_weights(probe.engine, probe.policy.model, probe.version)
+    if bounds.hold(gap):
+        gap = max(gap, trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature), key=bounds.of)
+    rung = judged(
+        3,
+        "adapter",
+        probe,
+        gap,
+        "The adapter has the same effect on both sides.",
+        lambda: cause,
+        (Fault.UNEXPLAINED, "the adapter has another effect in the engine than in the trainer"),
+        effect,
+    )
+    effects = {"effect": bounds.of(effect), "effect_in_engine": bounds.of(in_engine)}
+    return replace(rung, measured={**rung.measured, **effects})
 
 
 def unmoved(before: list[Sample], after: list[Sample]) -> Cause | None:
@@ -167,7 +220,8 @@ def prefix_cache(probe: Probe) -> Rung:
     if not again.cached_tokens:
         sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be looked at."
         return Rung(number=number, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
-    with changed_weights(probe.policy):
+    # Of an adapted policy only the adapter: weights that are held in few bits cannot be changed a little.
+    with (changed_adapter if is_adapted(probe.policy.model) else changed_weights)(probe.policy):
         power = probe.trainer.gap([first], temperature)
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlgen.data import Rows
+from rlgen.models.lora import describe
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe
 from rlgen.rewards import Scorer, resolve
@@ -41,6 +42,8 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         scorer.close()
         sides.probe.engine.close()
         raise wrong.error()
+    if recipe.model.lora is not None:
+        console.say(f"lora: {describe(sides.probe.policy.model)}")
     console.say(f"sentinel: {summary(rungs)}")
     record_attempt(directory, data, scorer, rungs, sides.done)
     watch = Watch(
@@ -62,7 +65,7 @@ def build_trainer(recipe: Recipe, directory: RunDirectory, checkpoint: Path | No
         update=sides.updater(None if sides.probe.sampling.regex else watch),
         schedule=sides.schedule,
         directory=directory,
-        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep),
+        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, sides.base),
         console=console,
     )
     return trainer, sides.done

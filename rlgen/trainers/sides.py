@@ -17,7 +17,9 @@ from rlgen.data import PromptStream, Rows, build_prompts, load_rows
 from rlgen.engines import build_engine
 from rlgen.engines.base import Settings
 from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
+from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.policy import Policy
+from rlgen.models.weights import base_digest
 from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.bounds import bounds_for
@@ -62,6 +64,7 @@ class Sides:
     optimizer: Optimizer
     schedule: LRScheduler
     probe: Probe
+    base: str | None  # digest of the frozen weights under an adapter
     done: int  # steps
 
     def updater(self, watch: Watch | None) -> Updater:
@@ -85,10 +88,12 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
     revision = recipe.model.revision
     algorithm = build_algorithm(recipe.trainer)
     policy = build_policy(recipe, data.location, accelerator.device)
-    reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
+    reference = build_reference(recipe, policy) if algorithm.reference != "none" else None
     optim = recipe.optim
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=optim.learning_rate, weight_decay=optim.weight_decay)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
     schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
+    base = base_digest(policy.model) if is_adapted(policy.model) else None
     done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule).step if checkpoint else 0
     policy, prepared = accelerator.prepare(policy, optimizer)
     engine = build_engine(recipe, data.location, accelerator.device)
@@ -114,7 +119,7 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
         seed=recipe.run.seed,
         version=done,
     )
-    if done:
+    if done or recipe.model.quantization:  # the engine opened other weights
         send_weights(engine, policy.model, done)
     return Sides(
         recipe=recipe,
@@ -124,6 +129,7 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
         optimizer=prepared,
         schedule=schedule,
         probe=probe,
+        base=base,
         done=done,
     )
 
@@ -166,11 +172,26 @@ def first_tokens(sample: Sample, count: int) -> dict[str, Any]:
 
 
 def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
-    """The model that is trained: weights in float32 whatever the forward computes in: bfloat16 swallows updates of 1e-6."""
-    model = load_model(location, recipe.model.revision, torch.float32, recipe.model.attention, device)
-    if recipe.model.gradient_checkpointing:
+    """The model that is trained: weights in float32 whatever the forward computes in: bfloat16 swallows updates of 1e-6.
+
+    Under an adapter the model's own weights are frozen, and held as the forward needs them.
+    """
+    settings = recipe.model
+    dtype = getattr(torch, settings.dtype)
+    held = torch.float32 if settings.lora is None else dtype
+    model = load_model(location, settings.revision, held, settings.attention, device, settings.quantization)
+    if settings.lora is not None:
+        add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
+    if settings.gradient_checkpointing:
         checkpoint_activations(model)
-    return Policy(model, getattr(torch, recipe.model.dtype), recipe.model.fp32_head)
+    return Policy(model, dtype, settings.fp32_head)
+
+
+def build_reference(recipe: Recipe, policy: Policy) -> Policy:
+    """The frozen model as it is now: a copy, or the base of an adapted policy, which needs none."""
+    if recipe.model.lora is not None:
+        return Policy(policy.model, policy.dtype, policy.fp32_head, adapter=False)
+    return copy.deepcopy(policy).requires_grad_(False)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
