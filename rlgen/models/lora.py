@@ -31,6 +31,7 @@ NAME = "default"  # of the adapter within peft's layers
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Before each name in a file of peft's: a model inside of two of its classes.
 PREFIX = "base_model.model."
+PACKED = {"Params4bit": "nf4", "Int8Params": "int8"}  # classes of bitsandbytes
 
 
 # --- putting it in -----------------------------------------------------------------------------------------------------------
@@ -206,6 +207,16 @@ def base_weight(layer: LoraLayer) -> Tensor:
     return weight
 
 
+def is_packed(weight: object) -> bool:
+    """Whether bitsandbytes holds this weight in few bits."""
+    return type(weight).__name__ in PACKED
+
+
+def packing(model: nn.Module) -> str | None:
+    """The `model.quantization` that `model` was loaded with."""
+    return next((PACKED[type(weight).__name__] for weight in model.parameters() if is_packed(weight)), None)
+
+
 @contextmanager
 def without_adapter(model: nn.Module, only: Sequence[str] | None = None) -> Iterator[None]:
     """Inside the block `model` computes as the base model does: the frozen reference, without a copy of it.
@@ -248,7 +259,8 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str) -> None:
         base: digest of the weights that it adapts, kept beside it.
     """
     tensors = {file_name(name): tensor.cpu().contiguous() for name, tensor in adapter_tensors(model).items()}
-    facts = {"format": "pt", "base_sha256": base, "base_dtype": str(model.dtype).removeprefix("torch.")}
+    dtype = str(model.dtype).removeprefix("torch.")
+    facts = {"format": "pt", "base_sha256": base, "base_dtype": dtype, "quantization": packing(model) or ""}
     save_file(tensors, folder / WEIGHTS, metadata=facts)
     config_of(model).save_pretrained(str(folder))
 

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from rlgen.models.lora import adapted_layers, base_name, in_adapter, merged_weight
+from rlgen.models.lora import adapted_layers, base_name, in_adapter, is_packed, merged_weight
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -50,11 +50,6 @@ def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, dequantize_module_weight(packed[name]).detach()
         elif not re.search(r"\.weight\.|\.SCB$|\.weight_format$", name):  # what bitsandbytes keeps beside packed weights
             yield name, tensor
-
-
-def is_packed(weight: object) -> bool:
-    """Whether bitsandbytes holds this weight."""
-    return type(weight).__name__ in ("Params4bit", "Int8Params")
 
 
 def base_digest(model: PreTrainedModel) -> str:

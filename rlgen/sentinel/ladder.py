@@ -13,7 +13,7 @@ from rlgen.sentinel.verdict import Rung, Verdict
 
 
 def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iterator[Rung]:
-    """Rungs 0 to 4, of an adapted policy one more after rung 3; where `gradient` is given (see `rungs.loss_split`), the two above.
+    """Rungs 0 to 4, of an adapted policy one more after rung 3; with `gradient` (see `rungs.loss_split`) the two above them.
 
     The policy is left as it was and the engine with its weights. A rung that failed is the last.
     """

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.models.lora import is_adapted, without_adapter
-from rlgen.models.weights import is_packed
+from rlgen.models.lora import packing, without_adapter
 from rlgen.sentinel.bounds import POWER
 from rlgen.sentinel.change import Change, changed_adapter, changed_weights
 from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
@@ -100,7 +99,7 @@ def recipe_sampling(probe: Probe) -> Rung:
 def changed_sync(probe: Probe) -> Rung:
     """Rung 3: every tensor changed, sent, compared; then restored, sent, compared. The engine is left with the run's weights."""
     name, temperature, trainer, bounds = "changed weights", probe.sampling.temperature, probe.trainer, probe.bounds
-    if any(is_packed(parameter) for parameter in probe.policy.model.parameters()):
+    if packing(probe.policy.model):
         sentence = "Weights that are held in few bits cannot be changed a little; what the engine holds of them, rung 1 compared."
         return Rung(number=3, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
     before = probe.sample(temperature, FEWER_TOKENS)
@@ -220,8 +219,7 @@ def prefix_cache(probe: Probe) -> Rung:
     if not again.cached_tokens:
         sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be looked at."
         return Rung(number=number, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
-    # Of an adapted policy only the adapter: weights that are held in few bits cannot be changed a little.
-    with (changed_adapter if is_adapted(probe.policy.model) else changed_weights)(probe.policy):
+    with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy):
         power = probe.trainer.gap([first], temperature)
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version)
