@@ -58,8 +58,7 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     # of an adapter
     "adapter ignored": (p.adapter_left_out(), 3, Fault.ADAPTER_IGNORED, "its log-probs are the base model's", [LORA]),
     "adapter of a layer ignored": (p.adapter_left_out(DOWN), 3, Fault.ADAPTER_IGNORED, f"the adapter of {DOWN}", [LORA]),
-    "adapter at another scale": (p.adapter_at_another_scale, 3, Fault.UNEXPLAINED, "another effect in the engine", [LORA]),
-    "stale tensor under an adapter": (p.loaded(p.stale(DOWN)), 3, Fault.STALE_TENSOR, f"earlier values of {DOWN}", [LORA]),
+    "adapter at another scale": (p.adapter_at_another_scale, 3, Fault.UNEXPLAINED, "another effect", [LORA, TRANSFORMERS]),
     "all weights stale under an adapter": (p.loaded(p.nothing), 3, Fault.STALE_WEIGHTS, "none of its weights", [LORA]),
     # around an engine
     "other template": (p.engine_tokenizer(p.other_template), 0, Fault.TEMPLATE_MISMATCH, "chat", [TRANSFORMERS]),

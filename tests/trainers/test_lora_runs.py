@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import planted
 import pytest
 import torch
 from conftest import CPU, read_jsonl
@@ -15,10 +14,12 @@ from rlgen.cli.train import train_command
 from rlgen.errors import Fault, SentinelError, UsageError
 from rlgen.models import weights
 from rlgen.models.load import load_model
-from rlgen.models.lora import base_weight, facts_of
+from rlgen.models.lora import base_weight, facts_of, without_adapter
 from rlgen.models.tiny import build_tiny
-from rlgen.models.weights import base_digest
+from rlgen.models.weights import base_digest, checkpoint_tensors
 from rlgen.run.files import read_json
+from rlgen.sentinel import sync
+from rlgen.trainers import loop
 
 LORA = ["model.lora={rank: 8, alpha: 16}", "optim.learning_rate=0.01", "checkpoint.every=2"]
 ENGINES = ["colocated", "transformers"]
@@ -85,7 +86,14 @@ def test_another_adapter_is_another_run(recipe_file: Path) -> None:
 
 def test_an_engine_that_ignores_the_adapter_is_named_on_resuming(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = run(recipe_file.parent / "run", recipe_file, "engine={kind: transformers}", "run.steps=2")
-    fired = planted.adapter_left_out()(monkeypatch)
+    fired = []
+
+    def unmerged(model: Any) -> list[tuple[str, Tensor]]:
+        fired.append("sync")
+        with without_adapter(model):
+            return list(checkpoint_tensors(model))
+
+    monkeypatch.setattr(sync, "checkpoint_tensors", unmerged)
     with pytest.raises(SentinelError, match="rung 1") as caught:
         run(directory, recipe_file, "engine={kind: transformers}", "run.steps=4", resume=True)
     assert fired and caught.value.fault is Fault.ADAPTER_IGNORED and caught.value.exit_code == 6
@@ -94,14 +102,12 @@ def test_an_engine_that_ignores_the_adapter_is_named_on_resuming(recipe_file: Pa
 def test_an_engine_that_begins_to_ignore_it_is_named_in_the_next_batch(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlgen.trainers import loop
-
     send, fired = loop.send_weights, []
 
     def sends(engine: Any, model: Any, version: int) -> None:
         if version == 2:
             fired.append(version)
-            with planted.without_adapter(model):
+            with without_adapter(model):
                 return send(engine, model, version)
         return send(engine, model, version)
 
