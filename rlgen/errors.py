@@ -108,6 +108,8 @@ class Fault(StrEnum):
     STALE_HEAD = "stale_head"  # the head's copy of a tied embedding is
     STALE_WEIGHTS = "stale_weights"  # all of them are
     SWAPPED_TENSORS = "swapped_tensors"  # two tensors of equal shape have changed places
+    ADAPTER_IGNORED = "adapter_ignored"  # the engine computes with the base model
+    BASE_CHANGED = "base_changed"  # frozen weights under an adapter are not what they were
     STALE_PREFIX_CACHE = "stale_prefix_cache"  # activations of earlier weights are reused
     DECODE_PREFILL = "decode_prefill"  # decoding computes otherwise than prefilling
     BATCH_DEPENDENCE = "batch_dependence"  # neighbours change the answer

@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -84,6 +84,20 @@ def serve(
     from rlgen.cli.serve import serve_command
 
     serve_command(recipe, overrides or [], host, port)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
+    step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; the newest unless said.")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")] = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as a model that transformers and vLLM open: adapters merged, reloaded and compared."""
+    from rlgen.cli.export import export_command
+
+    export_command(source, out, step, dtype, as_json)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """From `model.path` to a tokenizer, a policy's weights and the ids that end a completion."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,7 +34,10 @@ def locate(path: str) -> str:
     if path.startswith("tiny:"):
         return str(build_tiny(path.removeprefix("tiny:")))
     if path.startswith("/") and not (Path(path) / "config.json").is_file():
-        raise SetupError(f"model.path: {path} holds no config.json; name a folder that save_pretrained wrote, or a hub id")
+        hint = "name a folder that save_pretrained wrote, or a hub id"
+        if (Path(path) / "adapter_config.json").is_file():
+            hint = "it is an adapter: `rlgen export` merges it into a model"
+        raise SetupError(f"model.path: {path} holds no config.json; {hint}")
     return path
 
 
@@ -44,12 +49,24 @@ def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBa
         raise SetupError(f"model.path: no tokenizer can be loaded from {location}: {error}") from error
 
 
-def load_model(location: str, revision: str | None, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
+def load_model(
+    location: str,
+    revision: str | None,
+    dtype: torch.dtype,
+    attention: str,
+    device: torch.device,
+    quantization: str | None = None,
+) -> PreTrainedModel:
     """A causal language model in evaluation mode: no dropout, so that a forward is a function of ids and weights.
 
+    Args:
+        quantization: hold the linear layers but the head as `nf4` or `int8`, frozen.
+
     Raises:
-        SetupError: missing files, unknown architecture, or weights that are neither safetensors nor complete.
+        SetupError: missing files, unknown architecture, or weights that are neither safetensors nor complete; for
+            `quantization`, no GPU or no bitsandbytes.
     """
+    packed = None if quantization is None else quantized(quantization, dtype, device)
     try:
         config = AutoConfig.from_pretrained(location, revision=revision)
         # torch's fused attention cannot cap its logits and leaves the cap out, silently: another model than vLLM serves.
@@ -61,12 +78,26 @@ def load_model(location: str, revision: str | None, dtype: torch.dtype, attentio
             attn_implementation="eager" if caps and attention == "sdpa" else attention,
             use_safetensors=True,  # pickled weights are never opened
             output_loading_info=True,
+            **({} if packed is None else packed),
         )
     except (OSError, ValueError, ImportError) as error:
         raise SetupError(f"model.path: {location} cannot be loaded: {error}") from error
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
-    return model.to(device).eval()
+    return (model.to(device) if packed is None else model).eval()
+
+
+def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` is told in addition. Raises SetupError where bitsandbytes cannot run."""
+    if device.type != "cuda":
+        raise SetupError(f"model.quantization: {kind} needs an NVIDIA GPU; remove it, it saves memory on GPUs only")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise SetupError(f"model.quantization: {kind} needs the package bitsandbytes; install it, or remove the key")
+    if kind == "int8":
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def model_shape(config: PreTrainedConfig) -> dict[str, Any]:

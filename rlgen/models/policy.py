@@ -1,5 +1,6 @@
 """A causal language model as rlgen uses it: ids in, log-probs of the completion's tokens out."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
 from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores
+from rlgen.models.lora import without_adapter
 from rlgen.types import Batch
 
 
@@ -98,14 +100,16 @@ class Policy(nn.Module):
         model: a causal language model; its weights stay in their own dtype (float32 for the one that is trained).
         dtype: of the forward's activations.
         fp32_head: compute logits in float32 whatever `dtype`.
+        adapter: compute with the model's adapter, if it has one. Without it an adapted model is its own frozen reference.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool, adapter: bool = True) -> None:
         super().__init__()
         self.model = model
         self.head = Head.of(model)
         self.dtype = dtype
         self.fp32_head = fp32_head
+        self.adapter = adapter
 
     def forward(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
         """Log-probs of the completion's tokens, and entropies of the distributions that they are from.
@@ -129,7 +133,9 @@ class Policy(nn.Module):
 
     def hidden(self, batch: Batch) -> Hidden:
         """What the head makes the distributions of the N sampled tokens from."""
-        with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        device, half = batch.input_ids.device.type, self.dtype == torch.bfloat16
+        switched = nullcontext() if self.adapter else without_adapter(self.model)
+        with switched, torch.autocast(device, dtype=torch.bfloat16, enabled=half):
             hidden_BSH = self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         rows, columns = batch.mask.nonzero(as_tuple=True)
         # The logits at a position predict the next id: the only shift by one in rlgen.

@@ -5,11 +5,14 @@ head under another name. vLLM reads checkpoints, so it is sent what `save_pretra
 """
 
 import copy
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 
+import torch
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
@@ -21,12 +24,43 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from rlgen.models.lora import adapted_layers, base_name, in_adapter, is_packed, merged_weight
+
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and buffers that a checkpoint keeps (a router's correction bias), without gradients."""
+    """Parameters, tied ones once, and buffers that a checkpoint keeps (a router's correction bias), without gradients.
+
+    Of an adapted model these are the frozen tensors of its base, under the names that they have there.
+    """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return parameters | {name: buffer for name, buffer in model.state_dict().items() if name not in known}
+    tensors = parameters | {name: buffer for name, buffer in model.state_dict().items() if name not in known}
+    return {base_name(name): tensor for name, tensor in tensors.items() if not in_adapter(name)}
+
+
+def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """`own_tensors`, those with an adapter merged with it, one at a time: the weights that `model` computes with.
+
+    A merged tensor is a new one in float32; all others are the model's own. Weights that are held in few bits come as numbers.
+    """
+    adapted = adapted_layers(model)
+    packed = {f"{base_name(f'{name}.')}weight": m for name, m in model.named_modules() if is_packed(getattr(m, "weight", None))}
+    for name, tensor in own_tensors(model).items():
+        if name in adapted:
+            yield name, merged_weight(adapted[name])
+        elif name in packed:
+            yield name, dequantize_module_weight(packed[name]).detach()
+        elif not re.search(r"\.weight\.|\.SCB$|\.weight_format$", name):  # what bitsandbytes keeps beside packed weights
+            yield name, tensor
+
+
+def base_digest(model: PreTrainedModel) -> str:
+    """SHA-256 over the bytes and names of `own_tensors`: of an adapted model, its frozen base."""
+    digest = hashlib.sha256()
+    for name, tensor in own_tensors(model).items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -55,17 +89,17 @@ def layer_of(name: str) -> str:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as in the checkpoint that `from_pretrained` made `model` from.
+    """Names and tensors as in the checkpoint that `from_pretrained` made `model` from; adapters are merged on the way.
 
     Most models keep their checkpoint's layout: the tensors are then the model's own. Others are converted layer by layer, so
     that one layer's experts are held twice at a time, not all of them. Sharded ones are put together one by one: all processes
     must go through all of them.
     """
-    tensors = own_tensors(model)
+    tensors = merged_tensors(model)
     if not model._weight_conversions:
-        yield from ((name, whole(tensor)) for name, tensor in tensors.items())
+        yield from ((name, whole(tensor)) for name, tensor in tensors)
         return
-    for _, layer in groupby(tensors.items(), key=lambda item: layer_of(item[0])):
+    for _, layer in groupby(tensors, key=lambda item: layer_of(item[0])):
         yield from revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer}).items()
 
 

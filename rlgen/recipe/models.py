@@ -23,6 +23,16 @@ class RunRecipe(Strict):
     """Rollouts to sample and train on."""
 
 
+class LoraRecipe(Strict):
+    rank: Annotated[StrictInt, Field(ge=1, le=4096)] = 32
+    alpha: Annotated[float, Field(strict=True, gt=0, le=1e5)] = 64.0
+    """The product of the two factors is scaled by alpha / rank."""
+    use_rslora: StrictBool = False
+    """Scale by alpha / sqrt(rank) instead (2312.03732)."""
+    targets: Text | Annotated[list[Text], Field(min_length=1, max_length=10000)] = "all-linear"
+    """Layers that are adapted: every linear one but the head, or those whose names end so, such as [q_proj, v_proj]."""
+
+
 class ModelRecipe(Strict):
     path: Text
     """Hub id, folder, or tiny:NAME."""
@@ -36,6 +46,10 @@ class ModelRecipe(Strict):
     """Attention of the trainer."""
     gradient_checkpointing: StrictBool = False
     """Compute activations again in the backward pass instead of keeping them."""
+    lora: LoraRecipe | None = None
+    """Train low-rank adapters and leave the model itself as it is. None: train all weights."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """Hold the frozen weights under an adapter in so few bits (bitsandbytes, GPU only). None: in `dtype`."""
 
 
 class ColumnsRecipe(Strict):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, Recipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
 
+SMALL_FOR_LORA = 5e-6  # learning rates below it hardly move an adapter
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
@@ -75,6 +76,14 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     if rollout.ahead and not trainer.correction.corrects:
         what = "rollout.ahead trains on samples of earlier weights, and trainer.correction corrects nothing"
         found.append(Finding("rollout.ahead", what, "set trainer.correction.mode, or remove it"))
+    if recipe.model.quantization is not None and recipe.model.lora is None:
+        found.append(
+            Finding(
+                "model.quantization",
+                f"model.quantization {recipe.model.quantization} holds weights that cannot be trained, without model.lora",
+                "add `lora: {}` to model, or remove model.quantization",
+            )
+        )
     found += _trainer_contradictions(trainer)
     weights = [reward.weight for reward in recipe.rewards]
     if not any(weights):
@@ -106,6 +115,9 @@ def contradictions(recipe: Recipe) -> list[Finding]:
 def _process_contradictions(recipe: Recipe) -> list[Finding]:
     processes, engine = recipe.processes, recipe.engine
     found: list[Finding] = []
+    if processes.strategy == "fsdp" and recipe.model.lora is not None:
+        what = "processes.strategy fsdp shards what is trained, and model.lora trains little: its base stays whole"
+        found.append(Finding("processes.strategy", what, "set processes.strategy to ddp"))
     if processes.strategy == "fsdp" and processes.count == 1:
         what = "processes.strategy fsdp shards the model over several processes, but processes.count is 1"
         found.append(Finding("processes.strategy", what, "set processes.strategy to ddp, or processes.count to 2 or more"))
@@ -316,6 +328,11 @@ def notices(recipe: Recipe) -> list[str]:
         hosts += [recipe.engine.host] if recipe.engine.launch else []
         for host in dict.fromkeys(host for host in hosts if not is_loopback(host)):
             said.append(f"engine: {host} is beyond this machine, and http is not encrypted: for networks that you trust only")
+    if recipe.model.lora is not None and recipe.optim.learning_rate < SMALL_FOR_LORA:
+        said.append(
+            f"optim.learning_rate {recipe.optim.learning_rate:g} is usual for full weights; adapters start at zero and take ten"
+            " times as much or more"
+        )
     trainer = recipe.trainer
     if isinstance(trainer, GRPORecipe) and trainer.loss in ("gspo", "luspo") and "token" in trainer.correction.mode:
         said.append(
@@ -335,6 +352,12 @@ REFUSED = {
     "rollout.batch_size": "say rollout.prompts_per_step and rollout.group_size",
     "trainer.num_generations": "say rollout.group_size",
     "trainer.epsilon": "say trainer.clip_low and trainer.clip_high",
+    "model.lora.dropout": "what is scored must be what was sampled: a forward is a function of ids and weights, without dropout",
+    "model.lora.r": "did you mean `rank`?",
+    "model.lora.lora_alpha": "did you mean `alpha`?",
+    "model.lora.target_modules": "did you mean `targets`?",
+    "model.load_in_4bit": "say model.quantization: nf4, with model.lora",
+    "model.load_in_8bit": "say model.quantization: int8, with model.lora",
     "optim.batch_size": "say rollout.prompts_per_step and rollout.group_size; micro-batches follow from micro_batch_tokens",
     "optim.per_device_train_batch_size": "say rollout.prompts_per_step; micro-batches follow from micro_batch_tokens",
     "optim.gradient_accumulation_steps": "micro-batches follow from optim.micro_batch_tokens and change no result",

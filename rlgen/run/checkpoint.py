@@ -1,6 +1,7 @@
 """Checkpoints: `step_000020/` is a folder that `from_pretrained` opens, with the trainer's state under `state/`.
 
     config.json, model.safetensors, tokenizer files     the policy, in float32: the weights that are trained
+    adapter_config.json, adapter_model.safetensors      instead of the first two, where an adapter is what is trained
     state/optimizer.safetensors                         moments and step counts by parameter name; or, of sharded weights,
     state/optimizer/                                    the same by torch.distributed.checkpoint, each process its shard
     state/random.safetensors                            random states of the main process
@@ -37,8 +38,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlgen.errors import CheckpointError
-from rlgen.models.weights import gone_through, model_tensors, own_tensors, part, part_like, whole
+from rlgen.errors import CheckpointError, Fault, SentinelError
+from rlgen.models.lora import is_adapted, load_adapter, save_adapter
+from rlgen.models.weights import base_digest, gone_through, model_tensors, own_tensors, part, part_like, whole
 from rlgen.processes import Processes
 from rlgen.run.files import read_json, write_json
 
@@ -57,12 +59,17 @@ class TrainerState:
 
 
 class Checkpoints:
-    """The checkpoints of one run; the newest `keep` stay. All processes save and load together; the main one writes."""
+    """The checkpoints of one run; the newest `keep` stay. All processes save and load together; the main one writes.
 
-    def __init__(self, folder: Path, keep: int, processes: Processes) -> None:
+    Args:
+        base: digest of the frozen weights under an adapter, which no checkpoint holds: they must stay what they are.
+    """
+
+    def __init__(self, folder: Path, keep: int, processes: Processes, base: str | None = None) -> None:
         self.folder = folder
         self.keep = keep
         self.processes = processes
+        self.base = base
 
     def newest(self) -> Path | None:
         """The last complete checkpoint, or None."""
@@ -86,7 +93,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it could not be written; the older ones are untouched.
+            SentinelError: the base of an adapter has changed; nothing is written.
         """
+        base = same_base(model, self.base) if is_adapted(model) else ""
         final = self.folder / f"step_{step:06d}"
         aside = self.folder / f".writing_{step:06d}"
         draws = self.processes.gather([random_tensors()])
@@ -99,7 +108,11 @@ class Checkpoints:
 
         @written(final)
         def weights() -> None:
-            save_weights(model, aside, self.processes.is_main)
+            if is_adapted(model):
+                if self.processes.is_main:
+                    save_adapter(model, aside, base)
+            else:
+                save_weights(model, aside, self.processes.is_main)
 
         @written(final)
         def finish() -> None:
@@ -144,7 +157,10 @@ def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedul
         state = TrainerState(**read_json(path / "state" / "state.json"))
         if state.format != FORMAT:
             raise CheckpointError(f"{path} is of checkpoint format {state.format}; this rlgen reads {FORMAT}")
-        load_weights(path, model)
+        if is_adapted(model):
+            load_adapter(path, model, base_digest(model))
+        else:
+            load_weights(path, model)
         if (path / "state" / "optimizer").is_dir():
             load_shards(path / "state" / "optimizer", model, optimizer)
         else:
@@ -194,6 +210,22 @@ def save_weights(model: PreTrainedModel, folder: Path, is_main: bool) -> None:
     with gone_through(weights):
         if is_main:
             model.save_pretrained(folder, state_dict={name: tensor.cpu() for name, tensor in weights})
+
+
+def same_base(model: PreTrainedModel, before: str | None) -> str:
+    """The digest of the frozen weights under an adapter.
+
+    Raises:
+        SentinelError: it is not what it was `before`.
+    """
+    now = base_digest(model)
+    if before is not None and now != before:
+        raise SentinelError(
+            Fault.BASE_CHANGED,
+            f"the frozen weights under the adapter are not those that the run began with (SHA-256 {before[:12]}, now {now[:12]}):"
+            " something writes into them, and the adapter would be worth nothing on the model as it was; nothing was saved",
+        )
+    return now
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlgen.models.lora import adapted_layers, adapter_names, adapter_tensors, base_weight, factors, scale
 from rlgen.models.policy import Policy
 from rlgen.models.weights import own_tensors, part, part_like, whole
 
@@ -16,21 +17,21 @@ LEAST = 0.02  # taken for the root mean square of smaller ones: a bias of zeros 
 
 @dataclass(slots=True)
 class Change:
-    """Each call adds noise to every tensor of the policy, twice as much as the call before."""
+    """Each call adds noise to the tensors, twice as much as the call before."""
 
     parameters: Mapping[str, Tensor]
     saved: Mapping[str, Tensor]  # on the CPU, as they were: what this process holds of each
+    sizes: Mapping[str, float]  # what the noise is relative to
     noise: float = NOISE
 
     @torch.no_grad()
     def __call__(self) -> None:
         device = next(iter(self.parameters.values())).device
         generator = torch.Generator(device).manual_seed(0)
-        for parameter in self.parameters.values():
-            full = whole(parameter)  # the noise is the same however the weights are sharded
-            size = self.noise * max(full.float().square().mean().sqrt().item(), LEAST)
-            noise = torch.randn(full.shape, generator=generator, device=device) * size
-            part(parameter).add_(part_like(noise.to(full.device, full.dtype), parameter))
+        for name, parameter in self.parameters.items():
+            # The noise is the same however the weights are sharded.
+            noise = torch.randn(parameter.shape, generator=generator, device=device) * self.noise * self.sizes[name]
+            part(parameter).add_(part_like(noise.to(parameter.device, parameter.dtype), parameter))
         self.noise *= 2
 
     @contextmanager
@@ -62,11 +63,38 @@ def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None
 
 @contextmanager
 def changed_weights(policy: Policy) -> Iterator[Change]:
-    """Every tensor of the policy is changed inside the block and restored to the last bit after it."""
+    """Every tensor of the policy, but those of an adapter, is changed inside the block and restored to the last bit after it."""
     parameters = own_tensors(policy.model)  # a router's bias is a buffer
+    with changed(parameters, {name: max(size(parameter), LEAST) for name, parameter in parameters.items()}) as change:
+        yield change
+
+
+@contextmanager
+def changed_adapter(policy: Policy) -> Iterator[Change]:
+    """The adapter is changed inside the block, so that each product of its factors changes by NOISE of its weight; then restored.
+
+    One factor is zero at first: relative to its own size nothing would change.
+    """
+    parameters, sizes = adapter_tensors(policy.model), {}
+    for name, layer in adapted_layers(policy.model).items():
+        first_name, second_name = adapter_names(name)
+        first, _ = factors(layer)
+        sizes[first_name] = size(first)
+        sizes[second_name] = max(size(base_weight(layer)), LEAST) / (scale(layer) * len(first) ** 0.5 * size(first))
+    with changed(parameters, sizes) as change:
+        yield change
+
+
+def size(tensor: Tensor) -> float:
+    """Root mean square."""
+    return whole(tensor.detach()).float().square().mean().sqrt().item()
+
+
+@contextmanager
+def changed(parameters: Mapping[str, Tensor], sizes: Mapping[str, float]) -> Iterator[Change]:
     saved = {name: part(parameter).cpu().clone() for name, parameter in parameters.items()}
     try:
-        change = Change(parameters, saved)
+        change = Change(parameters, saved, sizes)
         change()
         yield change
     finally:

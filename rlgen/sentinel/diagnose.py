@@ -2,7 +2,7 @@
 both sides agree again is the cause. The shape of a gap tells little: raw log-probs at temperature 0.7 have a mean Δ near 0.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlgen.errors import Fault
+from rlgen.models.lora import adapted_layers, is_adapted, without_adapter
 from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.change import Change, earlier_head
 from rlgen.sentinel.gap import Gap, between, sampler_logp
@@ -23,6 +24,10 @@ SWAPS = 2000  # pairs of tensors that are tried
 OUTLIERS = 0.02  # share of tokens whose kept set cannot be told from a log-prob: equal probabilities at its edge
 
 Cause = tuple[Fault, str]
+ADAPTER_IGNORED: Cause = (
+    Fault.ADAPTER_IGNORED,
+    "the engine ignores the adapter: its log-probs are the base model's; send it merged weights",
+)
 
 
 def explain(trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds) -> Cause | None:
@@ -36,6 +41,9 @@ def explain(trainer: TrainerSide, samples: Sequence[Sample], temperature: float,
 def rivals(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) -> Iterator[tuple[Cause, Gap]]:
     """Each cause, with the gap that would be left if it were the true one."""
     reported, own = sampler_logp(samples), trainer.logp(samples, temperature)
+    if is_adapted(trainer.policy.model):
+        with without_adapter(trainer.policy.model):
+            yield ADAPTER_IGNORED, trainer.gap(samples, temperature)
     others = tuple(t for t in TEMPERATURES if t != temperature)
     at_others = trainer.logp_at(samples, others)
     for k, other in enumerate(others):
@@ -163,9 +171,7 @@ def explain_sync(
                         " each reload",
                     )
     if stale := stale_tensors(trainer, few, temperature, bounds, change):
-        return Fault.STALE_TENSOR, f"the engine computes with earlier values of {', '.join(stale[:3])}" + (
-            f" and {len(stale) - 3} more" if len(stale) > 3 else ""
-        )
+        return Fault.STALE_TENSOR, f"the engine computes with earlier values of {named(stale)}"
     pairs = [(a, b) for a, b in combinations(names, 2) if change.parameters[a].shape == change.parameters[b].shape]
     for one, other in pairs[:SWAPS]:
         with change.swapped(one, other):
@@ -174,17 +180,46 @@ def explain_sync(
     return None
 
 
+def named(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds) -> Cause | None:
+    """Why samples that were drawn after a sync of a changed adapter are not theirs: it was left out, in all layers or in some."""
+    model = trainer.policy.model
+    with without_adapter(model):
+        if bounds.hold(trainer.gap(samples, temperature)):
+            return ADAPTER_IGNORED
+    few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
+
+    def left(*names: str) -> Gap:
+        with without_adapter(model, only=names):
+            return trainer.gap(few, temperature)
+
+    if ignored := explaining(left, list(adapted_layers(model)), bounds):
+        return (
+            Fault.ADAPTER_IGNORED,
+            f"the engine ignores the adapter of {named(ignored)}: there its weights are the base model's",
+        )
+    return None
+
+
 def stale_tensors(
     trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds, change: Change
 ) -> list[str]:
-    """The tensors whose old values explain the samples: put back in the order of how much each helps alone."""
+    """The tensors whose old values explain the samples."""
 
     def left(*names: str) -> Gap:
         with change.put_back(*names):
             return trainer.gap(samples, temperature)
 
-    least = trainer.gap(samples, temperature)
-    alone = {name: left(name).mean_delta for name in change.parameters}
+    return explaining(left, list(change.parameters), bounds)
+
+
+def explaining(left: Callable[..., Gap], names: Sequence[str], bounds: Bounds) -> list[str]:
+    """The names under which `left(*names)` is within the bounds, taken in the order of how much each helps alone; or none."""
+    least = left()
+    alone = {name: left(name).mean_delta for name in names}
     stale: list[str] = []
     for name in sorted(alone, key=alone.__getitem__):
         gap = left(*stale, name)

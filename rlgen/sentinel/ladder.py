@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
+from rlgen.models.lora import is_adapted
 from rlgen.sentinel import rungs
 from rlgen.sentinel.bounds import bounds_after
 from rlgen.sentinel.contract import contract
@@ -12,7 +13,7 @@ from rlgen.sentinel.verdict import Rung, Verdict
 
 
 def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iterator[Rung]:
-    """Rungs 0 to 4 and, where `gradient` is given (see `rungs.loss_split`), the two above them; one after another.
+    """Rungs 0 to 4, of an adapted policy one more after rung 3; with `gradient` (see `rungs.loss_split`) the two above them.
 
     The policy is left as it was and the engine with its weights. A rung that failed is the last.
     """
@@ -29,6 +30,8 @@ def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Ru
     above = probe.bounded(bounds_after(probe.bounds, first.measured["mean_delta"]))
     yield rungs.caught(2, "recipe's temperature", lambda: rungs.recipe_sampling(above))
     yield rungs.caught(3, "changed weights", lambda: rungs.changed_sync(above))
+    if is_adapted(probe.policy.model):
+        yield rungs.caught(3, "adapter", lambda: rungs.changed_adapter_sync(above))
     yield rungs.caught(4, "prefix cache", lambda: rungs.prefix_cache(above))
     if gradient is not None:
         yield rungs.caught(5, "paths", lambda: rungs.paths(above))
@@ -39,7 +42,7 @@ def summary(rungs: Sequence[Rung]) -> str:
     """`engine and trainer agree: same weights 9.5e-07, changed weights 1.2e-06 (0.84 if they had not arrived)`"""
     parts = []
     for rung in rungs:
-        power = f" ({rung.power:.2g} if they had not arrived)" if rung.number == 3 else ""
+        power = f" ({rung.power:.2g} if they had not arrived)" if rung.number == 3 and rung.power is not None else ""
         if rung.measured:
             parts.append(f"{rung.name} {next(iter(rung.measured.values())):.1e}{power}")
         if rung.verdict is Verdict.NOT_MEASURABLE:

@@ -3,14 +3,16 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
+from rlgen.models.lora import packing, without_adapter
 from rlgen.sentinel.bounds import POWER
-from rlgen.sentinel.change import changed_weights
-from rlgen.sentinel.diagnose import Cause, explain, explain_sync
+from rlgen.sentinel.change import Change, changed_adapter, changed_weights
+from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
 from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
 from rlgen.sentinel.sync import send_weights
@@ -99,22 +101,14 @@ def recipe_sampling(probe: Probe) -> Rung:
 
 def changed_sync(probe: Probe) -> Rung:
     """Rung 3: every tensor changed, sent, compared; then restored, sent, compared. The engine is left with the run's weights."""
-    temperature, trainer, bounds = probe.sampling.logp_temperature, probe.trainer, probe.bounds
+    name, temperature, trainer, bounds = "changed weights", probe.sampling.logp_temperature, probe.trainer, probe.bounds
+    if packing(probe.policy.model):
+        sentence = "Weights that are held in few bits cannot be changed a little; what the engine holds of them, rung 1 compared."
+        return Rung(number=3, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
     before = probe.sample(temperature, FEWER_TOKENS)
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
-        power = trainer.gap(before, temperature)
-        for _ in range(ATTEMPTS):
-            if bounds.see(power):
-                break
-            change()
-            power = trainer.gap(before, temperature)
-        if not bounds.see(power):
-            raise SentinelError(
-                Fault.BLIND_BOUNDS,
-                f"weights changed beyond use move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds:"
-                " lower sentinel.max_delta or sentinel.mean_delta, which hide every fault",
-            )
+        power = enough(probe, change, before)
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True)
         samples = probe.sample(temperature, FEWER_TOKENS)
@@ -130,7 +124,7 @@ def changed_sync(probe: Probe) -> Rung:
         gap = max(gap, trainer.gap(samples, temperature), key=bounds.of)
     return judged(
         3,
-        "changed weights",
+        name,
         probe,
         gap,
         "Changed weights arrive whole, and so do the old ones again.",
@@ -143,9 +137,67 @@ def changed_sync(probe: Probe) -> Rung:
 def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     """The samples of that engine of the run which is off by most: one may be wrong and the others well."""
     pairs = list(zip(probe.by_engine(before), probe.by_engine(after), strict=True))
-    gaps = [probe.trainer.gap(samples, probe.sampling.temperature) for _, samples in pairs]
+    gaps = [probe.trainer.gap(samples, probe.sampling.logp_temperature) for _, samples in pairs]
     off = [probe.bounds.of(gap) for gap in gaps]
     return pairs[max(range(len(pairs)), key=lambda engine: (math.isnan(off[engine]), off[engine]))]
+
+
+def enough(probe: Probe, change: Change, before: list[Sample]) -> Gap:
+    """Changes the weights further until the gap to samples from `before` would be seen.
+
+    Raises:
+        SentinelError: it never is.
+    """
+    temperature, bounds = probe.sampling.logp_temperature, probe.bounds
+    power = probe.trainer.gap(before, temperature)
+    for _ in range(ATTEMPTS):
+        if bounds.see(power):
+            return power
+        change()
+        power = probe.trainer.gap(before, temperature)
+    if bounds.see(power):
+        return power
+    raise SentinelError(
+        Fault.BLIND_BOUNDS,
+        f"weights changed beyond use move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds:"
+        " lower sentinel.max_delta or sentinel.mean_delta, which hide every fault",
+    )
+
+
+def changed_adapter_sync(probe: Probe) -> Rung:
+    """Rung 3L: the adapter changed, sent and compared; then as it was. What it does in the engine is what it does in the trainer.
+
+    Its effect is that on the log-probs of the sampled ids, against the trainer's base model.
+    """
+    temperature, trainer, bounds = probe.sampling.logp_temperature, probe.trainer, probe.bounds
+    cause: Cause | None = None
+    with changed_adapter(probe.policy) as change:
+        enough(probe, change, probe.sample(temperature, FEWER_TOKENS))
+        probe.engine.sleep()
+        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True)
+        samples = probe.sample(temperature, FEWER_TOKENS)
+        own = trainer.logp(samples, temperature)
+        with without_adapter(probe.policy.model):
+            base = trainer.logp(samples, temperature)
+        gap, effect, in_engine = between(own, sampler_logp(samples)), between(own, base), between(sampler_logp(samples), base)
+        if not bounds.hold(gap):
+            cause = cached_only(probe, samples) or explain_adapter(trainer, samples, temperature, bounds)
+    probe.engine.sleep()
+    send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
+    if bounds.hold(gap):
+        gap = max(gap, trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature), key=bounds.of)
+    rung = judged(
+        3,
+        "adapter",
+        probe,
+        gap,
+        "The adapter has the same effect on both sides.",
+        lambda: cause,
+        (Fault.UNEXPLAINED, "the adapter has another effect in the engine than in the trainer"),
+        effect,
+    )
+    effects = {"effect": bounds.of(effect), "effect_in_engine": bounds.of(in_engine)}
+    return replace(rung, measured={**rung.measured, **effects})
 
 
 def unmoved(before: list[Sample], after: list[Sample]) -> Cause | None:
@@ -183,7 +235,7 @@ def prefix_cache(probe: Probe) -> Rung:
     if not all(sample.cached_tokens for sample in again):
         sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be looked at."
         return Rung(number=number, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
-    with changed_weights(probe.policy):
+    with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy):
         power = probe.trainer.gap(first, temperature)
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)

@@ -6,6 +6,7 @@ from pathlib import Path
 from rlgen.data import Rows
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared import SharedEngine
+from rlgen.models.lora import describe
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
@@ -49,6 +50,8 @@ def build_trainer(
         scorer.close()
         sides.probe.engine.close()
         raise wrong.error()
+    if recipe.model.lora is not None:
+        console.say(f"lora: {describe(sides.probe.policy.model)}")
     console.say(f"sentinel: {summary(rungs)}")
     if processes.is_main:
         record_attempt(directory, data, scorer, rungs, sides.done)
@@ -90,7 +93,7 @@ def build_trainer(
         update=sides.updater(None if sides.probe.sampling.regex else watch),
         schedule=sides.schedule,
         directory=directory,
-        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes),
+        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, sides.base),
         console=console,
     )
     return trainer, sides.done

@@ -16,8 +16,10 @@ from rlgen.data import PromptStream, Rows, build_prompts, load_rows
 from rlgen.engines import build_engine
 from rlgen.engines.base import Settings
 from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
+from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
+from rlgen.models.weights import base_digest
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints
@@ -63,6 +65,7 @@ class Sides:
     optimizer: Optimizer
     schedule: LRScheduler
     probe: Probe
+    base: str | None  # digest of the frozen weights under an adapter
     done: int  # steps
 
     def updater(self, watch: Watch | None) -> Updater:
@@ -94,14 +97,16 @@ def open_sides(
     seat = Seat.of(processes, processes_an_engine(recipe, processes))
     algorithm = build_algorithm(recipe.trainer)
     policy = processes.agreed(lambda: build_policy(recipe, data.location, processes.device))
-    reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
+    reference = build_reference(recipe, policy) if algorithm.reference != "none" else None
     sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
     if sharded:
-        for whole in [policy] if reference is None else [policy, reference]:
-            shard(whole, processes)
+        for one in [policy] if reference is None else [policy, reference]:
+            shard(one, processes)
     optim = recipe.optim
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=optim.learning_rate, weight_decay=optim.weight_decay)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
     schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
+    base = base_digest(policy.model) if is_adapted(policy.model) else None
     done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes).step if checkpoint else 0
     # All processes build at once, waiting for each other inside of vLLM.
     engine = build_engine(recipe, data.location, processes, logs, say)
@@ -128,7 +133,7 @@ def open_sides(
         seed=recipe.run.seed,
         version=done,
     )
-    if engine.weight_version != done:
+    if engine.weight_version != done or recipe.model.quantization:  # the engine opened other weights
         send_weights(engine, policy.model, done, processes)
     return Sides(
         recipe=recipe,
@@ -138,6 +143,7 @@ def open_sides(
         optimizer=optimizer,
         schedule=schedule,
         probe=probe,
+        base=base,
         done=done,
     )
 
@@ -187,11 +193,26 @@ def first_tokens(sample: Sample, count: int) -> dict[str, Any]:
 
 
 def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
-    """The model that is trained: weights in float32 whatever the forward computes in: bfloat16 swallows updates of 1e-6."""
-    model = load_model(location, recipe.model.revision, torch.float32, recipe.model.attention, device)
-    if recipe.model.gradient_checkpointing:
+    """The model that is trained: weights in float32 whatever the forward computes in: bfloat16 swallows updates of 1e-6.
+
+    Under an adapter the model's own weights are frozen, and held as the forward needs them.
+    """
+    settings = recipe.model
+    dtype = getattr(torch, settings.dtype)
+    held = torch.float32 if settings.lora is None else dtype
+    model = load_model(location, settings.revision, held, settings.attention, device, settings.quantization)
+    if settings.lora is not None:
+        add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
+    if settings.gradient_checkpointing:
         checkpoint_activations(model)
-    return Policy(model, getattr(torch, recipe.model.dtype), recipe.model.fp32_head)
+    return Policy(model, dtype, settings.fp32_head)
+
+
+def build_reference(recipe: Recipe, policy: Policy) -> Policy:
+    """The frozen model as it is now: a copy, or the base of an adapted policy, which needs none."""
+    if recipe.model.lora is not None:
+        return Policy(policy.model, policy.dtype, policy.fp32_head, adapter=False)
+    return copy.deepcopy(policy).requires_grad_(False)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -17,9 +17,11 @@ from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.losses import policy as policy_module
 from rlgen.losses.inputs import LossInputs, Totals
+from rlgen.models import weights
 from rlgen.models.load import load_model, load_tokenizer
+from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.weights import checkpoint_tensors
-from rlgen.sentinel import contract
+from rlgen.sentinel import contract, sync
 from rlgen.trainers import sides
 from rlgen.types import Completion, Request, Sampling
 
@@ -179,6 +181,35 @@ def noisy_prefill(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return [tuple(value - 0.01 for value in row) for row in prefill(self, rows)]
 
     monkeypatch.setattr(ColocatedEngine, "prefill_logp", prefilled)
+    return fired
+
+
+def adapter_left_out(*layers: str) -> Plant:
+    """What is sent are the weights without the adapter: all of them, or those of `layers`."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        fired: list[str] = []
+
+        def unmerged(model: Any) -> Named:
+            fired.append("sync")
+            with without_adapter(model, only=layers or None):
+                return [(name, tensor.clone()) for name, tensor in checkpoint_tensors(model)]
+
+        monkeypatch.setattr(sync, "checkpoint_tensors", unmerged)
+        return fired
+
+    return plant
+
+
+def adapter_at_another_scale(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The adapter is merged with alpha / rank of another recipe."""
+    fired: list[str] = []
+
+    def merged(layer: Any) -> Tensor:
+        fired.append("merge")
+        return base_weight(layer) + 0.5 * layer.get_delta_weight("default").detach()
+
+    monkeypatch.setattr(weights, "merged_weight", merged)
     return fired
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault
+from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
@@ -20,6 +21,8 @@ DOWN = "model.layers.2.mlp.down_proj.weight"
 TRANSFORMERS = "engine={kind: transformers}"
 # Rows that fill a block of the prefix cache; log-probs at another temperature than 1.
 LONG, WARM = "engine={kind: colocated, max_model_len: 160}", "rollout.temperature=0.7"
+
+LORA = "model.lora={rank: 4, alpha: 8.0}"
 
 # name -> (plant, the rung that must fail, the fault it must name, words of its sentence, overrides)
 PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
@@ -57,6 +60,11 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "not loaded": (p.loaded(p.without(DOWN)), 3, Fault.INCOMPLETE_SYNC, DOWN, []),
     "prefix cache kept": (p.cache_not_emptied, 4, Fault.STALE_PREFIX_CACHE, "128 tokens", [LONG]),
     "decode is not prefill": (p.noisy_prefill, 5, Fault.DECODE_PREFILL, "prefilling", []),
+    # of an adapter
+    "adapter ignored": (p.adapter_left_out(), 3, Fault.ADAPTER_IGNORED, "its log-probs are the base model's", [LORA]),
+    "adapter of a layer ignored": (p.adapter_left_out(DOWN), 3, Fault.ADAPTER_IGNORED, f"the adapter of {DOWN}", [LORA]),
+    "adapter at another scale": (p.adapter_at_another_scale, 3, Fault.UNEXPLAINED, "another effect", [LORA, TRANSFORMERS]),
+    "all weights stale under an adapter": (p.loaded(p.nothing), 3, Fault.STALE_WEIGHTS, "none of its weights", [LORA]),
     # around an engine
     "other template": (p.engine_tokenizer(p.other_template), 0, Fault.TEMPLATE_MISMATCH, "chat", [TRANSFORMERS]),
     "other end": (p.engine_tokenizer(p.other_end), 0, Fault.SPECIAL_TOKENS, "eos_token_id", [TRANSFORMERS]),
@@ -86,8 +94,8 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     # in the trainer
     "split dependence": (p.local_denominator, 6, Fault.SPLIT_DEPENDENCE, "depends on the split", [TRANSFORMERS]),
 }
-# Named while a run goes on: see test_watch.py.
-WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT}
+# Named while a run goes on: see test_watch.py, and test_lora_runs.py for the last.
+WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT, Fault.BASE_CHANGED}
 
 
 def ladder(recipe: Path, overrides: list[str], greedy: bool = False) -> list[Rung]:
@@ -142,6 +150,18 @@ def test_greedy_log_probs_of_a_sure_choice_are_seen(recipe_file: Path, monkeypat
     monkeypatch.setattr(TransformersEngine, "generate", sure)
     rungs = ladder(recipe_file, [TRANSFORMERS], greedy=True)
     assert (rungs[-1].number, rungs[-1].verdict) == (2, Verdict.FAILED), rungs[-1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_a_fault_an_adapter_has_one_effect(recipe_file: Path, dtype: str) -> None:
+    rungs = ladder(recipe_file, [LONG, WARM, LORA, f"model.dtype={dtype}"])
+    assert [(rung.number, rung.name) for rung in rungs][3:5] == [(3, "changed weights"), (3, "adapter")]
+    assert [rung.number for rung in rungs] == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert {rung.verdict for rung in rungs} == {Verdict.OK}
+    effects = rungs[4].measured
+    assert effects["effect"] > 5 * (rungs[4].bound or 0) and effects["effect_in_engine"] == pytest.approx(
+        effects["effect"], rel=0.1
+    )
 
 
 def test_every_fault_is_planted_somewhere() -> None:

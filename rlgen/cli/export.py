@@ -1,0 +1,193 @@
+"""`rlgen export`: a checkpoint as a model of its own, opened again and compared before it gets its name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import typer
+
+from rlgen.errors import CheckpointError, UsageError
+
+ROWS, IDS, PREFIX = 4, 32, 8  # whose log-probs are compared: the ids of a row, and those of them that are given
+
+
+def export_command(source: Path, out: Path, step: int | None, dtype: Literal["float32", "bfloat16"], as_json: bool) -> None:
+    """Writes `out`, whole or not at all.
+
+    Raises:
+        UsageError: `source` holds no checkpoint, or `out` exists.
+        CheckpointError: it cannot be read or written, or what was written is not the policy that was trained.
+    """
+    checkpoint = find(source, step)
+    out = out.expanduser().resolve()
+    if out.exists():
+        raise UsageError(f"--out: {out} exists already; name another folder")
+    aside = out.with_name(f".writing_{out.name}")
+    # Of an export that was killed: nothing else has this name.
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        report = write(checkpoint, aside, dtype)
+        aside.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}; free space or name another folder") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    report = {"out": str(out), "checkpoint": str(checkpoint), "dtype": dtype, **report}
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    merged = "the adapter merged into its base" if report["adapter"] else "all weights"
+    typer.echo(
+        f"{out} written: {merged}, step {report['step']}, {report['parameters']:,} parameters in {dtype}\n"
+        f"opened again and compared: log-probs are the policy's within {report['max_delta']:.1e} nats"
+        + ("" if dtype == "float32" else f"; rounding to {dtype} moves them by {report['rounding_mean_delta']:.1e} on average")
+    )
+
+
+def find(source: Path, step: int | None) -> Path:
+    """The checkpoint that is meant. Raises UsageError if there is none."""
+    source = source.expanduser().resolve()
+    if (source / "state" / "state.json").is_file():
+        if step is not None:
+            raise UsageError(f"--step: {source} is one checkpoint; name the run's directory to choose among several")
+        return source
+    written = {
+        int(path.name.removeprefix("step_")): path
+        for path in (source / "checkpoints").glob("step_*")
+        if (path / "state" / "state.json").is_file()
+    }
+    if not written:
+        raise UsageError(f"{source} is neither a checkpoint nor the directory of a run that has written one")
+    if step is not None and step not in written:
+        raise UsageError(f"--step: {source} has no checkpoint of step {step}; there are {', '.join(map(str, sorted(written)))}")
+    return written[max(written) if step is None else step]
+
+
+def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
+    """Writes model and tokenizer of `checkpoint` into `folder`, and compares them. Heavy imports happen here.
+
+    Three models are compared: the policy as it was trained, the one that is written, and that one opened again.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlgen.models.load import load_model, load_tokenizer
+    from rlgen.models.lora import CONFIG
+    from rlgen.models.weights import own_tensors
+    from rlgen.run.files import flush_tree, read_json
+
+    disable_progress_bar()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adapter = (checkpoint / CONFIG).is_file()
+    try:
+        if adapter:
+            policy, model = adapted_and_merged(checkpoint, device)
+        else:
+            policy = model = load_model(str(checkpoint), None, torch.float32, "sdpa", device)
+        ids = likely_ids(policy)
+        trained = log_probs(policy, ids)
+        gap = compare("the merged model", trained, log_probs(model, ids))
+        rounded = log_probs(rounded_to(getattr(torch, dtype), model), ids)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+        tokenizer = load_tokenizer(str(checkpoint), None)
+        tokenizer.save_pretrained(folder)
+        again = load_model(str(folder), None, torch.float32, "sdpa", device)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be exported: {error!r}") from error
+    compare_tensors(own_tensors(model.float()), own_tensors(again))
+    compare("the written model, opened again,", rounded, log_probs(again, ids))
+    if load_tokenizer(str(folder), None).get_vocab() != tokenizer.get_vocab():
+        raise CheckpointError("the written tokenizer, opened again, has another vocabulary")
+    flush_tree(folder)
+    return {
+        "step": read_json(checkpoint / "state" / "state.json")["step"],
+        "adapter": adapter,
+        "parameters": sum(parameter.numel() for parameter in again.parameters()),
+        "max_delta": gap.max_delta,
+        "rounding_mean_delta": (trained - rounded).abs().mean().item(),
+    }
+
+
+def adapted_and_merged(checkpoint: Path, device: Any) -> tuple[Any, Any]:
+    """The policy of an adapter's checkpoint, and a plain model with its merged weights; both compute in float32.
+
+    Raises:
+        SetupError: the base cannot be loaded.
+        CheckpointError: it is not the one that was trained on.
+    """
+    import torch
+    from peft import LoraConfig
+
+    from rlgen.models.load import load_model
+    from rlgen.models.lora import facts_of, inject, load_adapter
+    from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors, own_tensors
+
+    config, facts = LoraConfig.from_pretrained(str(checkpoint)), facts_of(checkpoint)
+    location, revision = str(config.base_model_name_or_path), config.revision
+    held = getattr(torch, facts["base_dtype"])
+    policy = load_model(location, revision, held, "sdpa", device, facts["quantization"] or None)
+    inject(policy, config)
+    load_adapter(checkpoint, policy, base_digest(policy))
+    model = load_model(location, revision, torch.float32, "sdpa", device)
+    own = own_tensors(model)
+    with torch.no_grad():
+        for name, tensor in model_tensors(model, checkpoint_tensors(policy)):
+            own[name].copy_(tensor)
+    return (policy if facts["quantization"] else policy.float()), model
+
+
+def rounded_to(dtype: Any, model: Any) -> Any:
+    """`model` with its weights rounded, in place. It goes on computing in its own dtype, whose noise is far smaller."""
+    import torch
+
+    from rlgen.models.weights import own_tensors
+
+    with torch.no_grad():
+        for tensor in own_tensors(model).values():
+            tensor.copy_(tensor.to(dtype))
+    return model
+
+
+def likely_ids(model: Any) -> Any:
+    """[ROWS, IDS] ids, after fixed ones the most probable one at each place: differences in the tails say little."""
+    import torch
+
+    size = model.get_output_embeddings().weight.shape[0]
+    ids = torch.randint(size, (ROWS, IDS), generator=torch.Generator().manual_seed(0)).to(model.device)
+    with torch.no_grad():
+        for place in range(PREFIX, IDS):
+            ids[:, place] = model(input_ids=ids[:, :place], use_cache=False).logits[:, -1].argmax(-1)
+    return ids
+
+
+def log_probs(model: Any, ids: Any) -> Any:
+    """[ROWS, IDS - PREFIX] float64 log-probs of the ids after the fixed ones."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, PREFIX - 1 : -1]
+    return logits.double().log_softmax(-1).gather(-1, ids[:, PREFIX:, None])[..., 0].cpu()
+
+
+def compare_tensors(written: dict[str, Any], found: dict[str, Any]) -> None:
+    """Raises CheckpointError unless they are the same to the last bit."""
+    if other := sorted(set(written) ^ set(found)):
+        raise CheckpointError(f"the written model, opened again, has other tensors than before, among them {other[0]}")
+    for name, tensor in written.items():
+        if not tensor.equal(found[name]):
+            raise CheckpointError(f"the written model, opened again, has other values in {name} than before")
+
+
+def compare(what: str, expected: Any, found: Any) -> Any:
+    """The gap between log-probs. Raises CheckpointError where it is larger than between engine and trainer."""
+    from rlgen.sentinel.bounds import BY_DTYPE
+    from rlgen.sentinel.gap import Gap
+
+    gap, bounds = Gap.of(expected - found), BY_DTYPE["float32"]
+    if not bounds.hold(gap):
+        raise CheckpointError(f"{what} is not the policy that was trained: {bounds.words(gap)}")
+    return gap

@@ -1,0 +1,312 @@
+"""Low-rank adapters (LoRA, 2106.09685) inside a model: W x becomes W x + s B (A x), and only A and B are trained.
+
+The layers are peft's, put in the place of the model's own, so that the model stays the class that transformers made. B is zero
+at first: the adapted model is the base model. A checkpoint holds the adapter alone, in peft's format.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlgen.errors import CheckpointError, SetupError
+from rlgen.recipe.models import LoraRecipe
+
+ALL_LINEAR = "all-linear"
+NAME = "default"  # of the adapter within peft's layers
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Before each name in a file of peft's: a model inside of two of its classes.
+PREFIX = "base_model.model."
+PACKED = {"Params4bit": "nf4", "Int8Params": "int8"}  # classes of bitsandbytes
+
+
+# --- putting it in -----------------------------------------------------------------------------------------------------------
+
+
+def add_adapter(model: PreTrainedModel, recipe: LoraRecipe, seed: int, revision: str | None = None) -> None:
+    """Freezes `model` and puts a new adapter into it, in place.
+
+    The adapter is float32 whatever the dtype of the model. Its first values follow from `seed` and draw from no random state.
+
+    Args:
+        revision: of a hub id, for those who open the adapter later.
+
+    Raises:
+        SetupError: a target that is no linear layer of the model.
+    """
+    config = LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,  # type: ignore[arg-type]  # peft divides it, and takes any number
+        use_rslora=recipe.use_rslora,
+        target_modules=targets(model, recipe.targets),
+        base_model_name_or_path=model.name_or_path,
+        revision=revision,
+    )
+    inject(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            first, second = factors(layer)
+            # As peft does by default: A as a fresh linear layer, B of zeros.
+            values = nn.init.kaiming_uniform_(torch.empty(first.shape), a=math.sqrt(5), generator=generator)
+            first.copy_(values)
+            second.zero_()
+
+
+def inject(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Puts the layers that `config` asks for into the frozen `model`; their values are arbitrary.
+
+    Raises:
+        SetupError: peft adapted other layers.
+    """
+    assert isinstance(config.target_modules, list | set)
+    wanted = set(config.target_modules)
+    model.requires_grad_(False)
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it is set for transposed layers without being asked
+        inject_adapter_in_model(config, model, NAME)
+    adapted = {name.removesuffix(".weight") for name in adapted_layers(model)}
+    if adapted != wanted:
+        raise SetupError(f"model.lora: peft adapts other layers than it was asked to: {', '.join(sorted(adapted ^ wanted)[:5])}")
+    # peft condenses the names to common endings; a reader, and a comparison, have them whole.
+    config.target_modules = sorted(wanted)
+    for name, layer in adapted_layers(model).items():
+        if layer.lora_variant or getattr(model.get_submodule(name.removesuffix(".weight")), "merged", False):
+            raise SetupError(f"model.lora: {name} carries another kind of adapter than LoRA")
+        for factor in factors(layer):
+            factor.data = factor.data.float()
+            factor.requires_grad_(True)
+
+
+def targets(model: PreTrainedModel, chosen: str | Sequence[str]) -> list[str]:
+    """Full names of the layers that `model.lora.targets` means.
+
+    Raises:
+        SetupError: a name that matches no linear layer.
+    """
+    layers = linear_layers(model)
+    if chosen == ALL_LINEAR:
+        return [name for name in layers if not redirected(model, name)]
+    endings = [chosen] if isinstance(chosen, str) else list(chosen)
+    for ending in endings:
+        if not any(ends_with(name, ending) for name in layers):
+            raise SetupError(f"model.lora.targets: {no_such_layer(model, ending, layers)}")
+    found = [name for name in layers if any(ends_with(name, ending) for ending in endings)]
+    if taken := [name for name in found if redirected(model, name)]:
+        raise SetupError(
+            f"model.lora.targets: peft takes {taken[0]} of {type(model).__name__} for an expert, which rlgen does not adapt;"
+            " leave it out"
+        )
+    return found
+
+
+def ends_with(name: str, ending: str) -> bool:
+    return f".{name}".endswith(f".{ending}")
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of all linear layers but the head."""
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+
+
+def no_such_layer(model: PreTrainedModel, ending: str, layers: Sequence[str]) -> str:
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    near = get_close_matches(ending.rpartition(".")[2], leaves, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"they are called {', '.join(leaves)}"
+    experts = any(ends_with(name, ending) or ends_with(name.rpartition(".")[0], ending) for name in packed_experts(model))
+    why = " (experts are held as one tensor, which rlgen does not adapt)" if experts else ""
+    return f"{type(model).__name__} has no linear layer, but its head, whose name ends with {ending}{why}; {hint}"
+
+
+def redirected(model: PreTrainedModel, name: str) -> bool:
+    """Whether peft takes the layer `name` of a mixture of experts for one of the experts, by its last word."""
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # half of what it takes for a packed pair
+        return True
+    return not config.target_modules
+
+
+def packed_experts(model: PreTrainedModel) -> list[str]:
+    """Names of parameters that hold all experts of a layer."""
+    return [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+
+
+# --- what is in it -----------------------------------------------------------------------------------------------------------
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """{"model.layers.0.self_attn.q_proj.weight": layer, ...}: by the name that its weight has in the base model."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return any(isinstance(module, LoraLayer) for module in model.modules())
+
+
+def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
+    """A [rank, in] and B [out, rank]."""
+    first, second = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    return first, second  # type: ignore[return-value]
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """Of A and B, by the name that the weight they adapt has in the base model."""
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora_A.{NAME}.weight", f"{layer}.lora_B.{NAME}.weight"
+
+
+def scale(layer: LoraLayer) -> float:
+    """s in W + s B A."""
+    return float(layer.scaling[NAME])
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """{"model.layers.0.self_attn.q_proj.lora_A.default.weight": ...}: all that is trained, without gradients."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if in_adapter(name)}
+
+
+def in_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
+
+
+def base_name(name: str) -> str:
+    """("model.layers.0.mlp.up_proj.base_layer.weight") -> "model.layers.0.mlp.up_proj.weight" """
+    return name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def merged_weight(layer: LoraLayer) -> Tensor:
+    """W + s B A in float32, a new tensor; W itself is left alone. Where the adapter is off, W."""
+    weight = base_weight(layer).float()
+    # Not in place: in float32 that would be the base's own memory.
+    return weight if layer.disable_adapters else weight + layer.get_delta_weight(NAME)  # type: ignore[attr-defined]
+
+
+def base_weight(layer: LoraLayer) -> Tensor:
+    """W, as numbers where it is held in fewer bits."""
+    weight: Tensor = dequantize_module_weight(layer.get_base_layer()).detach()
+    return weight
+
+
+def is_packed(weight: object) -> bool:
+    """Whether bitsandbytes holds this weight in few bits."""
+    return type(weight).__name__ in PACKED
+
+
+def packing(model: nn.Module) -> str | None:
+    """The `model.quantization` that `model` was loaded with."""
+    return next((PACKED[type(weight).__name__] for weight in model.parameters() if is_packed(weight)), None)
+
+
+@contextmanager
+def without_adapter(model: nn.Module, only: Sequence[str] | None = None) -> Iterator[None]:
+    """Inside the block `model` computes as the base model does: the frozen reference, without a copy of it.
+
+    Args:
+        only: names of `adapted_layers`; the others keep their adapter.
+    """
+    layers = [layer for name, layer in adapted_layers(model).items() if only is None or name in only]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            # The flag alone: peft's own switch freezes the adapter's parameters and thaws them again.
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, flag in zip(layers, before, strict=True):
+            layer._disable_adapters = flag
+
+
+def describe(model: PreTrainedModel) -> str:
+    """`rank 32 in 28 linear layers, 1,310,720 of 9,000,000 parameters are trained; not adapted: 8 packed tensors of experts`"""
+    layers = adapted_layers(model)
+    rank = next(iter(layers.values())).r[NAME]
+    trained = sum(tensor.numel() for tensor in adapter_tensors(model).values())
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    text = f"rank {rank} in {len(layers)} linear layers, {trained:,} of {whole:,} parameters are trained"
+    others = [name for name in linear_layers(model) if not in_adapter(f"{name}.") and not name.endswith(".base_layer")]
+    left_out = [f"{len(others)} linear layers"] if others else []
+    left_out += [f"{len(experts)} packed tensors of experts"] if (experts := packed_experts(model)) else []
+    return f"{text}; not adapted: {', '.join(left_out)}" if left_out else text
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, base: str) -> None:
+    """Writes the adapter as `PeftModel.from_pretrained` reads it, into an existing folder.
+
+    Args:
+        base: digest of the weights that it adapts, kept beside it.
+    """
+    tensors = {file_name(name): tensor.cpu().contiguous() for name, tensor in adapter_tensors(model).items()}
+    dtype = str(model.dtype).removeprefix("torch.")
+    facts = {"format": "pt", "base_sha256": base, "base_dtype": dtype, "quantization": packing(model) or ""}
+    save_file(tensors, folder / WEIGHTS, metadata=facts)
+    config_of(model).save_pretrained(str(folder))
+
+
+@torch.no_grad()
+def load_adapter(folder: Path, model: PreTrainedModel, base: str) -> None:
+    """Copies the adapter in `folder` into that of `model`, in place: an optimizer keeps its parameters.
+
+    Raises:
+        CheckpointError: it is of another rank, scale or base model, or adapts other layers.
+        OSError, SafetensorError: it cannot be read.
+    """
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} holds no adapter: it is a checkpoint of a run that trained all weights")
+    saved, now = json.loads((folder / CONFIG).read_text(encoding="utf-8")), config_of(model).to_dict()
+    for key, said in (("r", "rank"), ("lora_alpha", "alpha"), ("use_rslora", "use_rslora")):
+        if saved[key] != now[key]:
+            raise CheckpointError(f"{folder}: model.lora.{said} was {saved[key]} and is {now[key]}")
+    tensors, own = load_file(folder / WEIGHTS), {file_name(name): tensor for name, tensor in adapter_tensors(model).items()}
+    if other := sorted(set(tensors) ^ set(own)):
+        had = "adapts" if other[0] in tensors else "does not adapt"
+        name = other[0].removeprefix(PREFIX).rpartition(".lora_")[0]
+        raise CheckpointError(f"{folder} {had} {name}, other than model.lora.targets: it is a checkpoint of another run")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            raise CheckpointError(f"{folder}: {name} has another shape than in the adapter of model.path")
+    if (known := facts_of(folder).get("base_sha256")) != base:
+        raise CheckpointError(
+            f"{folder} adapts other weights than model.path has now (SHA-256 {known} then, {base} now): name the model, the"
+            " revision and the dtype that the run began with"
+        )
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
+def facts_of(folder: Path) -> dict[str, str]:
+    """What `save_adapter` wrote beside the tensors."""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
+def config_of(model: PreTrainedModel) -> LoraConfig:
+    config: LoraConfig = model.peft_config[NAME]
+    return config
+
+
+def file_name(name: str) -> str:
+    """Of a tensor of the adapter in peft's files."""
+    return PREFIX + name.replace(f".{NAME}.", ".")

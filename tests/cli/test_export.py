@@ -1,0 +1,168 @@
+"""What is exported is the policy that was trained: for transformers, for vLLM, whole or not at all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CPU, RECIPE, make_sample, open_vllm
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlgen.cli.export import adapted_and_merged, export_command
+from rlgen.cli.train import train_command
+from rlgen.errors import CheckpointError, UsageError
+from rlgen.models import weights
+from rlgen.models.lora import base_weight, without_adapter
+from rlgen.models.policy import Policy
+from rlgen.rollout.score import score
+from rlgen.types import Request, Sampling
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+SETTINGS = ["engine={kind: transformers}", "run.steps=4", "checkpoint.every=2"]
+
+
+def trained(folder: Path, *overrides: str) -> Path:
+    (folder / "recipe.yaml").write_text(RECIPE)
+    train_command(folder / "recipe.yaml", [*SETTINGS, *overrides], False, False, None, folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    overrides = ["model.lora={rank: 8, alpha: 16}", "optim.learning_rate=0.01"]
+    return trained(tmp_path_factory.mktemp("adapter"), *overrides)
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("full"))
+
+
+def adapted(run: Path, step: int = 4) -> Any:
+    return adapted_and_merged(run / f"checkpoints/step_{step:06d}", CPU)[0]
+
+
+def gap_to_vllm(policy: Policy, folder: Path) -> float:
+    """Between `policy` and vLLM on the exported folder."""
+    engine = open_vllm("qwen3", model=str(folder), max_model_len=64, max_num_seqs=8)
+    try:
+        asked = [Request(prompt_ids=(10, 20, 30 + index), seed=index) for index in range(8)]
+        answers = engine.generate(asked, Sampling(max_tokens=24, temperature=1.0, stop_ids=(257, 259)))
+    finally:
+        engine.close()
+    samples = [
+        make_sample(prompt_ids=r.prompt_ids, completion_ids=a.token_ids, sampler_logp=a.logp, loss_mask=(True,) * len(a.logp))
+        for r, a in zip(asked, answers, strict=True)
+    ]
+    logp = score(policy, samples, 1.0, 4096, CPU)
+    return max((torch.tensor(s.sampler_logp) - own).abs().max().item() for s, own in zip(samples, logp, strict=True))
+
+
+def test_a_merged_export_is_the_adapted_policy_in_vllm_too(adapter_run: Path, tmp_path: Path) -> None:
+    export_command(adapter_run, tmp_path / "out", None, "float32", False)
+    policy = Policy(adapted(adapter_run), torch.float32, True)
+    assert gap_to_vllm(policy, tmp_path / "out") <= 1e-4
+    ids = torch.randint(0, 256, (4, 20))
+    with torch.no_grad():
+        opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(ids).logits
+        assert (policy.model(ids).logits - opened).abs().max() < 3e-5
+        with without_adapter(policy.model):
+            assert (policy.model(ids).logits - opened).abs().max() > 0.1, "the adapter has an effect"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert not [path.name for path in (tmp_path / "out").iterdir() if "adapter" in path.name or path.suffix in (".bin", ".pt")]
+
+
+def test_bfloat16_rounds_the_merged_weights_and_says_what_it_costs(
+    adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dtype in ("float32", "bfloat16"):
+        export_command(adapter_run, tmp_path / dtype, 2, dtype, True)
+        report = json.loads(capsys.readouterr().out)
+        assert (report["step"], report["adapter"], report["dtype"]) == (2, True, dtype)
+        assert report["checkpoint"].endswith("step_000002") and report["max_delta"] <= 1e-4
+    assert 1e-4 < report["rounding_mean_delta"] < 0.03
+    wide, narrow = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    assert set(wide) == set(narrow)
+    assert all(torch.equal(narrow[name], wide[name].to(torch.bfloat16)) for name in wide)
+
+
+def test_full_weights_are_copied(full_run: Path, tmp_path: Path) -> None:
+    newest = full_run / "checkpoints" / "step_000004"
+    export_command(newest, tmp_path / "out", None, "float32", False)
+    saved, written = load_file(newest / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(saved) == set(written) and all(torch.equal(saved[name], written[name]) for name in saved)
+    names = {path.name for path in newest.iterdir()} - {"state"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+def test_a_wrong_merge_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "merged_weight", lambda layer: base_weight(layer).float())
+    with pytest.raises(CheckpointError, match="the merged model is not the policy that was trained") as caught:
+        export_command(adapter_run, tmp_path / "out", None, "float32", False)
+    assert caught.value.exit_code == 8 and list(tmp_path.iterdir()) == []
+
+
+def test_a_written_file_that_differs_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlgen.models import load
+
+    opened = load.load_model
+
+    def changed(location: str, *arguments: Any) -> Any:
+        model = opened(location, *arguments)
+        if location.startswith(str(tmp_path)):
+            weights.own_tensors(model)["model.norm.weight"][3] += 1e-3
+        return model
+
+    monkeypatch.setattr(load, "load_model", changed)
+    with pytest.raises(CheckpointError, match=r"other values in model\.norm\.weight"):
+        export_command(adapter_run, tmp_path / "out", None, "float32", False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_export_leaves_nothing_that_looks_like_one(adapter_run: Path, tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from rlgen.run import files
+files.flush_tree = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+from rlgen.cli.export import export_command
+export_command(Path({str(adapter_run)!r}), Path({str(tmp_path / "out")!r}), None, "float32", False)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, env={**os.environ})
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".writing_out"]
+    (tmp_path / ".writing_out" / "junk").touch()
+    export_command(adapter_run, tmp_path / "out", None, "float32", False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "junk").exists()
+
+
+def test_what_cannot_be_exported(adapter_run: Path, tmp_path: Path, rlgen: Run) -> None:
+    (tmp_path / "taken").mkdir()
+    for source, step, out, words in [
+        (adapter_run, None, "taken", "exists already"),
+        (adapter_run, 3, "out", "has no checkpoint of step 3; there are 2, 4"),
+        (adapter_run / "checkpoints" / "step_000002", 2, "out", "is one checkpoint"),
+        (tmp_path, None, "out", "neither a checkpoint nor the directory of a run"),
+    ]:
+        with pytest.raises(UsageError, match=words) as caught:
+            export_command(source, tmp_path / out, step, "float32", False)
+        assert caught.value.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    result = rlgen("export", adapter_run, "--out", tmp_path / "out", "--json")
+    assert result.returncode == 0 and json.loads(result.stdout)["step"] == 4 and "Traceback" not in result.stderr
+    again = rlgen("export", adapter_run, "--out", tmp_path / "out")
+    assert again.returncode == 2 and "exists already" in again.stderr
+
+
+def test_another_base_than_the_trained_one_is_refused(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's copy moved on, or the folder was written over."""
+    monkeypatch.setattr(weights, "base_digest", lambda model: "another")
+    with pytest.raises(CheckpointError, match="adapts other weights"):
+        export_command(adapter_run, tmp_path / "out", None, "float32", False)

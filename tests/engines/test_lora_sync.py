@@ -1,0 +1,120 @@
+"""vLLM computes what the adapted trainer computes, sync after sync, and the weights under the adapter stay to the last bit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import CPU, open_vllm, tiny_model
+from parity import BOUND, LEAST, POWER, prompts
+
+from rlgen.models.lora import adapted_layers, add_adapter, factors, without_adapter
+from rlgen.models.policy import Policy
+from rlgen.models.tiny import byte_tokenizer
+from rlgen.models.weights import base_digest, own_tensors
+from rlgen.recipe.models import LoraRecipe
+from rlgen.rollout.batch import collate
+from rlgen.rollout.sample import rollout
+from rlgen.rollout.score import score
+from rlgen.sentinel.gap import compare
+from rlgen.sentinel.sync import send_weights
+from rlgen.types import Sample, Sampling
+
+SYNCS, LOOKED_AT = 200, (1, 2, 50, 100, 199, 200)
+SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
+# Projections that the engine packs, that are packed already, that are transposed; tied heads; experts that are not adapted.
+CHOSEN = ["qwen3-untied", "phi3-untied", "gpt2-tied", "mixtral-tied", "qwen2_moe-untied", "glm4_moe-untied"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two gain nothing on models of this size, and wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def adapted(name: str) -> Policy:
+    model = tiny_model(name)
+    add_adapter(model, LoraRecipe(rank=4, alpha=8.0), seed=0)
+    return Policy(model, torch.float32, True)
+
+
+def sample(engine: Any) -> list[Sample]:
+    groups = rollout(engine, prompts(), SAMPLING, 1, 0, engine.weight_version, byte_tokenizer())
+    return [sample for group in groups for sample in group.samples]
+
+
+def gap(policy: Policy, samples: list[Sample]) -> float:
+    return compare(samples, score(policy, samples, 1.0, 4096, CPU)).max_delta
+
+
+def gap_to_base(policy: Policy, samples: list[Sample]) -> float:
+    with without_adapter(policy.model):
+        return gap(policy, samples)
+
+
+def learn(policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Sample]) -> None:
+    """A step towards what was sampled first: every factor moves, in steps of the size that training takes."""
+    logp = policy(collate(samples, [0, 1], CPU), (1.0,)).logp
+    (-logp.mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_two_hundred_syncs_leave_the_base_alone_and_move_the_engine() -> None:
+    policy, engine = adapted("qwen3"), open_vllm("qwen3", max_model_len=80, max_num_seqs=16)
+    try:
+        digest = base_digest(policy.model)
+        base = {name: tensor.clone() for name, tensor in own_tensors(policy.model).items()}
+        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
+        samples = first = sample(engine)
+        assert gap(policy, samples) == gap_to_base(policy, samples) <= BOUND  # at first the adapter does nothing
+        for version in range(1, SYNCS + 1):
+            before = {name: [f.detach().clone() for f in factors(layer)] for name, layer in adapted_layers(policy.model).items()}
+            learn(policy, optimizer, first)
+            if version > 1:  # A has no gradient as long as B is zero
+                now = {name: factors(layer) for name, layer in adapted_layers(policy.model).items()}
+                assert not any(torch.equal(f, old) for name in now for f, old in zip(now[name], before[name], strict=True))
+            send_weights(engine, policy.model, version, hashed=version in LOOKED_AT)
+            if version not in LOOKED_AT:
+                continue
+            stale, samples = samples, sample(engine)
+            assert all(one.weight_version == version for one in samples)
+            assert gap(policy, samples) <= BOUND
+            # the engine has moved: off the base model, and off what it was when it was last looked at
+            assert gap_to_base(policy, samples) > 5 * BOUND
+            assert gap(policy, stale) > 5 * BOUND
+        assert base_digest(policy.model) == digest == base_digest(tiny_model("qwen3"))
+        assert all(torch.equal(base[name], tensor) for name, tensor in own_tensors(policy.model).items())
+        assert gap_to_base(policy, samples) > 0.1
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_merged_weights_arrive(name: str) -> None:
+    policy, engine = adapted(name), open_vllm(name, max_model_len=80, max_num_seqs=16)
+    try:
+        generator = torch.Generator().manual_seed(1)
+        layers = adapted_layers(policy.model)
+        with torch.no_grad():
+            for layer in layers.values():
+                second = factors(layer)[1]
+                second.copy_(0.1 * torch.randn(second.shape, generator=generator))
+        send_weights(engine, policy.model, 1, hashed=True)
+        samples = sample(engine)
+        assert gap(policy, samples) <= BOUND
+        # the comparison can fail: without any adapter, and without that of any one layer
+        assert gap_to_base(policy, samples) >= POWER * BOUND
+        for layer_name in layers:
+            with without_adapter(policy.model, only=[layer_name]):
+                assert gap(policy, samples) >= LEAST * BOUND, layer_name
+        with without_adapter(policy.model):  # what is switched off is not sent
+            send_weights(engine, policy.model, 2)
+            samples = sample(engine)
+            assert gap(policy, samples) <= BOUND
+        assert base_digest(policy.model) == base_digest(tiny_model(name))
+    finally:
+        engine.close()
