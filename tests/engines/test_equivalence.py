@@ -153,7 +153,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         patch.setattr(sides, "build_engine", lambda *_: engine)
         patch.setattr(build, "climb", lambda probe: [])  # the engine's weights are still those of the case before
         patch.setattr(build, "record_attempt", lambda *_: None)
-        trainer, _ = build.build_trainer(recipe, RunDirectory(folder, None), None, Console(2, 0), Processes.alone())
+        trainer, _ = build.build_trainer(recipe, RunDirectory(folder, None), None, Console(2, 0, quiet=True), Processes.alone())
     policy, reference = trainer.policy, trainer.reference
     assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.
@@ -169,7 +169,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     sampler = replace(trainer.sampler, sampling=sampling, prompts_of=lambda step: trainer.prompts.take(0, len(PROMPTS)))
     trainer = replace(trainer, sampling=sampling, sampler=sampler, update=update)
 
-    send_weights(engine, policy.model, VERSION, hashed=True)
+    send_weights(engine, policy.model, VERSION, Processes.alone(), hashed=True)
     groups, dropped = trainer.sample(VERSION + 1)
     assert dropped == 0
     samples = [sample for group in trainer.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
