@@ -67,12 +67,17 @@ def end_with_guard() -> None:
 
 def shared_memory(group: int) -> set[str]:
     """Files in /dev/shm that the processes of a group have open as shared memory."""
-    found: set[str] = set()
+    inodes: set[str] = set()  # a semaphore is mapped under another name than it has
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.getpgid(int(name)) == group:
                 with open(f"/proc/{name}/maps", encoding="utf-8") as maps:
-                    found |= {path for line in maps if (path := line[line.find("/") :].rstrip()).startswith(SHARED)}
+                    inodes |= {line.split()[4] for line in maps if " /dev/shm/" in line}
+    found: set[str] = set()
+    for path in glob.glob("/dev/shm/*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.startswith(SHARED) and str(os.stat(path).st_ino) in inodes:
+                found.add(path)
     return found
 
 

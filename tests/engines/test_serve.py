@@ -412,8 +412,11 @@ def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path) -> None:
     names = {process.name() for process in family}
     assert {"VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"} <= names
     assert set(listening(family)) == {"127.0.0.1"}
-    shared = {m.path for process in family for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
-    assert any("/psm_" in path for path in shared) and any("/vllm_dist_" in path for path in shared)
+    maps = [line for process in family for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    inodes = {int(line.split()[4]) for line in maps if " /dev/shm/" in line}
+    shared = [file.path for file in os.scandir("/dev/shm") if file.inode() in inodes]
+    for kind in ("psm_", "sem.mp-", "vllm_dist_"):
+        assert any(path.startswith(f"/dev/shm/{kind}") for path in shared)
     (folder,) = {text for process in family for text in process.cmdline() if re.fullmatch(r"/tmp/rlgen-\w+", text)}
     assert os.listdir(folder)
     owner.kill()
