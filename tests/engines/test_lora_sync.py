@@ -12,6 +12,7 @@ from rlgen.models.lora import adapted_layers, add_adapter, factors, without_adap
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import base_digest, own_tensors
+from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
@@ -47,7 +48,7 @@ def sample(engine: Any) -> list[Sample]:
 
 
 def gap(policy: Policy, samples: list[Sample]) -> float:
-    return compare(samples, score(policy, samples, 1.0, 4096, CPU)).max_delta
+    return compare(samples, score(policy, samples, 1.0, 4096, Processes.alone())).max_delta
 
 
 def gap_to_base(policy: Policy, samples: list[Sample]) -> float:
@@ -77,7 +78,7 @@ def test_two_hundred_syncs_leave_the_base_alone_and_move_the_engine() -> None:
             if version > 1:  # A has no gradient as long as B is zero
                 now = {name: factors(layer) for name, layer in adapted_layers(policy.model).items()}
                 assert not any(torch.equal(f, old) for name in now for f, old in zip(now[name], before[name], strict=True))
-            send_weights(engine, policy.model, version, hashed=version in LOOKED_AT)
+            send_weights(engine, policy.model, version, Processes.alone(), hashed=version in LOOKED_AT)
             if version not in LOOKED_AT:
                 continue
             stale, samples = samples, sample(engine)
@@ -103,7 +104,7 @@ def test_merged_weights_arrive(name: str) -> None:
             for layer in layers.values():
                 second = factors(layer)[1]
                 second.copy_(0.1 * torch.randn(second.shape, generator=generator))
-        send_weights(engine, policy.model, 1, hashed=True)
+        send_weights(engine, policy.model, 1, Processes.alone(), hashed=True)
         samples = sample(engine)
         assert gap(policy, samples) <= BOUND
         # the comparison can fail: without any adapter, and without that of any one layer
@@ -112,7 +113,7 @@ def test_merged_weights_arrive(name: str) -> None:
             with without_adapter(policy.model, only=[layer_name]):
                 assert gap(policy, samples) >= LEAST * BOUND, layer_name
         with without_adapter(policy.model):  # what is switched off is not sent
-            send_weights(engine, policy.model, 2)
+            send_weights(engine, policy.model, 2, Processes.alone())
             samples = sample(engine)
             assert gap(policy, samples) <= BOUND
         assert base_digest(policy.model) == base_digest(tiny_model(name))

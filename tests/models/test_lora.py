@@ -28,6 +28,7 @@ from rlgen.models.lora import (
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import build_tiny, byte_tokenizer
 from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors, own_tensors
+from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
 from rlgen.run.checkpoint import Checkpoints
@@ -263,11 +264,11 @@ def learn(model: Any, optimizer: Any, schedule: Any, steps: int) -> None:
 def test_going_on_from_an_adapter_equals_never_stopping(tmp_path: Path) -> None:
     whole = parts()
     learn(*whole, 3)
-    path = Checkpoints(tmp_path, 2, base_digest(whole[0])).save(3, 24, whole[0], byte_tokenizer(), *whole[1:])
+    path = Checkpoints(tmp_path, 2, Processes.alone(), base_digest(whole[0])).save(3, 24, whole[0], byte_tokenizer(), *whole[1:])
     assert not (path / "model.safetensors").exists()
     learn(*whole, 2)
     again = parts()
-    assert Checkpoints.load(path, *again).step == 3
+    assert Checkpoints.load(path, *again, Processes.alone()).step == 3
     learn(*again, 2)
     ours, theirs = adapter_tensors(again[0]), adapter_tensors(whole[0])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and any(t.any() for t in ours.values())
@@ -275,19 +276,19 @@ def test_going_on_from_an_adapter_equals_never_stopping(tmp_path: Path) -> None:
 
 def test_one_kind_of_checkpoint_is_not_taken_for_the_other(tmp_path: Path) -> None:
     model, optimizer, schedule = parts()
-    adapter = Checkpoints(tmp_path / "a", 2).save(1, 8, model, byte_tokenizer(), optimizer, schedule)
+    adapter = Checkpoints(tmp_path / "a", 2, Processes.alone()).save(1, 8, model, byte_tokenizer(), optimizer, schedule)
     plain = tiny_model("qwen3")
     full = torch.optim.AdamW(plain.parameters())
     with pytest.raises(CheckpointError):
-        Checkpoints.load(adapter, plain, full, schedule)
-    whole = Checkpoints(tmp_path / "b", 2).save(1, 8, plain, byte_tokenizer(), full, schedule)
+        Checkpoints.load(adapter, plain, full, schedule, Processes.alone())
+    whole = Checkpoints(tmp_path / "b", 2, Processes.alone()).save(1, 8, plain, byte_tokenizer(), full, schedule)
     with pytest.raises(CheckpointError, match="holds no adapter"):
-        Checkpoints.load(whole, model, optimizer, schedule)
+        Checkpoints.load(whole, model, optimizer, schedule, Processes.alone())
 
 
 def test_a_changed_base_is_not_saved_over(tmp_path: Path) -> None:
     model, optimizer, schedule = parts()
-    checkpoints = Checkpoints(tmp_path, 2, base_digest(model))
+    checkpoints = Checkpoints(tmp_path, 2, Processes.alone(), base_digest(model))
     checkpoints.save(1, 8, model, byte_tokenizer(), optimizer, schedule)
     weight = own_tensors(model)["model.layers.3.mlp.down_proj.weight"]
     weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(10.0))  # one bit
