@@ -68,14 +68,13 @@ def add_adapter(model: PreTrainedModel, recipe: LoraRecipe, seed: int, revision:
 
 
 def inject(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Puts the layers that `config` asks for into the frozen `model`; their values are arbitrary.
+    """Puts the layers that `config` asks for into `model`, which peft freezes; their values are arbitrary.
 
     Raises:
         SetupError: peft adapted other layers.
     """
     assert isinstance(config.target_modules, list | set)
     wanted = set(config.target_modules)
-    model.requires_grad_(False)
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it is set for transposed layers without being asked
@@ -85,9 +84,7 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
         raise SetupError(f"model.lora: peft adapts other layers than it was asked to: {', '.join(sorted(adapted ^ wanted)[:5])}")
     # peft condenses the names to common endings; a reader, and a comparison, have them whole.
     config.target_modules = sorted(wanted)
-    for name, layer in adapted_layers(model).items():
-        if layer.lora_variant or getattr(model.get_submodule(name.removesuffix(".weight")), "merged", False):
-            raise SetupError(f"model.lora: {name} carries another kind of adapter than LoRA")
+    for layer in adapted_layers(model).values():
         for factor in factors(layer):
             factor.data = factor.data.float()
             factor.requires_grad_(True)
