@@ -15,6 +15,7 @@ from conftest import CPU, RECIPE, make_sample, open_vllm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlgen.processes import Processes
 from rlgen.cli.export import adapted_and_merged, export_command
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
@@ -61,7 +62,7 @@ def gap_to_vllm(policy: Policy, folder: Path) -> float:
         make_sample(prompt_ids=r.prompt_ids, completion_ids=a.token_ids, sampler_logp=a.logp, loss_mask=(True,) * len(a.logp))
         for r, a in zip(asked, answers, strict=True)
     ]
-    logp = score(policy, samples, 1.0, 4096, CPU)
+    logp = score(policy, samples, 1.0, 4096, Processes.alone())
     return max((torch.tensor(s.sampler_logp) - own).abs().max().item() for s, own in zip(samples, logp, strict=True))
 
 

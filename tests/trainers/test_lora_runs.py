@@ -104,12 +104,12 @@ def test_an_engine_that_begins_to_ignore_it_is_named_in_the_next_batch(
 ) -> None:
     send, fired = loop.send_weights, []
 
-    def sends(engine: Any, model: Any, version: int) -> None:
+    def sends(engine: Any, model: Any, version: int, processes: Any) -> None:
         if version == 2:
             fired.append(version)
             with without_adapter(model):
-                return send(engine, model, version)
-        return send(engine, model, version)
+                return send(engine, model, version, processes)
+        return send(engine, model, version, processes)
 
     monkeypatch.setattr(loop, "send_weights", sends)
     with pytest.raises(SentinelError, match="batch of step 3") as caught:
