@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, make_sample, open_transformers, open_vllm, tiny_model
+from conftest import make_sample, open_transformers, open_vllm, tiny_model
 
 from rlgen.errors import EngineError, SentinelError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import checkpoint_tensors
+from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.score import score
 from rlgen.types import Completion, Request, Sampling
@@ -37,7 +38,7 @@ def gap(policy: Policy, asked: list[Request], answers: list[Completion], tempera
         )
         for r, c in zip(asked, answers, strict=True)
     ]
-    logp = score(policy, samples, temperature, 4096, CPU)
+    logp = score(policy, samples, temperature, 4096, Processes.alone())
     return max((torch.tensor(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
 
 

@@ -6,6 +6,7 @@ import planted as p
 import pytest
 
 from rlgen.errors import Fault
+from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
@@ -88,7 +89,7 @@ WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT}
 
 def ladder(recipe: Path, overrides: list[str]) -> list[Rung]:
     loaded = load_recipe(recipe, ["rollout.max_completion_tokens=24", *overrides]).recipe
-    sides = open_sides(loaded, load_data(loaded), None)
+    sides = open_sides(loaded, load_data(loaded), None, Processes.alone())
     try:
         return list(climb(sides.probe, toy_gradient(sides)))
     finally:
