@@ -94,7 +94,7 @@ class Processes:
         if self.world == 1:
             return [work()]
         own: Exception | None = None
-        outcome: tuple[Any, RlgenError | None] = None, None
+        outcome: tuple[Any, RlgenError | None]
         try:
             outcome = work(), None
         except Exception as error:
@@ -112,7 +112,8 @@ class Processes:
                 if rank == self.rank and own is not None and not isinstance(own, RlgenError):
                     raise own  # a bug: its traceback is here
                 raise failure from own
-        return [value for value, _ in outcomes]
+        results: list[Any] = [value for value, _ in outcomes]
+        return results
 
     def agreed(self, work: Callable[[], T], talks: bool = False) -> T:
         """As `together`, but each process keeps its own result: nothing but errors is sent."""
@@ -194,8 +195,8 @@ class Processes:
         return first
 
     def close(self) -> None:
-        """After the last call, in good order."""
-        if self.world > 1:
+        """After the last call. vLLM may have closed torch's groups with its engine."""
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -26,6 +26,7 @@ from rlgen.errors import EngineError
 from rlgen.models.load import load_model, load_tokenizer, stop_ids
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import ARCHITECTURES, build_tiny, names, parse_name
+from rlgen.processes import Processes
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
 from rlgen.sentinel.sync import send_weights
@@ -77,6 +78,7 @@ def open_engine(folder: str) -> ColocatedEngine:
         kv_cache_gib=None,
         gpu_memory_utilization=None,
         tensor_parallel_size=1,
+        in_processes=False,
         sleep=False,
         model_impl="auto",
         quantization=None,
@@ -108,7 +110,7 @@ def measure(name: str) -> Parity:
         return [sample for group in groups for sample in group.samples]
 
     def scored(samples: Sequence[Sample]) -> Tensor:
-        return torch.cat(score(policy, samples, sampling.temperature, 4096, CPU))
+        return torch.cat(score(policy, samples, sampling.temperature, 4096, Processes.alone()))
 
     def gap(samples: Sequence[Sample]) -> float:
         reported = torch.tensor([value for sample in samples for value in sample.sampler_logp])
@@ -122,7 +124,7 @@ def measure(name: str) -> Parity:
         start = gap(samples)
         change(tensors.values())
         unsynced = gap(samples)
-        send_weights(engine, policy.model, 1)
+        send_weights(engine, policy.model, 1, Processes.alone())
         samples = sample()
         changed = gap(samples)
 
@@ -135,7 +137,7 @@ def measure(name: str) -> Parity:
 
         for name, tensor in tensors.items():
             tensor.copy_(first[name])
-        send_weights(engine, policy.model, 2)
+        send_weights(engine, policy.model, 2, Processes.alone())
         return Parity(start, unsynced, changed, gap(sample()), least)
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""A policy whose weights lie in parts over the processes (FSDP2): each holds a share of every tensor, and of what is kept of it."""
+"""A policy whose weights lie in parts over the processes (FSDP2): each holds a share of every tensor, and of its gradient."""
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

@@ -121,13 +121,10 @@ def _process_contradictions(recipe: Recipe) -> list[Finding]:
     if processes.strategy == "fsdp" and processes.count == 1:
         what = "processes.strategy fsdp shards the model over several processes, but processes.count is 1"
         found.append(Finding("processes.strategy", what, "set processes.strategy to ddp, or processes.count to 2 or more"))
-    if (
-        isinstance(engine, ColocatedEngineRecipe)
-        and processes.count is not None
-        and processes.count % engine.tensor_parallel_size
-    ):
-        what = f"engine.tensor_parallel_size {engine.tensor_parallel_size} does not divide processes.count {processes.count}"
-        found.append(Finding("engine.tensor_parallel_size", what, f"set processes.count to {engine.tensor_parallel_size}"))
+    size = engine.tensor_parallel_size if isinstance(engine, ColocatedEngineRecipe) else 1
+    if processes.count is not None and processes.count % size:
+        what = f"engine.tensor_parallel_size {size} does not divide processes.count {processes.count}"
+        found.append(Finding("engine.tensor_parallel_size", what, f"set processes.count to {size}"))
     return found
 
 

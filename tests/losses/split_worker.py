@@ -1,71 +1,62 @@
 """What the real window, updater and policy make of one global batch, however it is split: gradients of every loss.
 
 As a script it is one of the processes of `torchrun`, and process 0 writes the gradients: `split_worker.py OUTPUT.pt`.
+With whole weights and with sharded ones; of all rows, and of so few that some processes have none.
 """
 
 import copy
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import TypeAlias
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from loss_cases import ALGORITHMS
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from rlgen.models.policy import Policy
+from rlgen.models.sharding import shard
+from rlgen.models.weights import part, whole
+from rlgen.processes import Processes
 from rlgen.rollout.score import score
 from rlgen.trainers.base import Algorithm, Scores, Signal
 from rlgen.trainers.loop import number
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Gather, Window
+from rlgen.trainers.window import Window
 from rlgen.types import Sample
 
-CPU = torch.device("cpu")
+ONE = Processes.alone()
 VOCABULARY, MAX_TOKENS = 40, 12
 DTYPES = (torch.float64, torch.float32)
 UPDATES = 2
 BUDGET = 60  # of tokens in a micro-batch
 # Group of each row, and its completion's length. Rows 3, 4 and 16 have no token of the model's own, row 7 has no reward,
-# those of group 4 are equal. The cuts between processes run through groups 1, 7 and 8; those for pairs run through none.
+# those of group 4 are equal.
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 1, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 7)
 LENGTHS = (3, 9, 5, 4, 1, 6, 12, 7, 2, 8, 5, 5, 10, 3, 1, 4, 6, 11, 2, 9, 7, 5)
-CUTS = {1: (), 2: (18,), 3: (4, 20)}
-PAIR_CUTS = {1: (), 2: (17,), 3: (3, 17)}
+ALL, FEW = range(len(GROUPS)), range(5, 7)  # rows; the few are one pair, for three processes
+Found: TypeAlias = dict[tuple[str, torch.dtype, bool, int], Tensor]  # by loss, dtype, whether sharded, and number of rows
 
 
-class Averaging:
-    """The accelerator and the optimizer of an updater. Gradients are means over processes, as of DistributedDataParallel."""
+class UnitStep:
+    """The optimizer of an updater: keeps gradients, and steps by unit length, so that the second update's ratios meet bounds."""
 
-    device = CPU
     param_groups = ({"lr": 0.2},)
 
-    def __init__(self, policy: Policy, processes: int) -> None:
-        self.policy, self.processes = policy, processes
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
         self.gradients: list[Tensor] = []
-
-    def backward(self, loss: Tensor) -> None:
-        (loss * self.processes).backward()
-
-    def clip_grad_norm_(self, parameters: Sequence[Tensor], most: float) -> Tensor:
-        gradient = torch.cat([parameter.grad.flatten() for parameter in self.policy.parameters()])
-        if self.processes > 1:
-            torch.distributed.all_reduce(gradient)
-        self.gradients.append(gradient / self.processes)
-        return gradient.norm()
 
     @torch.no_grad()
     def step(self) -> None:
-        """To unit length, so that the ratios of every loss's second update meet their bounds."""
         parameters = list(self.policy.parameters())
-        move = self.gradients[-1] / self.gradients[-1].norm() * self.param_groups[0]["lr"]
-        vector_to_parameters(parameters_to_vector(parameters) - move, parameters)
+        self.gradients.append(torch.cat([whole(parameter.grad).flatten() for parameter in parameters]))
+        move = self.param_groups[0]["lr"] / (self.gradients[-1].norm().item() or 1.0)
+        for parameter in parameters:
+            part(parameter).sub_(part(parameter.grad), alpha=move)
 
     def zero_grad(self) -> None:
         self.policy.zero_grad()
@@ -129,7 +120,7 @@ def samples() -> tuple[Sample, ...]:
             )
         )
     with default_dtype(torch.float64):
-        policy_logp = score(policy_of(torch.float64, seed=0), rows, 1.0, BUDGET, CPU)
+        policy_logp = score(policy_of(torch.float64, seed=0), rows, 1.0, BUDGET, ONE)
     noise = [0.7 * torch.randn(len(logp), generator=generator, dtype=torch.float64) for logp in policy_logp]
     return tuple(
         replace(row, sampler_logp=tuple((logp + of_row).tolist()))
@@ -145,37 +136,29 @@ def reference_logp(dtype: torch.dtype) -> list[Tensor]:
     with torch.no_grad(), default_dtype(torch.float64):
         for name, parameter in reference.named_parameters():
             parameter.lerp_(other[name], 0.1)
-        return [logp.to(dtype) for logp in score(reference, samples(), 1.0, BUDGET, CPU)]
+        return [logp.to(dtype) for logp in score(reference, samples(), 1.0, BUDGET, ONE)]
 
 
-def signal_of(algorithm: Algorithm, rows: Sequence[int], gather_all: Gather) -> Signal:
-    """What these rows are to teach; advantages and pairs are found among the rows of all processes, by group id."""
-    facts = gather_all([(s.reward, s.group_id, s.sample_index, s.finish_reason, row) for row, s in mine(rows)])
-    rewards, group_ids, sample_index, finish_reasons, gathered = zip(*facts, strict=True)
-    rewards_B = torch.tensor([number(reward) for reward in rewards], dtype=torch.float64)
-    signal = algorithm.advantages(
+def signal_of(algorithm: Algorithm, rows: Sequence[int]) -> Signal:
+    """What these rows are to teach."""
+    chosen = [samples()[row] for row in rows]
+    rewards_B = torch.tensor([number(sample.reward) for sample in chosen], dtype=torch.float64)
+    return algorithm.advantages(
         Scores(
             rewards=rewards_B,
             columns=rewards_B[:, None],
             column_weights=torch.ones(1, dtype=torch.float64),
-            group_ids=torch.tensor(group_ids),
-            sample_index=torch.tensor(sample_index),
-            truncated=torch.tensor([reason == "length" for reason in finish_reasons]),
+            group_ids=torch.tensor([sample.group_id for sample in chosen]),
+            sample_index=torch.tensor([sample.sample_index for sample in chosen]),
+            truncated=torch.tensor([sample.finish_reason == "length" for sample in chosen]),
             kl=None,
         )
     )
-    own = torch.tensor([gathered.index(row) for row in rows])
-    fields = {name: getattr(signal, name)[own] for name in ("advantages", "counted", "trained", "pair_id")}
-    return Signal(**fields)
 
 
-def mine(rows: Sequence[int]) -> list[tuple[int, Sample]]:
-    return [(row, samples()[row]) for row in rows]
-
-
-def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], gather_all: Gather) -> Window:
-    signal = signal_of(algorithm, rows, gather_all)
-    window = Window.of([sample for _, sample in mine(rows)], signal, 0.0, BUDGET, gather_all)
+def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], processes: Processes = ONE) -> Window:
+    signal = signal_of(algorithm, rows)
+    window = Window.of([samples()[row] for row in rows], signal, 0.0, BUDGET, processes)
     if algorithm.reference == "loss":
         trained = [row for row, trains in zip(rows, signal.trained.tolist(), strict=True) if trains]
         window.ref_logp.update(enumerate(reference_logp(dtype)[row] for row in trained))
@@ -183,45 +166,52 @@ def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], gat
     return replace(window, advantages=signal.advantages[signal.trained].to(dtype))
 
 
-def gradients(algorithm: Algorithm, dtype: torch.dtype, window: Window, processes: int = 1) -> Tensor:
+def gradients(
+    algorithm: Algorithm, dtype: torch.dtype, window: Window, processes: Processes = ONE, sharded: bool = False
+) -> Tensor:
     """[UPDATES, parameters] of each of the updates that the updater makes on the window."""
     policy = copy.deepcopy(policy_of(dtype, seed=0))
-    averaging = Averaging(policy, processes)
+    if sharded:
+        shard(policy, processes)
+    optimizer = UnitStep(policy)
     updater = Updater(
-        accelerator=averaging,
+        processes=processes,
+        sharded=sharded,
         policy=policy,
-        optimizer=averaging,
+        optimizer=optimizer,
         algorithm=algorithm,
         updates=UPDATES,
-        max_grad_norm=1.0,
+        max_grad_norm=float("inf"),
         temperature=1.0,
         max_tokens=MAX_TOKENS,
         watch=None,
     )
     updater(window, step=1)
-    return torch.stack(averaging.gradients)
+    return torch.stack(optimizer.gradients)
 
 
 def relative_error(gradient: Tensor, whole: Tensor) -> float:
     """The largest difference in the gradient of an update, relative to that gradient's largest element."""
-    return ((gradient - whole).abs().amax(dim=1) / whole.abs().amax(dim=1)).max().item()
+    return ((gradient - whole).abs().amax(dim=1) / whole.abs().amax(dim=1).clamp(min=1e-30)).max().item()
 
 
 def main(output: str) -> None:
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    assert processes == int(os.environ["WORLD_SIZE"])
-    found: dict[tuple[str, torch.dtype], Tensor] = {}
+    processes = Processes.open(timeout=60)
+    found: Found = {}
     for name, algorithm in ALGORITHMS.items():
-        cuts = (0, *(PAIR_CUTS if algorithm.loss_temperature else CUTS)[processes], len(GROUPS))
-        for dtype in DTYPES:
+        for dtype, sharded, rows in (
+            *((dtype, False, ALL) for dtype in DTYPES),
+            (torch.float64, True, ALL),
+            (torch.float64, False, FEW),
+            (torch.float64, True, FEW),
+        ):
             with default_dtype(dtype):
-                window = window_of(algorithm, dtype, range(cuts[rank], cuts[rank + 1]), gather_object)
-                found[name, dtype] = gradients(algorithm, dtype, window, processes)
-    if rank == 0:
+                window = window_of(algorithm, dtype, rows, processes)
+                found[name, dtype, sharded, len(rows)] = gradients(algorithm, dtype, window, processes, sharded)
+    if processes.is_main:
         torch.save(found, output)
-    torch.distributed.destroy_process_group()
+    processes.close()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,14 +12,15 @@ import pytest
 import split_worker
 import torch
 from loss_cases import ALGORITHMS
-from split_worker import DTYPES, GROUPS, default_dtype, gradients, relative_error, window_of
+from split_worker import ALL, DTYPES, FEW, GROUPS, Found, default_dtype, gradients, relative_error, window_of
 from torch import Tensor
 
+from rlgen.processes import Processes
 from rlgen.trainers.window import Window
 
 every_loss = pytest.mark.parametrize("name", ALGORITHMS)
 in_both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-ROWS = range(len(GROUPS))
+PROCESSES = (2, 3)
 BOUND = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -33,20 +34,20 @@ def one_thread() -> Iterator[None]:
 
 
 @cache
-def whole(name: str, dtype: torch.dtype) -> Tensor:
+def whole(name: str, dtype: torch.dtype, rows: Sequence[int] = ALL) -> Tensor:
     with default_dtype(dtype):
-        return gradients(ALGORITHMS[name], dtype, in_micro_batches(window_of(ALGORITHMS[name], dtype, ROWS, list), 1))
+        return gradients(ALGORITHMS[name], dtype, in_micro_batches(window_of(ALGORITHMS[name], dtype, rows), 1))
 
 
 @pytest.fixture(scope="module")
-def of_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[str, torch.dtype], Tensor]]:
+def of_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
     """Gradients of every loss by number of processes; starting them is what takes time."""
     found = {}
-    for processes in split_worker.CUTS:
+    for processes in PROCESSES:
         output = tmp_path_factory.mktemp("gradients") / "gradients.pt"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [*launcher, str(Path(split_worker.__file__)), str(output)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         launched = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
         assert launched.returncode == 0, launched.stderr
         found[processes] = torch.load(output)
@@ -55,9 +56,24 @@ def of_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tup
 
 @every_loss
 @in_both_dtypes
-def test_processes_change_nothing(name: str, dtype: torch.dtype, of_processes) -> None:
+def test_processes_change_nothing(name: str, dtype: torch.dtype, of_processes: dict[int, Found]) -> None:
     for processes, found in of_processes.items():
-        assert relative_error(found[name, dtype], whole(name, dtype)) <= BOUND[dtype], processes
+        assert relative_error(found[name, dtype, False, len(ALL)], whole(name, dtype)) <= BOUND[dtype], processes
+
+
+@every_loss
+def test_sharded_weights_change_nothing(name: str, of_processes: dict[int, Found]) -> None:
+    for processes, found in of_processes.items():
+        gradient = found[name, torch.float64, True, len(ALL)]
+        assert relative_error(gradient, whole(name, torch.float64)) <= BOUND[torch.float64], processes
+
+
+@every_loss
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_processes_without_rows_change_nothing(name: str, sharded: bool, of_processes: dict[int, Found]) -> None:
+    for processes, found in of_processes.items():
+        gradient = found[name, torch.float64, sharded, len(FEW)]
+        assert relative_error(gradient, whole(name, torch.float64, FEW)) <= BOUND[torch.float64], processes
 
 
 @every_loss
@@ -66,10 +82,10 @@ def test_micro_batches_and_order_change_nothing(name: str, dtype: torch.dtype) -
     algorithm = ALGORITHMS[name]
     assert (whole(name, dtype).abs().amax(dim=1) > 1e-3).all()
     for count in (1, 2, 3, 7):
-        order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(count)).tolist()
-        for rows in (ROWS, order):
+        order = torch.randperm(len(ALL), generator=torch.Generator().manual_seed(count)).tolist()
+        for rows in (ALL, order):
             with default_dtype(dtype):
-                window = in_micro_batches(window_of(algorithm, dtype, rows, list), count)
+                window = in_micro_batches(window_of(algorithm, dtype, rows), count)
                 assert len(window.micro_batches) == count
                 assert relative_error(gradients(algorithm, dtype, window), whole(name, dtype)) <= BOUND[dtype], count
 
@@ -94,7 +110,23 @@ def test_the_losses_differ() -> None:
 def test_the_rows_are_as_their_comment_says() -> None:
     rows = split_worker.samples()
     assert [row for row, sample in enumerate(rows) if not any(sample.loss_mask)] == [3, 4, 16]
-    for cuts in split_worker.CUTS.values():
-        assert all(any(GROUPS[:cut].count(g) and GROUPS[cut:].count(g) for g in GROUPS) for cut in cuts)
-    for cuts in split_worker.PAIR_CUTS.values():
-        assert not any(set(GROUPS[:cut]) & set(GROUPS[cut:]) for cut in cuts)
+    assert len({GROUPS[row] for row in FEW}) == 1 and len(FEW) < max(PROCESSES)
+
+
+def test_groups_are_dealt_to_several_processes_and_pairs_to_one() -> None:
+    for world in PROCESSES:
+        for name in ("dapo", "sigmoid"):
+            windows = [window_of(ALGORITHMS[name], torch.float64, ALL, process(rank, world)) for rank in range(world)]
+            hands = [[row for rows in window.micro_batches for row in rows] for window in windows]
+            assert sorted(row for hand in hands for row in hand) == list(range(len(windows[0].samples)))
+            assert len({len(window.micro_batches) for window in windows}) == 1
+            if name == "dapo":
+                groups = [{windows[0].samples[row].group_id for row in hand} for hand in hands]
+                assert groups[0] & groups[1]
+            else:
+                pairs = [{int(windows[0].pair_id[row]) for row in hand} for hand in hands]
+                assert all(hands) and not set.intersection(*pairs)
+
+
+def process(rank: int, world: int) -> Processes:
+    return replace(split_worker.ONE, rank=rank, world=world)

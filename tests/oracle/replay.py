@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from rlgen.models.policy import PolicyScores
+from rlgen.processes import Processes
 from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm
-from rlgen.trainers.update import Updater
+from rlgen.trainers.update import Part, Updater
+from rlgen.trainers.window import Window
 from rlgen.types import Batch, Sample
 
 ROWS, WIDTH, GROUP = 24, 8, 4
@@ -80,15 +82,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Replay:
-    """The model, the optimizer and the accelerator of an Updater: answers with the given log-probs, update by update."""
+    """The model and the optimizer of an Updater: answers with the given log-probs, update by update."""
 
-    device = torch.device("cpu")
     param_groups = ({"lr": 0.0},)
 
     def __init__(self, updates: Sequence[Tensor], entropy: Tensor) -> None:
         self.logp = [logp.clone().requires_grad_() for logp in updates]
         self.entropy = [entropy.clone().requires_grad_() for _ in updates]
-        self.losses = [torch.zeros((), dtype=entropy.dtype) for _ in updates]
+        self.losses: list[Tensor] = []
         self.update = 0
 
     def __call__(self, batch: Batch, temperatures: Sequence[float], entropy: str) -> PolicyScores:
@@ -96,15 +97,8 @@ class Replay:
         logp, of_tokens = self.logp[self.update][rows, :width], self.entropy[self.update][rows, :width]
         return PolicyScores(logp.expand(len(temperatures), -1, -1), of_tokens if entropy == "gradient" else of_tokens.detach())
 
-    def backward(self, loss: Tensor) -> None:
-        self.losses[self.update] += loss.detach()
-        loss.backward()
-
     def parameters(self) -> list[Tensor]:
         return []
-
-    def clip_grad_norm_(self, parameters: Sequence[Tensor], most: float) -> Tensor:
-        return torch.zeros(())
 
     def step(self) -> None:
         self.update += 1
@@ -117,6 +111,15 @@ class Replay:
         return Outcome.of(self.losses[-1], self.logp[-1], self.entropy[-1])
 
 
+class RecordedUpdater(Updater):
+    """Keeps the loss of each update."""
+
+    def _run(self, window: Window, update: int) -> Part:
+        part = super()._run(window, update)
+        self.policy.losses.append(torch.tensor(part.loss))
+        return part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineTrainer(Trainer):
     """rlgen's trainer without a model: what it learns from samples is its own, the reference replays."""
@@ -127,6 +130,7 @@ class OfflineTrainer(Trainer):
     def of(cls, recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int) -> "OfflineTrainer":
         parts = dict.fromkeys(field.name for field in fields(Trainer)) | {
             "algorithm": build_algorithm(recipe),
+            "processes": Processes.alone(),
             "recipe": SimpleNamespace(optim=SimpleNamespace(micro_batch_tokens=micro_batch_tokens)),
             "scorer": SimpleNamespace(rewards=[SimpleNamespace(label=name, weight=WEIGHTS[name]) for name in WEIGHTS]),
         }
@@ -145,8 +149,9 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
         # A window keeps them in float32; comparing in float64 would see that.
         window = replace(window, advantages=signal.advantages[signal.trained].to(dtype))
         replay = Replay([rollout.old_logp, rollout.policy_logp][: recipe.updates_per_rollout], rollout.entropy)
-        updater = Updater(
-            accelerator=replay,
+        updater = RecordedUpdater(
+            processes=Processes.alone(),
+            sharded=False,
             policy=replay,
             optimizer=replay,
             algorithm=trainer.algorithm,

@@ -10,6 +10,7 @@ from conftest import tiny_model
 
 from rlgen.errors import CheckpointError
 from rlgen.models.tiny import byte_tokenizer
+from rlgen.processes import Processes
 from rlgen.run.checkpoint import Checkpoints
 
 
@@ -31,12 +32,12 @@ def test_going_on_equals_never_stopping(tmp_path: Path) -> None:
     torch.manual_seed(5)
     whole = parts()
     learn(*whole, 3)
-    path = Checkpoints(tmp_path, 2).save(3, 24, whole[0], byte_tokenizer(), whole[1], whole[2])
+    path = Checkpoints(tmp_path, 2, Processes.alone()).save(3, 24, whole[0], byte_tokenizer(), whole[1], whole[2])
     drawn = random.random(), numpy.random.rand(), torch.rand(1).item()
     torch.manual_seed(6)
     learn(*whole, 2)
     again = parts()
-    state = Checkpoints.load(path, *again)
+    state = Checkpoints.load(path, *again, Processes.alone())
     assert (state.step, state.position, state.weight_version) == (3, 24, 3)
     assert (random.random(), numpy.random.rand(), torch.rand(1).item()) == drawn
     torch.manual_seed(6)
@@ -48,7 +49,7 @@ def test_going_on_equals_never_stopping(tmp_path: Path) -> None:
 
 def test_the_newest_stay_and_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     model, optimizer, schedule = parts()
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, 2, Processes.alone())
     assert checkpoints.newest() is None
     for step in (1, 2, 10):
         checkpoints.save(step, step, model, byte_tokenizer(), optimizer, schedule)
@@ -61,19 +62,19 @@ def test_the_newest_stay_and_half_a_checkpoint_is_none(tmp_path: Path) -> None:
 
 def test_damage_and_other_models_are_named(tmp_path: Path) -> None:
     model, optimizer, schedule = parts()
-    path = Checkpoints(tmp_path, 2).save(1, 1, model, byte_tokenizer(), optimizer, schedule)
+    path = Checkpoints(tmp_path, 2, Processes.alone()).save(1, 1, model, byte_tokenizer(), optimizer, schedule)
     other = tiny_model("llama")
     with pytest.raises(CheckpointError, match="another model"):
-        Checkpoints.load(path, other, torch.optim.AdamW(other.parameters()), schedule)
+        Checkpoints.load(path, other, torch.optim.AdamW(other.parameters()), schedule, Processes.alone())
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="step_000001 cannot be read"):
-        Checkpoints.load(path, model, optimizer, schedule)
+        Checkpoints.load(path, model, optimizer, schedule, Processes.alone())
 
 
 def test_a_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, schedule = parts()
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, 1, Processes.alone())
     checkpoints.save(1, 1, model, byte_tokenizer(), optimizer, schedule)
 
     def full(*arguments: object) -> None:
