@@ -15,13 +15,13 @@ from conftest import CPU, RECIPE, make_sample, open_vllm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlgen.processes import Processes
 from rlgen.cli.export import adapted_and_merged, export_command
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.models import weights
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.policy import Policy
+from rlgen.processes import Processes
 from rlgen.rollout.score import score
 from rlgen.types import Request, Sampling
 
