@@ -30,5 +30,4 @@ def main(checkpoint: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     main(Path(sys.argv[1]), Path(sys.argv[2]))
