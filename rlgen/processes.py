@@ -158,16 +158,13 @@ class Processes:
         A process that another one has left has an error of the network. The reason is what the first one to fail left in the
         store; one that was killed left nothing.
         """
-        if self.world == 1 or self.store is None:
+        if self.store is None or getattr(error, "told", False):
             return error
         try:
             if lost(error):
                 first = self._first_failure()
                 if first is not None:
-                    ended = ProcessError(f"process {first['rank']} failed: {first['message']}")
-                    ended.exit_code, ended.told = first["exit_code"], True
-                    ended.__cause__ = error
-                    return ended
+                    return told_by(first["rank"], first["message"], first["exit_code"])
                 ended = ProcessError(
                     f"another process was killed or did not answer for {self.timeout:g} s (processes.timeout);"
                     " logs/ has what each wrote last"
@@ -225,10 +222,17 @@ class Seat:
         return items[len(items) * self.engine // self.engines : len(items) * (self.engine + 1) // self.engines]
 
 
+def told_by(rank: int, message: str, exit_code: int) -> ProcessError:
+    """What a process ends with when another one prints the reason."""
+    error = ProcessError(f"process {rank} failed: {message}")
+    error.exit_code, error.told = exit_code, True
+    return error
+
+
 def sendable(error: Exception, rank: int) -> RlgenError:
     """The error as the other processes raise it; it says where it is from."""
     if not isinstance(error, RlgenError):
-        return ProcessError(f"process {rank} failed: {type(error).__name__}: {error}")
+        return told_by(rank, f"{type(error).__name__}: {error}", 70)
     if rank:
         error.args = (f"process {rank}: {error}", *error.args[1:])
     return error

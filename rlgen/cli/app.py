@@ -158,9 +158,10 @@ def main() -> None:
         leave(130)
     except BrokenPipeError:
         leave(0)
-    except Exception:
-        traceback.print_exc()
-        typer.echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
+    except Exception as error:
+        if not getattr(error, "told", False):
+            traceback.print_exc()
+            typer.echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
         leave(70)
 
 

@@ -200,12 +200,9 @@ def main(output: str) -> None:
     processes = Processes.open(timeout=60)
     found: Found = {}
     for name, algorithm in ALGORITHMS.items():
-        for dtype, sharded, rows in (
-            *((dtype, False, ALL) for dtype in DTYPES),
-            (torch.float64, True, ALL),
-            (torch.float64, False, FEW),
-            (torch.float64, True, FEW),
-        ):
+        # Two processes share what there is; of three some have nothing.
+        of_this_world = [(torch.float64, True, ALL)] if processes.world == 2 else [(torch.float64, s, FEW) for s in (False, True)]
+        for dtype, sharded, rows in [*((dtype, False, ALL) for dtype in DTYPES), *of_this_world]:
             with default_dtype(dtype):
                 window = window_of(algorithm, dtype, rows, processes)
                 found[name, dtype, sharded, len(rows)] = gradients(algorithm, dtype, window, processes, sharded)

@@ -1,0 +1,63 @@
+"""Several processes, or one, with a real vLLM that is opened once: a step of each trainer, through ladder, step and checkpoint.
+
+process_worker.py FOLDER TENSOR_PARALLEL_SIZE       alone or by torchrun; leaves a run directory for each trainer
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from rlgen.engines import build_engine
+from rlgen.engines.colocated import ColocatedEngine
+from rlgen.processes import Processes
+from rlgen.recipe import dump_recipe, load_recipe
+from rlgen.run.console import Console
+from rlgen.run.directory import RunDirectory
+from rlgen.run.signals import StopRequest
+from rlgen.sentinel.sync import send_weights
+from rlgen.trainers import build, sides
+
+# A reference in the reward, in the loss, and one of preferences.
+TRAINERS = {
+    "grpo": "{kind: grpo, updates_per_rollout: 1, beta: 0.05}",
+    "rloo": "{kind: rloo, beta: 0.05}",
+    "online_dpo": "{kind: online_dpo}",
+}
+
+
+class Kept:
+    """An engine that stays open from run to run, and goes back to the weights it was opened with."""
+
+    def __init__(self) -> None:
+        self.engine: ColocatedEngine | None = None
+
+    def build(self, recipe, location, device, in_processes):  # type: ignore[no-untyped-def]
+        if self.engine is None:
+            self.engine = build_engine(recipe, location, device, in_processes)
+            self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
+        else:
+            policy = sides.build_policy(recipe, location, device)
+            send_weights(self.engine, policy.model, 0, Processes.alone())
+        return self.engine
+
+
+def main(recipe: Path, folder: Path, size: str) -> None:
+    processes = Processes.open(60) if "RANK" in os.environ else Processes.alone()
+    kept = Kept()
+    sides.build_engine = kept.build  # type: ignore[assignment]
+    for name, trainer in TRAINERS.items():
+        loaded = load_recipe(recipe, [f"trainer={trainer}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
+        path = folder / name
+        if processes.is_main:
+            RunDirectory.create(path, loaded.text, dump_recipe(loaded.recipe)).close()
+        processes.gather([None])
+        directory = RunDirectory.join(path)
+        console = Console(1, 0, quiet=not processes.is_main)
+        built, done = build.build_trainer(loaded.recipe, directory, None, console, processes)
+        built.run(done, StopRequest(launched=True))
+        built.close()
+    kept.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,350 @@
+"""One recipe trains the same in one process and in several; whatever happens to one of them, all end, and one says why."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import read_jsonl
+from process_worker import TRAINERS
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlgen.errors import ProcessError
+from rlgen.processes import Processes, Seat
+from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.files import read_json
+from rlgen.run.launch import Launch, asked_for, check_launch
+
+HERE = Path(__file__).parent
+PATHS = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATHS}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+PRECISE = 1e-5  # relative
+# Completions whose rewards differ, so that every step has something to learn from.
+RECIPE = """\
+run: {name: test, steps: 2}
+model: {path: "tiny:qwen3", dtype: float32}
+data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
+rewards: [{use: "spread.py:spread"}]
+rollout: {prompts_per_step: 5, group_size: 4, max_completion_tokens: 12, temperature: 0.9}
+engine: {kind: transformers}
+checkpoint: {every: 2, keep: 9}
+optim: {learning_rate: 1.0e-4}
+"""
+REWARD = """\
+import os
+def spread(completion_ids):
+    return sum(completion_ids) % 97 / 97
+def fails_in_process_1(completion_ids):
+    return 0.5 if os.environ["RANK"] == "0" else 1 / 0
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(RECIPE)
+    path.with_name("spread.py").write_text(REWARD)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """However a run ends, none of its processes goes on."""
+    yield
+    left = [process for process in psutil.Process().children(recursive=True) if "rlgen" in " ".join(process.cmdline())]
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def launch(*command: object, launcher: list[str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    words = [*(TORCHRUN if launcher is None else launcher), *map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
+
+
+def train(recipe: Path, directory: Path, *options: str, launcher: list[str] | None = None) -> Path:
+    ended = launch("-m", "rlgen", "train", recipe, "--run-dir", directory, *options, launcher=launcher)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return directory
+
+
+def alone(recipe: Path, directory: Path, *options: str) -> Path:
+    return train(recipe, directory, *options, launcher=[sys.executable])
+
+
+def weights(directory: Path, step: int) -> dict[str, Tensor]:
+    return load_file(directory / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+
+
+def gradient(directory: Path) -> Tensor:
+    """Of the first step, clipped: what is left of it in the first moments, tensor by tensor."""
+    stored = load_file(directory / "checkpoints" / "step_000001" / "state" / "optimizer.safetensors")
+    return torch.cat([tensor.flatten().double() for name, tensor in sorted(stored.items()) if name.endswith("/exp_avg")])
+
+
+def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest relative distance of a tensor."""
+    assert ours.keys() == theirs.keys()
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
+def rollouts(directory: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted((directory / "rollouts").iterdir()) for row in read_jsonl(path)]
+
+
+KEPT = ("group_id", "sample_index", "prompt_ids", "completion_ids", "seed", "completion", "rewards", "reward", "trained")
+
+
+def same_rollouts(ours: Path, theirs: Path) -> bool:
+    return [[row[key] for key in KEPT] for row in rollouts(ours)] == [[row[key] for key in KEPT] for row in rollouts(theirs)]
+
+
+# --- the same training -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_vllm(recipe: Path) -> dict[str, Path]:
+    """A step of each trainer with vLLM: in one process, in two with an engine each, and in two that share one."""
+    folders = {}
+    own = recipe.with_name("vllm.yaml")
+    own.write_text(RECIPE.replace("engine: {kind: transformers}\n", ""))
+    for name, launcher, size in (("one", [sys.executable], 1), ("two", TORCHRUN, 1), ("tensor parallel", TORCHRUN, 2)):
+        folders[name] = recipe.parent / name
+        ended = launch(HERE / "process_worker.py", own, folders[name], size, launcher=launcher, timeout=200)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    return folders
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("layout", ["two", "tensor parallel"])
+def test_processes_with_vllm_learn_what_one_learns(on_vllm: dict[str, Path], layout: str, trainer: str) -> None:
+    one, several = on_vllm["one"] / trainer, on_vllm[layout] / trainer
+    assert same_rollouts(several, one)
+    expected, found = gradient(one), gradient(several)
+    assert (found - expected).norm() / expected.norm() <= PRECISE and expected.norm() > 1e-3
+    assert farthest(weights(several, 1), weights(one, 1)) <= PRECISE
+    (ours,), (theirs,) = (read_jsonl(directory / "metrics.jsonl") for directory in (several, one))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if not name.startswith(("time/", "sampler/", "tokens/padding")) and value is not None:
+            assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def chain(recipe: Path) -> dict[str, Path]:
+    """Six steps in two processes that hold all weights; and by twos in two that hold shards, in one, and again in two."""
+    whole = train(recipe, recipe.parent / "whole", "--max-steps", "6")
+    parts = train(recipe, recipe.parent / "parts", "--set", "processes.strategy=fsdp")
+    shutil.copytree(parts, recipe.parent / "one_more")
+    one = alone(recipe, recipe.parent / "one_more", "--resume", "--max-steps", "4")
+    shutil.copytree(one, recipe.parent / "two_again")
+    again = train(recipe, recipe.parent / "two_again", "--resume", "--max-steps", "6", "--set", "processes.strategy=fsdp")
+    return {"whole": whole, "parts": parts, "one": one, "again": again}
+
+
+def test_sharded_weights_learn_what_whole_ones_learn(chain: dict[str, Path]) -> None:
+    assert farthest(weights(chain["parts"], 2), weights(chain["whole"], 2)) <= PRECISE
+    state = chain["parts"] / "checkpoints" / "step_000002" / "state"
+    assert len(list((state / "optimizer").glob("shard-*.safetensors"))) == 2
+    assert not [path for path in state.rglob("*") if path.is_file() and path.suffix not in (".safetensors", ".json")], "no pickle"
+
+
+def test_a_run_goes_on_in_another_number_of_processes(chain: dict[str, Path]) -> None:
+    for name, step in (("one", 4), ("again", 6)):
+        assert farthest(weights(chain[name], step), weights(chain["whole"], step)) <= PRECISE, name
+    assert same_rollouts(chain["again"], chain["whole"]), "the data goes on where it stood"
+    assert [record["step"] for record in read_jsonl(chain["again"] / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert len(read_json(chain["again"] / "provenance.json")) == 3
+
+
+def test_what_is_loaded_is_what_was_saved_to_the_last_bit(chain: dict[str, Path], tmp_path: Path) -> None:
+    """Shards to whole tensors here, to shards again in two processes, and back."""
+    from rlgen.models.tiny import byte_tokenizer
+
+    def load(path: Path, parts: Any) -> dict[str, Tensor]:
+        model, optimizer, schedule = parts
+        assert Checkpoints.load(path, model, optimizer, schedule, Processes.alone()).step == 2
+        moments = {f"{n}/{k}": v for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+        return {**model.state_dict(), **moments}
+
+    import resave
+
+    first = resave.parts()
+    loaded = load(chain["parts"] / "checkpoints" / "step_000002", first)
+    whole = Checkpoints(tmp_path / "whole", 1, Processes.alone()).save(2, 10, first[0], byte_tokenizer(), *first[1:])
+    ended = launch(HERE / "resave.py", whole, tmp_path / "sharded")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    again = load(tmp_path / "sharded" / "step_000002", resave.parts())
+    assert sum(name.endswith("/exp_avg_sq") for name in loaded) > 40 and loaded.keys() == again.keys()
+    assert all(torch.equal(loaded[name], again[name]) for name in loaded)
+    assert all(loaded[name].any() for name in loaded)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def ended_badly(ended: subprocess.CompletedProcess[str], directory: Path, code: int, message: str) -> None:
+    """The status holds the code, and one of the processes said why."""
+    status = read_json(directory / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", code), (status, ended.stderr[-3000:])
+    assert message in status["message"] and ended.stderr.count(message) == 1, ended.stderr[-3000:]
+    assert ended.returncode != 0
+
+
+def test_the_reward_of_one_process_fails(recipe: Path, tmp_path: Path) -> None:
+    options = ["--run-dir", tmp_path / "run", "--set", "rewards=[{use: 'spread.py:fails_in_process_1'}]"]
+    ended = launch("-m", "rlgen", "train", recipe, *options)
+    ended_badly(ended, tmp_path / "run", 5, "process 1: reward fails_in_process_1, prompt at position 2, sample 0: Zero")
+
+
+def test_one_engine_of_two_is_wrong(recipe: Path, tmp_path: Path) -> None:
+    ended = launch(HERE / "faulty.py", "one_engine_loses_a_tensor", "train", recipe, "--run-dir", tmp_path / "run")
+    ended_badly(ended, tmp_path / "run", 6, "stale_tensor: the engine computes with earlier values of model.layers.1.mlp.up_proj")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, strategy: str) -> None:
+    options = ["--run-dir", tmp_path / "run", "--set", f"processes.strategy={strategy}"]
+    began = time.monotonic()
+    ended = launch(HERE / "faulty.py", "one_backward_fails", "train", recipe, *options)
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["exit_code"] == 70 and "process 1 failed: " in status["message"], status
+    assert "no memory after" in status["message"] and ended.stderr.count("error: ") == 1, ended.stderr[-3000:]
+    assert time.monotonic() - began < 60, "long before the others' patience ends"
+
+
+class Running:
+    """Two processes that train until they are stopped."""
+
+    def __init__(self, recipe: Path, directory: Path, *options: str) -> None:
+        self.directory = directory
+        words = [*TORCHRUN, "-m", "rlgen", "train", str(recipe), "--run-dir", str(directory), "--max-steps", "5000", *options]
+        self.launcher = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        deadline = time.monotonic() + 60
+        while not (directory / "metrics.jsonl").exists():
+            assert self.launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def process(self, rank: int) -> psutil.Process:
+        workers = psutil.Process(self.launcher.pid).children()
+        return next(worker for worker in workers if worker.environ().get("RANK") == str(rank))
+
+    def end(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        out, err = self.launcher.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(self.launcher.args, self.launcher.returncode, out, err)
+
+
+def test_a_killed_process_ends_the_others(recipe: Path, tmp_path: Path) -> None:
+    running = Running(recipe, tmp_path / "run")
+    running.process(1).kill()
+    ended_badly(running.end(timeout=30), tmp_path / "run", 9, "another process was killed or did not answer")
+
+
+def test_a_process_that_hangs_ends_all_within_the_timeout(recipe: Path, tmp_path: Path) -> None:
+    running = Running(recipe, tmp_path / "run", "--set", "processes.timeout=4")
+    running.process(1).suspend()
+    began = time.monotonic()
+    while read_json(tmp_path / "run" / "status.json")["state"] == "running":
+        assert time.monotonic() - began < 15
+        time.sleep(0.1)
+    running.process(1).kill()  # its launcher would wait 30 seconds for it
+    ended_badly(running.end(timeout=30), tmp_path / "run", 9, "did not answer for 4 s (processes.timeout)")
+
+
+def test_a_stop_asked_of_one_process_is_a_stop_of_all(recipe: Path, tmp_path: Path) -> None:
+    running = Running(recipe, tmp_path / "run")
+    running.process(1).send_signal(signal.SIGTERM)
+    ended = running.end(timeout=60)
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert (tmp_path / "run" / "checkpoints" / f"step_{status['step']:06d}").is_dir()
+    assert ended.stderr.count("stopped on request") == 1 and "exitcode  : 75" in ended.stderr
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"rlgen.log", "rlgen.rank1.log"}
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+def test_accelerate_that_starts_one_process_of_two(recipe: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    ended = launch("-m", "rlgen", "train", recipe, "--run-dir", tmp_path / "run", launcher=launcher)
+    assert "was asked for 2 processes, but 1 runs" in ended.stderr and "exit status 9" in ended.stderr
+    assert "torchrun --nproc-per-node 2" in ended.stderr and not (tmp_path / "run").exists()
+
+
+def test_accelerate_that_starts_two_processes(recipe: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    directory = train(recipe, tmp_path / "run", "--max-steps", "1", launcher=launcher)
+    assert (directory / "logs" / "rlgen.rank1.log").exists()
+
+
+def test_a_mistake_of_the_recipe_is_said_once(recipe: Path, tmp_path: Path) -> None:
+    ended = launch("-m", "rlgen", "train", recipe, "--run-dir", tmp_path / "run", "--set", "processes.count=3")
+    assert ended.stderr.count("processes.count is 3, but 2 run") == 1 and "exitcode  : 9" in ended.stderr
+
+
+ONE, TWO = Launch(0, 1), Launch(0, 2)
+ACCELERATE = ["python", "/venv/bin/accelerate", "launch"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "count", "environment", "parents", "message"),
+    [
+        (ONE, 2, {}, [], "processes.count is 2, but 1 run"),
+        (TWO, 1, {}, [], "start `rlgen train` alone"),
+        (
+            ONE,
+            None,
+            {},
+            [["bash"], [*ACCELERATE, "--num-processes=4", "-m", "rlgen", "train"]],
+            "asked for 4 processes, but 1 runs",
+        ),
+        (ONE, None, {"ACCELERATE_MIXED_PRECISION": "bf16"}, [], "use --mixed_precision no"),
+        (ONE, None, {"ACCELERATE_USE_DEEPSPEED": "true"}, [], "processes.strategy: fsdp"),
+        (TWO, None, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, [], "micro_batch_tokens"),
+    ],
+)
+def test_launches_that_are_refused(
+    launch: Launch, count: int | None, environment: dict[str, str], parents: list[list[str]], message: str
+) -> None:
+    with pytest.raises(ProcessError, match=message):
+        check_launch(launch, count, environment, parents)
+
+
+def test_launches_that_are_well(tmp_path: Path) -> None:
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 3\nmixed_precision: 'no'\n"
+    )
+    of_file = [*ACCELERATE, "--config_file", str(config), "-m", "rlgen", "train"]
+    assert asked_for([of_file]) == ("accelerate launch", 3)
+    # one of another program, which started this run from within, and one whose own argument looks like it
+    assert asked_for([["bash"], [*ACCELERATE, "--num_processes", "2", "tune.py"]]) is None
+    assert asked_for([[*ACCELERATE, "--cpu", "-m", "rlgen", "train", "--num_processes", "2"]]) is None
+    assert asked_for([["python", "/venv/bin/torchrun", "--nproc-per-node", "2", "-m", "rlgen"]]) is None
+    check_launch(TWO, 2, {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, [[*of_file[:-4], "train.sh"]])
+    with pytest.raises(ProcessError, match="MASTER_ADDR, MASTER_PORT is not set"):
+        Launch.of({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+
+
+def test_prompts_are_shared_by_engines_and_engines_by_processes() -> None:
+    def seat(rank: int, world: int, size: int) -> Seat:
+        processes = Processes(rank=rank, world=world, device=torch.device("cpu"), timeout=1, group=None, store=None)
+        return Seat.of(processes, size)
+
+    for world, size, items in ((4, 1, 5), (4, 2, 5), (3, 1, 2), (2, 2, 1)):
+        seats = [seat(rank, world, size) for rank in range(world)]
+        assert [item for s in seats if s.speaks for item in s.share(range(items))] == list(range(items))
+        assert sum(s.speaks for s in seats) == world // size
+    with pytest.raises(ProcessError, match="needs a multiple of 2 processes, but 3 run"):
+        seat(0, 3, 2)
