@@ -17,6 +17,8 @@ from rlgen.types import Completion, Request, Sampling
 GIB = 1 << 30
 # Shares of a GPU's memory and bytes of main memory for the KV cache, where the recipe names neither.
 GPU_SHARE = 0.45
+# vLLM does not start unless the share of the GPU that it may use is free. A cache of a said size needs no share: the least.
+LEAST_SHARE = 0.01
 CPU_KV_LIMIT = 4 * GIB
 CPU_BLOCK = 128  # tokens of a KV block on the CPU
 
@@ -93,7 +95,7 @@ class ColocatedEngine:
             "seed": 0,
         }
         if on_gpu:
-            arguments["gpu_memory_utilization"] = gpu_memory_utilization or GPU_SHARE
+            arguments["gpu_memory_utilization"] = LEAST_SHARE if kv_cache_gib is not None else gpu_memory_utilization or GPU_SHARE
         else:
             # A seeded request whose prompt is split over two steps crashes the CPU engine.
             arguments["enable_chunked_prefill"] = False
@@ -104,7 +106,7 @@ class ColocatedEngine:
             arguments["kv_cache_memory_bytes"] = _kv_bytes(model, revision, dtype, max_num_seqs, max_model_len)
 
         self._model, self._revision = model, revision
-        self._sleeps = sleep
+        self._sleeps, self._asleep = sleep, False
         self._version = 0
         self._syncs = 0
         with vllm_compat.process_kept_as_is():
@@ -126,6 +128,8 @@ class ColocatedEngine:
         return [self._completion(output) for output in outputs]
 
     def _run(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[Any]:
+        if self._asleep:  # vLLM would queue the requests and wait for ever
+            raise EngineError("the engine sleeps, its weights are gone: only a weight sync wakes it")
         try:
             outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
         except Exception as error:  # vLLM raises whatever its parts raise
@@ -158,11 +162,15 @@ class ColocatedEngine:
         ledger = Ledger(hashed)
         with vllm_compat.process_kept_as_is():
             try:
-                if self._sleeps:
+                if self._asleep:
+                    # Buffers (rotary caches, scales) come back from main memory, parameters come back empty.
                     self._llm.wake_up(["weights"])
                 not_loaded = vllm_compat.load_weights(self._llm, ledger.record(weights))
-                if self._sleeps:
-                    self._llm.wake_up(["kv_cache"])
+                if self._asleep:
+                    # Last: what the loader needs for a moment is free again.
+                    if self._llm.wake_up(["kv_cache"]) is False:
+                        raise EngineError(f"vLLM took the weights of version {version}, but did not wake up")
+                    self._asleep = False
             except EngineError:
                 raise
             except Exception as error:  # vLLM raises whatever its parts raise
@@ -172,8 +180,9 @@ class ColocatedEngine:
         return Receipt(version=version, received=ledger.received, not_loaded=not_loaded)
 
     def sleep(self) -> None:
-        if self._sleeps:
+        if self._sleeps and not self._asleep:
             with vllm_compat.process_kept_as_is():
+                self._asleep = True  # even if it fails half-way: only a sync makes the engine whole again
                 self._llm.sleep(level=2)  # the next sync brings all weights, so none need be kept
 
     def close(self) -> None:

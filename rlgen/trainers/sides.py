@@ -85,13 +85,15 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None) -> Sides:
     revision = recipe.model.revision
     algorithm = build_algorithm(recipe.trainer)
     policy = build_policy(recipe, data.location, accelerator.device)
+    # On a GPU vLLM starts only if its share of the memory is free. Beside the policy alone that is as true of a resumed run as
+    # of a fresh one: reference and the optimizer's state come after it.
+    engine = build_engine(recipe, data.location, accelerator.device)
     reference = copy.deepcopy(policy).requires_grad_(False) if algorithm.reference != "none" else None
     optim = recipe.optim
     optimizer = torch.optim.AdamW(policy.parameters(), lr=optim.learning_rate, weight_decay=optim.weight_decay)
     schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
     done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule).step if checkpoint else 0
     policy, prepared = accelerator.prepare(policy, optimizer)
-    engine = build_engine(recipe, data.location, accelerator.device)
     dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
     probe = Probe(
         trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, device=accelerator.device),
