@@ -1,6 +1,7 @@
 """`rlgen estimate`: what a recipe needs of a GPU's memory, phase by phase, and which setting to turn. Loads no weights."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,9 +123,10 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
 
 
 def processes_of(recipe: Recipe) -> tuple[int, str]:
-    """Number and strategy, where the recipe has a section for them."""
+    """Number and strategy, where the recipe has a section for them; where it leaves the number open, that of this start."""
     section: Any = getattr(recipe, "processes", None)
-    return (1, "ddp") if section is None else (section.count or 1, section.strategy)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    return (started, "ddp") if section is None else (section.count or started, section.strategy)
 
 
 def adapter_rank(recipe: Recipe) -> int | None:
