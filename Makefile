@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test oracle parity head-memory golden golden-update false-alarms demo clean
+.PHONY: help setup lint format type test oracle parity head-memory gpu-check golden golden-update false-alarms demo clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -45,6 +45,9 @@ parity: $(READY) ## compare log-probs of vLLM and trainer for every tiny model, 
 
 head-memory: $(READY) ## measure peak memory and time of the chunked head, beside the computation of all logits at once
 	$(VENV)/python scripts/head_memory.py
+
+gpu-check: $(READY) ## what only a GPU can show: parity, sleep, memory, throughput; one table, under ten minutes
+	$(VENV)/python scripts/gpu_check.py
 
 clean:    ## remove what make and the runs left
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

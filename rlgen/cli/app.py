@@ -101,6 +101,19 @@ def export(
 
 
 @app.command()
+def estimate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    gpu_gib: Annotated[float | None, typer.Option(min=0.1, help="Memory of the GPU in GiB; this machine's unless said.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate the GPU memory of each phase and name settings to turn. Loads no weights."""
+    from rlgen.cli.estimate import estimate_command
+
+    estimate_command(recipe, overrides or [], gpu_gib, as_json)
+
+
+@app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe without running it: keys, values, rules, files. Loads no model."""
     from rlgen.cli.inspect import validate_command

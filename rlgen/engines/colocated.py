@@ -84,7 +84,7 @@ class ColocatedEngine:
         if in_processes:
             # The ordinary executor takes the first GPU in every process, and starts processes of its own to share a model.
             arguments["distributed_executor_backend"] = "external_launcher"
-        self._sleeps = sleep
+        self._sleeps, self._asleep = sleep, False
         self._version = 0
         self._syncs = 0
         with vllm_compat.process_kept_as_is():
@@ -107,6 +107,8 @@ class ColocatedEngine:
         return [self._completion(output) for output in outputs]
 
     def _run(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[Any]:
+        if self._asleep:  # vLLM would queue the requests and wait for ever
+            raise EngineError("the engine sleeps, its weights are gone: only a weight sync wakes it")
         try:
             outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
         except Exception as error:  # vLLM raises whatever its parts raise
@@ -139,11 +141,15 @@ class ColocatedEngine:
         ledger = Ledger(hashed)
         with vllm_compat.process_kept_as_is():
             try:
-                if self._sleeps:
+                if self._asleep:
+                    # Buffers (rotary caches, scales) come back from main memory, parameters come back empty.
                     self._llm.wake_up(["weights"])
                 not_loaded = vllm_compat.load_weights(self._llm, ledger.record(weights))
-                if self._sleeps:
-                    self._llm.wake_up(["kv_cache"])
+                if self._asleep:
+                    # Last: what the loader needs for a moment is free again.
+                    if self._llm.wake_up(["kv_cache"]) is False:
+                        raise EngineError(f"vLLM took the weights of version {version}, but did not wake up")
+                    self._asleep = False
             except EngineError:
                 raise
             except Exception as error:  # vLLM raises whatever its parts raise
@@ -153,8 +159,9 @@ class ColocatedEngine:
         return Receipt(version=version, received=ledger.received, not_loaded=not_loaded)
 
     def sleep(self) -> None:
-        if self._sleeps:
+        if self._sleeps and not self._asleep:
             with vllm_compat.process_kept_as_is():
+                self._asleep = True  # even if it fails half-way: only a sync makes the engine whole again
                 self._llm.sleep(level=2)  # the next sync brings all weights, so none need be kept
 
     def close(self) -> None:

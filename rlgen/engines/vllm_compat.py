@@ -27,6 +27,8 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 GIB = 1 << 30
 # Shares of a GPU's memory and bytes of main memory for the KV cache, where the recipe names neither.
 GPU_SHARE = 0.45
+# vLLM does not start unless the share of the GPU that it may use is free. A cache of a said size needs no share: the least.
+LEAST_SHARE = 0.01
 CPU_KV_LIMIT = 4 * GIB
 CPU_BLOCK = 128  # tokens of a KV block on the CPU
 
@@ -182,7 +184,7 @@ def arguments(
         "seed": 0,
     }
     if on_gpu:
-        chosen["gpu_memory_utilization"] = gpu_memory_utilization or GPU_SHARE
+        chosen["gpu_memory_utilization"] = LEAST_SHARE if kv_cache_gib is not None else gpu_memory_utilization or GPU_SHARE
     else:
         # A seeded request whose prompt is split over two steps crashes the CPU engine.
         chosen["enable_chunked_prefill"] = False

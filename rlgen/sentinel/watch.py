@@ -8,12 +8,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from rlgen.errors import Fault, SentinelError
+from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.sentinel.bounds import FLOOR, Bounds
 from rlgen.sentinel.diagnose import Cause, explain
 from rlgen.sentinel.gap import compare
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
+from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Verdict
 from rlgen.types import Sample
 
@@ -99,7 +100,14 @@ class Watch:
                 f"the engine agrees on new samples of the present weights, so that this batch was sampled by other weights than"
                 f" those of version {probe.version}, which it names",
             )
-        again = caught(3, "changed weights", lambda: changed_sync(probe))
+        try:
+            if self.sleeps:  # it cannot sample before it has weights
+                send_weights(probe.engine, probe.policy.model, probe.version)
+            again = caught(3, "changed weights", lambda: changed_sync(probe))
+        except SentinelError as error:
+            return error.fault, error.sentence
+        except EngineError as error:  # such as no memory to wake up in, between a backward pass and its step
+            return Fault.DRIFT, f"the engine could not be looked at again: {error}"
         if again.verdict is not Verdict.FAILED:
             return (
                 Fault.STALE_WEIGHTS,

@@ -97,19 +97,24 @@ def open_sides(
     seat = Seat.of(processes, processes_an_engine(recipe, processes))
     algorithm = build_algorithm(recipe.trainer)
     policy = processes.agreed(lambda: build_policy(recipe, data.location, processes.device))
-    reference = build_reference(recipe, policy) if algorithm.reference != "none" else None
+    needs_reference, reference = algorithm.reference != "none", None
     sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
     if sharded:
+        reference = build_reference(recipe, policy) if needs_reference else None
         for one in [policy] if reference is None else [policy, reference]:
             shard(one, processes)
+    # On a GPU vLLM starts only if its share of the memory is free. Beside the policy alone that is as true of a resumed run as
+    # of a fresh one: a whole reference and the optimizer's state come after it. All processes build at once, waiting for each
+    # other inside of vLLM.
+    engine = build_engine(recipe, data.location, processes, logs, say)
+    if needs_reference and reference is None:
+        reference = build_reference(recipe, policy)
     optim = recipe.optim
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
     schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
     base = base_digest(policy.model) if is_adapted(policy.model) else None
     done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes).step if checkpoint else 0
-    # All processes build at once, waiting for each other inside of vLLM.
-    engine = build_engine(recipe, data.location, processes, logs, say)
     dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
     probe = Probe(
         trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, processes=processes),

@@ -1,0 +1,191 @@
+"""`rlgen estimate`: what a recipe needs of a GPU's memory, phase by phase, and which setting to turn. Loads no weights."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rlgen.recipe import Recipe, load_recipe
+from rlgen.recipe.models import ModelRecipe
+from rlgen.recipe.trainers import PolicyRecipe
+
+if TYPE_CHECKING:
+    from rlgen.models.memory import Counts, Parts, Plan
+
+GIB = 1 << 30
+
+
+def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as_json: bool) -> None:
+    """Prints the table, whether it fits, and what to turn.
+
+    Raises:
+        RecipeError: the recipe is wrong.
+        SetupError: the model's config cannot be read.
+    """
+    recipe = load_recipe(path, overrides).recipe
+    device = int(gpu_gib * GIB) if gpu_gib else memory_of_gpu()
+    report = estimate(recipe, device)
+    typer.echo(json.dumps(report, indent=2)) if as_json else show(report)
+
+
+def memory_of_gpu() -> int | None:
+    """Bytes of this machine's first GPU, or None."""
+    import torch
+
+    return torch.cuda.mem_get_info(0)[1] if torch.cuda.is_available() else None
+
+
+def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
+    """All facts, in bytes."""
+    import torch
+
+    from rlgen.models.load import locate
+    from rlgen.models.memory import HOW, cache_needed, count, engine_parts, hints, needs, peak, read_config
+
+    config = read_config(locate(recipe.model.path), recipe.model.revision)
+    plan = plan_of(recipe, device)
+
+    def counted(rows: int) -> "Counts":
+        return count(config, rows, plan.length, getattr(torch, recipe.model.dtype), recipe.model.attention)
+
+    counts = counted(plan.rows)
+    phases = needs(counts, plan)
+    phase, most = peak(phases)
+    can = {
+        "shards": "processes" in Recipe.model_fields,
+        "adapters": "lora" in ModelRecipe.model_fields,
+        "no reference": isinstance(recipe.trainer, PolicyRecipe),  # a preference is one to a reference
+    }
+    offers = frozenset(name for name, offered in can.items() if offered)
+    found = hints(counts, counted(plan.rows // 2) if plan.rows > 1 else None, plan, offers)
+    held = engine_parts(counts, plan).get("KV cache", 0)
+    full = replace(plan, sequences=1)
+    return {
+        "model": recipe.model.path,
+        "parameters": counts.parameters,
+        "micro_batch": {"rows": plan.rows, "tokens_a_row": plan.length},
+        "device": device,
+        "phases": phases,
+        "peak": {"phase": phase, "bytes": most},
+        "fits": None if device is None else fits(most, held, cache_needed(counts, full), plan),
+        "sequences": {"decoded_together": plan.sequences, "cache_holds": held // max(1, cache_needed(counts, full))},
+        "hints": [asdict(hint) for hint in found],
+        "how": {part: HOW[part] for parts in phases.values() for part in parts},
+    }
+
+
+def fits(most: int, cache: int, sequence: int, plan: "Plan") -> bool:
+    """Whether the peak does, and a sequence of full length in the engine's cache."""
+    assert plan.device is not None  # asked only then
+    return most <= plan.device and (plan.engine == "elsewhere" or cache >= sequence)
+
+
+def plan_of(recipe: Recipe, device: int | None) -> "Plan":
+    import torch
+
+    from rlgen.engines.vllm_compat import GPU_SHARE
+    from rlgen.models.memory import Plan
+    from rlgen.trainers.registry import build_algorithm
+
+    engine: Any = recipe.engine
+    colocated = engine.kind == "colocated"
+    share = None
+    if colocated and engine.kv_cache_gib is None and device is not None:
+        share = engine.gpu_memory_utilization or GPU_SHARE
+    processes, strategy = processes_of(recipe)
+    longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
+    rows = min(max(1, budget // longest), -(-recipe.samples_per_step // processes))
+    # Many short rows or few long ones: a full micro-batch has as many tokens as the budget says.
+    full = rows < -(-recipe.samples_per_step // processes)
+    return Plan(
+        rows=rows,
+        length=budget // rows if full else longest,
+        trainer_bytes=getattr(torch, recipe.model.dtype).itemsize,
+        fp32_head=recipe.model.fp32_head,
+        checkpointing=recipe.model.gradient_checkpointing,
+        reference=build_algorithm(recipe.trainer).reference != "none",
+        adapter_rank=adapter_rank(recipe),
+        processes=processes,
+        sharded=strategy == "fsdp",
+        engine=engine.kind if engine.kind in ("colocated", "transformers") else "elsewhere",
+        engine_bytes=getattr(torch, getattr(engine, "dtype", None) or recipe.model.dtype).itemsize,
+        sequences=min(getattr(engine, "max_num_seqs", 1), recipe.samples_per_step),
+        model_len=getattr(engine, "max_model_len", None) or longest,
+        cache_gib=engine.kv_cache_gib if colocated else None,
+        share=share,
+        tensor_parallel=engine.tensor_parallel_size if colocated else 1,
+        sleeps=colocated and engine.sleep,
+        device=device,
+    )
+
+
+def processes_of(recipe: Recipe) -> tuple[int, str]:
+    """Number and strategy, where the recipe has a section for them; where it leaves the number open, that of this start."""
+    section: Any = getattr(recipe, "processes", None)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    return (started, "ddp") if section is None else (section.count or started, section.strategy)
+
+
+def adapter_rank(recipe: Recipe) -> int | None:
+    """Of LoRA, where the recipe has it."""
+    section: Any = getattr(recipe.model, "lora", None)
+    return None if section is None else int(section.rank)
+
+
+def show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    phases: dict[str, Parts] = report["phases"]
+    batch = report["micro_batch"]
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{report['model']}: {report['parameters']:,} parameters; micro-batches of {batch['rows']} rows of"
+        f" {batch['tokens_a_row']} tokens; GiB on one GPU"
+    )
+    table = Table("part", box=None, pad_edge=False)
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for part in dict.fromkeys(part for parts in phases.values() for part in parts):
+        table.add_row(part, *(gib(parts[part]) if part in parts else "" for parts in phases.values()))
+    table.add_section()
+    table.add_row("together", *(gib(sum(parts.values())) for parts in phases.values()), style="bold")
+    console.print(table)
+    console.print("\n".join(verdict(report)))
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """In words: the peak, whether it fits, what to turn."""
+    most, phase, device = report["peak"]["bytes"], report["peak"]["phase"], report["device"]
+    sequences = report["sequences"]
+    lines = [f"peak: {gib(most)} GiB, in phase {phase}"]
+    if device is None:
+        lines.append("no GPU here: say --gpu-gib N to see whether it fits; the KV cache is what all sequences together need")
+    else:
+        room = device - most
+        lines.append(
+            f"of {gib(device)} GiB: "
+            + (f"fits, {gib(room)} GiB are left" if report["fits"] else f"does not fit, {gib(-room)} GiB too much")
+            if room < 0 or report["fits"]
+            else f"of {gib(device)} GiB: does not fit: the KV cache cannot hold one sequence of full length"
+        )
+    if 0 < sequences["cache_holds"] < sequences["decoded_together"]:
+        lines.append(
+            f"the KV cache holds {sequences['cache_holds']} of {sequences['decoded_together']} sequences of full length: where"
+            " completions are that long, they wait for each other"
+        )
+    if report["hints"]:
+        lines.append("what to turn, by what it saves at the peak (and in that phase):")
+        lines += [
+            f"  --set {hint['setting']:<36} {gib(hint['saves']):>6} ({gib(hint['of_phase'])})  {hint['why']}"
+            for hint in report["hints"]
+        ]
+    lines.append("an estimate: parameters and activations are counted, overheads assumed; --json says how each part is known")
+    return lines
+
+
+def gib(number: int) -> str:
+    return f"{number / GIB:.2f}"

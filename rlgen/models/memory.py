@@ -1,0 +1,377 @@
+"""How much memory of a device a run needs, from a model's config alone: no weight is loaded, nothing is allocated.
+
+Parameters and activations are counted on fake tensors, which have shapes and no numbers: what autograd would keep for the
+backward pass of a micro-batch is what it does keep, whatever the architecture. The rest is arithmetic, in `needs`.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+
+from rlgen.errors import SetupError
+from rlgen.losses.logp import CHUNK_LOGITS
+
+GIB = 1 << 30
+FLOAT32 = 4  # bytes of a weight that is trained
+ADAM = 2  # moments of a weight
+CHUNKS = 3  # tensors of a chunk's logits that the head holds at a time: logits, probabilities, one more on the way
+OVERHEAD = GIB  # assumed: CUDA's context, libraries' workspaces and what the allocator cannot use
+SERVING = GIB // 2  # assumed: what vLLM needs beside weights and cache, where no share of the device bounds it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What is counted from a config; in elements or, where said, bytes."""
+
+    parameters: int
+    largest: int  # elements of the largest tensor
+    matrices: int  # elements of weights of products, which a bfloat16 forward copies: without embedding and head
+    sides: int  # inputs and outputs of these products: an adapter of rank r has r times as many elements
+    layers: int
+    hidden: int
+    vocabulary: int
+    cache_token: int  # elements of the KV cache a token
+    kept: int  # bytes that autograd keeps of a micro-batch, copies of weights apart
+    kept_checkpointed: int  # bytes that it keeps of it with gradient checkpointing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a recipe and a device say about memory."""
+
+    rows: int  # of a micro-batch
+    length: int  # tokens of a row
+    trainer_bytes: int  # of an activation of the trainer: 4 or 2
+    fp32_head: bool
+    checkpointing: bool
+    reference: bool
+    adapter_rank: int | None  # of LoRA; None: all weights are trained
+    processes: int  # that share the trainer's work
+    sharded: bool  # weights, gradients and moments are spread over the processes
+    engine: str  # colocated, transformers, or elsewhere
+    engine_bytes: int  # of a weight of the engine
+    sequences: int  # decoded at the same time
+    model_len: int  # tokens of the longest
+    cache_gib: float | None
+    share: float | None  # of the device, for the engine's weights and cache
+    tensor_parallel: int
+    sleeps: bool
+    device: int | None  # bytes of it, if known
+
+
+Parts = dict[str, int]  # bytes by part
+
+# How each part is known: counted from the config, computed, measured once on tiny models, or assumed.
+HOW = {
+    "trainer weights": "4 bytes a parameter (counted)",
+    "reference": "4 bytes a parameter (counted); none with adapters, which are switched off for it",
+    "Adam moments": "8 bytes a trained parameter",
+    "gradients": "4 bytes a trained parameter",
+    "buckets to send": "4 bytes a trained parameter: DDP's copy of the gradients",
+    "gathered layers": "8 bytes a parameter of a layer: one in use and one on its way (assumed)",
+    "activations": "what autograd keeps of a micro-batch of rows x length tokens (counted on fake tensors); with gradient"
+    " checkpointing what it keeps then, and a layer that is computed again (its share of all layers)",
+    "bfloat16 weights": "2 bytes an element of the weights of products: autocast's copies; of a layer in a backward pass with"
+    " gradient checkpointing",
+    "gradients of states": "8 bytes x tokens x hidden size",
+    "head's states": "2 x width of the head's product x tokens x hidden size",
+    "head's gradient": "4 bytes x vocabulary x hidden size",
+    "chunk of logits": "3 x 4 bytes x 2^25 logits, or fewer if there are fewer tokens",
+    "optimizer scratch": "4 bytes a trained parameter: torch's step on a GPU works on all tensors at once",
+    "engine weights": "bytes of the engine's dtype a parameter, / tensor_parallel_size",
+    "KV cache": "engine.kv_cache_gib; or gpu_memory_utilization x device - engine weights; or, without a device, 2 x layers x"
+    " kv_heads x head_dim x bytes x sequences x max_model_len",
+    "engine's own": "0.5 GiB (assumed)",
+    "tensor to load": "bytes of the engine's dtype x elements of the largest tensor",
+    "overhead": "1 GiB (assumed): CUDA's context, libraries' workspaces, what the allocator cannot use",
+}
+
+
+def read_config(location: str, revision: str | None) -> PreTrainedConfig:
+    """Raises SetupError where there is none to read."""
+    try:
+        return AutoConfig.from_pretrained(location, revision=revision)
+    except (OSError, ValueError) as error:
+        raise SetupError(f"model.path: {location} has no config that can be read: {error}") from error
+
+
+def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, attention: str) -> Counts:
+    """Counts a model of `config`, trained in `dtype` on `rows` rows of `length` tokens.
+
+    Raises:
+        SetupError: transformers has no causal language model of this kind.
+    """
+    text = config.get_text_config()
+    # The fused attention of torch cannot cap its logits; `models.load` takes the other one.
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    attention = "eager" if capped or attention == "eager" else "sdpa"  # flash_attention_2 keeps what sdpa's kernel keeps
+    with FakeTensorMode():
+        model = fake_model(config, attention, torch.float32)
+        tensors = list(model.parameters())
+        outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+        matrices = [tensor for tensor in tensors if tensor.ndim > 1 and id(tensor) not in outer]
+        facts = {
+            "parameters": sum(tensor.numel() for tensor in tensors),
+            "largest": max(tensor.numel() for tensor in tensors),
+            "matrices": sum(matrix.numel() for matrix in matrices),
+            "sides": sum(matrix.numel() // matrix.shape[-1] + matrix.shape[-1] for matrix in matrices),
+            "layers": text.num_hidden_layers,
+            "hidden": text.hidden_size,
+            "vocabulary": model.get_output_embeddings().weight.shape[0],
+        }
+    return Counts(
+        **facts,
+        cache_token=cache_elements(config),
+        kept=kept_bytes(config, attention, rows, length, dtype, checkpointing=False),
+        kept_checkpointed=kept_bytes(config, attention, rows, length, dtype, checkpointing=True),
+    )
+
+
+def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Call in a FakeTensorMode: of shapes alone."""
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (ValueError, ImportError) as error:
+        raise SetupError(f"model.path: no causal language model can be made from its config: {error}") from error
+    return model.eval()
+
+
+def cache_elements(config: PreTrainedConfig) -> int:
+    """Numbers that the KV cache holds of a token: 2 * layers * kv_heads * head_dim. Windows are not taken into account."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    elements: int = 2 * text.num_hidden_layers * heads * head_dim
+    return elements
+
+
+def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
+    """Bytes of a decoder's forward that autograd keeps: each storage once, parameters and their copies in `dtype` left out."""
+    try:
+        with as_if_real():
+            return run_fake(config, attention, rows, length, dtype, checkpointing, torch.float32)
+    except RuntimeError:
+        # The grouped product of experts has no fake float32. In bfloat16 all numbers have half the bytes.
+        with as_if_real():
+            return 2 * run_fake(config, attention, rows, length, torch.float32, checkpointing, torch.bfloat16)
+
+
+def run_fake(
+    config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool, own: torch.dtype
+) -> int:
+    """`kept_bytes` of a model whose parameters have the dtype `own`."""
+    with FakeTensorMode():
+        model = fake_model(config, attention, own)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()
+        with kept(model) as storages, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            states = model.get_decoder()(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
+        del states
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+@contextlib.contextmanager
+def kept(model: nn.Module) -> Iterator[dict[int, Any]]:
+    """Storages that autograd keeps for the backward pass of what runs in the block; those of the model itself left out."""
+    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    found: dict[int, Any] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and not of_a_parameter(tensor.grad_fn):
+            found[storage._cdata] = storage  # held, so that no other storage gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+
+
+def of_a_parameter(node: Any) -> bool:
+    """Whether a tensor with this `grad_fn` is a parameter, cast or turned around: autocast makes one copy of each."""
+    casts = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
+    while node is not None and type(node).__name__ in casts:
+        node = node.next_functions[0][0]
+    return node is not None and type(node).__name__ == "AccumulateGrad"
+
+
+@contextlib.contextmanager
+def as_if_real() -> Iterator[None]:
+    """Two places where transformers and torch would go another way with fake tensors than with those of a run."""
+    log, looks_packed = logging.getLogger("torch._subclasses.fake_tensor"), masking_utils.find_packed_sequence_indices
+    level = log.level
+    # torch logs a traceback when a fake product is refused; it is raised as well.
+    log.setLevel(logging.CRITICAL + 1)
+    # Whether sequences are packed is read from numbers. Ours never are, and without packing the fused attention needs no mask.
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        masking_utils.find_packed_sequence_indices = looks_packed
+
+
+def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
+    """Bytes on one device, by phase of a step and by part, when the most is held."""
+    shards = plan.processes if plan.sharded else 1
+    adapters = counts.sides * (plan.adapter_rank or 0)
+    trained = (adapters or counts.parameters) // shards
+    base = {"trainer weights": FLOAT32 * (counts.parameters + adapters) // shards}
+    if plan.reference and not adapters:  # adapters are switched off for it
+        base["reference"] = FLOAT32 * counts.parameters // shards
+    base["Adam moments"] = ADAM * FLOAT32 * trained
+    gradients = {"gradients": FLOAT32 * trained}
+    if plan.sharded:
+        gradients["gathered layers"] = 2 * FLOAT32 * counts.parameters // counts.layers
+    elif plan.processes > 1:
+        gradients["buckets to send"] = FLOAT32 * trained
+    engine = engine_parts(counts, plan)
+    training = base | gradients | ({} if plan.sleeps else engine)
+    found = {
+        "generate": base | engine,
+        "reference": base | ({} if plan.sleeps else engine) | reference_parts(counts, plan),
+        "forward": training | forward_parts(counts, plan),
+        "backward": training | backward_parts(counts, plan),
+        "optimizer": training | {"optimizer scratch": FLOAT32 * trained},
+        "sync": base | engine | ({"tensor to load": plan.engine_bytes * counts.largest} if engine else {}),
+    }
+    if not plan.reference:
+        del found["reference"]
+    return {phase: parts | {"overhead": OVERHEAD} for phase, parts in found.items()}
+
+
+def engine_parts(counts: Counts, plan: Plan) -> Parts:
+    """Bytes of an engine that is awake on this device."""
+    if plan.engine == "elsewhere":
+        return {}
+    weights = plan.engine_bytes * counts.parameters // plan.tensor_parallel
+    if plan.engine == "transformers":
+        return {"engine weights": weights, "KV cache": cache_needed(counts, plan)}
+    if plan.cache_gib is not None:
+        return {"engine weights": weights, "KV cache": int(plan.cache_gib * GIB), "engine's own": SERVING}
+    if plan.device is None or plan.share is None:
+        return {"engine weights": weights, "KV cache": cache_needed(counts, plan), "engine's own": SERVING}
+    # vLLM takes its whole share: weights, what a forward needs, and the rest for the cache.
+    return {"engine weights": weights, "KV cache": max(0, int(plan.share * plan.device) - weights)}
+
+
+def cache_needed(counts: Counts, plan: Plan) -> int:
+    """Bytes of the KV cache of as many sequences of full length as are decoded together."""
+    return plan.engine_bytes * counts.cache_token * plan.sequences * plan.model_len // plan.tensor_parallel
+
+
+def passing_bytes(counts: Counts) -> int:
+    """Of a layer's tensors where none is kept: each lives until it is needed no more. Measured: a quarter to three quarters."""
+    return counts.kept // counts.layers * 3 // 4
+
+
+def forward_parts(counts: Counts, plan: Plan) -> Parts:
+    """At the end of a forward pass."""
+    kept = counts.kept_checkpointed + passing_bytes(counts) if plan.checkpointing else counts.kept
+    parts = {"activations": kept}
+    if plan.trainer_bytes < FLOAT32:
+        parts["bfloat16 weights"] = plan.trainer_bytes * counts.matrices
+    return parts | head_parts(counts, plan)
+
+
+def backward_parts(counts: Counts, plan: Plan) -> Parts:
+    """In the last layer, the first that is gone through: hardly anything is freed yet, and gradients come on top."""
+    states = plan.rows * plan.length * counts.hidden
+    again = counts.kept // counts.layers  # of a layer, computed again
+    parts = {"activations": counts.kept_checkpointed + again if plan.checkpointing else counts.kept}
+    if plan.trainer_bytes < FLOAT32:
+        copied = counts.matrices // counts.layers if plan.checkpointing else counts.matrices
+        parts["bfloat16 weights"] = plan.trainer_bytes * copied
+    head = head_parts(counts, plan)
+    head["head's gradient"] = FLOAT32 * counts.vocabulary * counts.hidden  # before it is added to that of other micro-batches
+    return parts | {"gradients of states": 2 * FLOAT32 * states} | head
+
+
+def reference_parts(counts: Counts, plan: Plan) -> Parts:
+    """Without a gradient nothing is kept: a layer's tensors come and go."""
+    return {"activations": passing_bytes(counts), **head_parts(counts, plan)}
+
+
+def head_parts(counts: Counts, plan: Plan) -> Parts:
+    """The chunked head (`losses.logp`): its inputs, and a chunk of logits."""
+    width = FLOAT32 if plan.fp32_head else plan.trainer_bytes
+    tokens = plan.rows * plan.length  # as if prompts were short
+    positions = min(tokens, max(1, CHUNK_LOGITS // counts.vocabulary))
+    parts = {
+        "head's states": 2 * width * tokens * counts.hidden,
+        "chunk of logits": CHUNKS * FLOAT32 * positions * counts.vocabulary,
+    }
+    if not plan.fp32_head and plan.trainer_bytes < FLOAT32:
+        parts["head's states"] += plan.trainer_bytes * counts.vocabulary * counts.hidden  # its weight, cast
+    return parts
+
+
+def peak(phases: dict[str, Parts]) -> tuple[str, int]:
+    """The phase that needs most, and its bytes."""
+    name = max(phases, key=lambda phase: sum(phases[phase].values()))
+    return name, sum(phases[name].values())
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A setting to turn, and what it would leave at the peak."""
+
+    setting: str
+    why: str
+    saves: int  # bytes at the peak of the whole step
+    of_phase: int  # bytes in the phase that is the peak now
+
+
+def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[str]) -> list[Hint]:
+    """Settings that would lower the need, those that lower the peak most first.
+
+    Args:
+        smaller: counts of a micro-batch of half as many rows; None: it has one row.
+        offers: what else this recipe can say: `adapters`, `shards`, `no reference`.
+    """
+    now = needs(counts, plan)
+    phase, most = peak(now)
+    found: list[Hint] = []
+
+    def hint(setting: str, why: str, changed: Plan, of: Counts = counts) -> None:
+        after = needs(of, changed)
+        in_phase = sum(now[phase].values()) - sum(after.get(phase, {}).values())
+        found.append(Hint(setting, why, most - peak(after)[1], in_phase))
+
+    if not plan.checkpointing:
+        why = "activations are computed again instead of kept: a step takes longer"
+        hint("model.gradient_checkpointing=true", why, replace(plan, checkpointing=True))
+    if smaller is not None:
+        half = plan.rows // 2
+        why = "smaller micro-batches, more of them: the same result"
+        hint(f"optim.micro_batch_tokens={half * plan.length}", why, replace(plan, rows=half), smaller)
+    if plan.engine == "colocated":
+        if not plan.sleeps:
+            why = "the engine's weights and cache are gone while the trainer works"
+            hint("engine.sleep=true", why, replace(plan, sleeps=True))
+        why = "a smaller KV cache: fewer completions are decoded together"
+        if plan.share is not None and plan.share > 0.2:
+            share = round(plan.share - 0.1, 2)
+            hint(f"engine.gpu_memory_utilization={share}", why, replace(plan, share=share))
+        elif plan.cache_gib is not None:
+            hint(f"engine.kv_cache_gib={plan.cache_gib / 2}", why, replace(plan, cache_gib=plan.cache_gib / 2))
+        elif plan.share is None and plan.sequences > 1:
+            hint(f"engine.max_num_seqs={plan.sequences // 2}", why, replace(plan, sequences=plan.sequences // 2))
+    if plan.reference and "no reference" in offers:
+        hint("trainer.beta=0", "no reference is held: another objective", replace(plan, reference=False))
+    if "adapters" in offers and plan.adapter_rank is None:
+        why = "gradients and moments of small adapters alone; another parametrisation"
+        hint("model.lora.rank=16", why, replace(plan, adapter_rank=16))
+    if "shards" in offers and not plan.sharded:
+        count = max(2, plan.processes)
+        why = f"weights, gradients and moments are spread over {count} processes"
+        hint("processes.strategy=fsdp", why, replace(plan, processes=count, sharded=True))
+    useful = [one for one in found if one.saves > 0 or one.of_phase > 0]
+    return sorted(useful, key=lambda one: (-one.saves, -one.of_phase))

@@ -1,0 +1,92 @@
+"""`rlgen estimate` as a user runs it. What it counts is tested in tests/models/test_memory.py."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RECIPE
+from transformers import CONFIG_MAPPING
+
+from rlgen.cli.estimate import estimate, plan_of, verdict
+from rlgen.recipe import load_recipe
+
+GIB = 1 << 30
+# The shape of Qwen3-0.6B.
+SHAPE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+SHAPE |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}
+SIZES = ["rollout={prompts_per_step: 32, group_size: 8, max_completion_tokens: 1024}", "data.max_prompt_tokens=512"]
+SIZES += ["optim.micro_batch_tokens=32768", "model.dtype=bfloat16"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Of a model that is a config and nothing else: no weights, no tokenizer."""
+    folder = tmp_path / "model"
+    CONFIG_MAPPING["qwen3"](**SHAPE).save_pretrained(folder)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace('"tiny:qwen3"', str(folder)))
+    return path
+
+
+def overrides(*more: str) -> list[str]:
+    return [item for change in (*SIZES, *more) for item in ("--set", change)]
+
+
+def test_a_table_from_a_config_alone(rlgen: Callable[..., Any], recipe: Path) -> None:
+    ended = rlgen("estimate", recipe, "--gpu-gib", 80, *overrides())
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stdout
+    assert "596,049,920 parameters; micro-batches of 21 rows of 1560 tokens" in said
+    # 4 and 8 bytes a parameter, and 45 % of the GPU for the engine
+    weights = "trainer weights          2.22     2.22      2.22       2.22   2.22"
+    moments = "Adam moments             4.44     4.44      4.44       4.44   4.44"
+    assert weights in said and moments in said and "KV cache                34.89" in said
+    assert "does not fit" in said and "--set model.gradient_checkpointing=true" in said and "--set engine.sleep=true" in said
+
+
+def test_json_says_all_and_the_settings_help(rlgen: Callable[..., Any], recipe: Path) -> None:
+    first = json.loads(rlgen("estimate", recipe, "--gpu-gib", 80, "--json", *overrides()).stdout)
+    parts = {part for phase in first["phases"].values() for part in phase}
+    assert set(first["how"]) == parts and first["fits"] is False and first["peak"]["phase"] == "backward"
+    saved = {hint["setting"]: hint["saves"] for hint in first["hints"]}
+    assert list(saved.values()) == sorted(saved.values(), reverse=True)
+    # a hint keeps its word: set, it saves what it said
+    second = estimate(load_recipe(recipe, [*SIZES, "model.gradient_checkpointing=true"]).recipe, 80 * GIB)
+    assert first["peak"]["bytes"] - second["peak"]["bytes"] == saved["model.gradient_checkpointing=true"] > 40 * GIB
+    halved = next(setting for setting in saved if setting.startswith("optim.micro_batch_tokens"))
+    third = estimate(load_recipe(recipe, [*SIZES, halved]).recipe, 80 * GIB)
+    assert first["peak"]["bytes"] - third["peak"]["bytes"] == pytest.approx(saved[halved], rel=0.05)
+    all_of_them = estimate(
+        load_recipe(recipe, [*SIZES, "model.gradient_checkpointing=true", "engine.sleep=true"]).recipe, 80 * GIB
+    )
+    assert all_of_them["fits"] is True and all_of_them["peak"]["phase"] == "sync"
+
+
+def test_the_plan_follows_the_recipe(recipe: Path) -> None:
+    changes = ["engine={kind: colocated, kv_cache_gib: 2.0, sleep: true, max_num_seqs: 64}", "trainer={kind: grpo, beta: 0.1}"]
+    plan = plan_of(load_recipe(recipe, [*SIZES, *changes]).recipe, 80 * GIB)
+    assert (plan.cache_gib, plan.share, plan.sleeps, plan.sequences, plan.model_len) == (2.0, None, True, 64, 1536)
+    assert plan.reference and (plan.trainer_bytes, plan.engine_bytes) == (2, 2)
+    small = plan_of(load_recipe(recipe, ["rollout.group_size=2", "engine={kind: transformers, dtype: bfloat16}"]).recipe, None)
+    # a micro-batch is never more than a step has: 4 prompts of 2 completions of at most 64 + 12 tokens
+    assert (small.rows, small.length, small.sequences) == (8, 76, 8)
+    assert (small.engine, small.trainer_bytes, small.engine_bytes, small.share) == ("transformers", 4, 2, None)
+    assert plan_of(load_recipe(recipe, ["trainer={kind: online_dpo}"]).recipe, None).reference
+
+
+def test_what_is_said_without_a_gpu_and_with_too_small_a_cache(recipe: Path) -> None:
+    said = "\n".join(verdict(estimate(load_recipe(recipe, SIZES).recipe, None)))
+    assert "no GPU here: say --gpu-gib N" in said and "fit," not in said
+    tight = estimate(load_recipe(recipe, [*SIZES, "engine.gpu_memory_utilization=0.02"]).recipe, 60 * GIB)
+    assert tight["sequences"]["cache_holds"] == 0 and tight["fits"] is False
+    tight["peak"]["bytes"] = 0
+    assert "the KV cache cannot hold one sequence of full length" in "\n".join(verdict(tight))
+
+
+def test_a_model_without_a_config(rlgen: Callable[..., Any], recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "nothing"}')
+    ended = rlgen("estimate", recipe)
+    assert ended.returncode == 3 and "has no config that can be read" in ended.stderr and "Traceback" not in ended.stderr
