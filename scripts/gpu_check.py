@@ -189,12 +189,13 @@ def sleep(place: Place) -> Finding:
         return Finding("skipped", "vLLM is not installed", {})
     import torch
 
+    from rlgen.processes import Processes
     from rlgen.recipe import load_recipe
     from rlgen.sentinel.sync import send_weights
     from rlgen.trainers.sides import load_data, open_sides
 
     recipe = load_recipe(place.recipe("mid", "bfloat16", place.engine(sleep=True)), []).recipe
-    with closing(Opened(open_sides(recipe, load_data(recipe), None))) as opened:
+    with closing(Opened(open_sides(recipe, load_data(recipe), None, Processes.alone(), Path(place.folder), print))) as opened:
         probe = opened.sides.probe
         awake = probe.trainer.gap(probe.sample(1.0, 32), 1.0)
         torch.cuda.empty_cache()
@@ -203,7 +204,7 @@ def sleep(place: Place) -> Finding:
         freed = torch.cuda.mem_get_info()[0] - before
         gaps, taken = [], 0
         for _ in range(3):  # memory must come back each time, and nothing may be lost with any
-            send_weights(probe.engine, probe.policy.model, 0)
+            send_weights(probe.engine, probe.policy.model, 0, probe.processes)
             gaps.append(probe.trainer.gap(probe.sample(1.0, 32), 1.0).mean_delta)
             torch.cuda.empty_cache()
             taken = before - torch.cuda.mem_get_info()[0]

@@ -102,7 +102,7 @@ class Watch:
             )
         try:
             if self.sleeps:  # it cannot sample before it has weights
-                send_weights(probe.engine, probe.policy.model, probe.version)
+                send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
             again = caught(3, "changed weights", lambda: changed_sync(probe))
         except SentinelError as error:
             return error.fault, error.sentence
