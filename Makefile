@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test oracle parity head-memory gpu-check golden golden-update false-alarms demo clean
+.PHONY: help setup lint format type test oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -39,6 +39,9 @@ false-alarms: $(READY) ## 300 clean steps over trainers, engines and dtypes: the
 
 demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online DPO on vLLM, check what was learned
 	$(VENV)/python scripts/demo.py
+
+ahead: $(READY) ## time steps that sample ahead on a server, beside strictly on-policy ones
+	$(VENV)/python scripts/ahead.py
 
 parity: $(READY) ## compare log-probs of vLLM and trainer for every tiny model, after a sync of changed weights
 	$(VENV)/python scripts/parity.py

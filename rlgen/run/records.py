@@ -54,6 +54,16 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     return metrics
 
 
+def staleness_metrics(samples: Sequence[Sample], version: int, dropped: int) -> dict[str, Any]:
+    """How old the weights were that sampled, in versions, when those of `version` were trained; and samples dropped for it."""
+    ages = [version - sample.weight_version for sample in samples]
+    return {
+        "rollout/staleness_mean": _mean(ages),
+        "rollout/staleness_max": max(ages, default=None),
+        "rollout/dropped_stale": dropped,
+    }
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 

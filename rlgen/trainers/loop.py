@@ -24,7 +24,7 @@ from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.clock import Clock
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
-from rlgen.run.records import rollout_records, sample_metrics
+from rlgen.run.records import rollout_records, sample_metrics, staleness_metrics
 from rlgen.run.signals import StopRequest
 from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.base import Algorithm, Scores, Signal
@@ -93,7 +93,7 @@ class Trainer:
                 if stopping or refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
             if processes.is_main:
-                self.report(step, samples, {**learned, "rollout/dropped_stale": dropped}, clock)
+                self.report(step, samples, {**learned, **staleness_metrics(samples, step - 1, dropped)}, clock)
             if refused:
                 raise refused
             if stopping and step < recipe.run.steps:
