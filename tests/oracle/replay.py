@@ -89,7 +89,7 @@ class Replay:
     def __init__(self, updates: Sequence[Tensor], entropy: Tensor) -> None:
         self.logp = [logp.clone().requires_grad_() for logp in updates]
         self.entropy = [entropy.clone().requires_grad_() for _ in updates]
-        self.losses: list[Tensor] = []
+        self.losses = [torch.zeros((), dtype=entropy.dtype)]  # of nothing, then of each update
         self.update = 0
 
     def __call__(self, batch: Batch, temperatures: Sequence[float], entropy: str) -> PolicyScores:
