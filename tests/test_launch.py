@@ -208,7 +208,7 @@ def test_a_stop_is_passed_on_once_and_waited_for(tmp_path: Path) -> None:
     for _ in range(3):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
-    assert process.wait(20) == 1 and log.read_text().split() == ["up", "term", "saved"]
+    assert process.wait(20) == 0 and log.read_text().split() == ["up", "term", "saved"]
 
 
 def test_with_the_real_torchrun_it_stops_saves_and_goes_on(recipe_file: Path, tmp_path: Path) -> None:
