@@ -34,11 +34,16 @@ RECIPE = """\
 run: {name: check}
 model: {path: MODEL, dtype: DTYPE}
 data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
-rewards: [{use: exact_match}, {use: length, args: {target: 8}, weight: 0.1}]
+rewards: [{use: "spread.py:spread"}]
 rollout: {prompts_per_step: PROMPTS, group_size: 8, max_completion_tokens: TOKENS, temperature: 0.9}
 engine: ENGINE
 optim: {learning_rate: 1.0e-5}
 checkpoint: {every: 1000}
+"""
+# Never the same for two completions, so that each step has something to learn from.
+REWARD = """\
+def spread(completion_ids):
+    return sum(completion_ids) % 97 / 97
 """
 STEPS = 4  # of a training; the first warms up and is not timed
 # What an estimate of a step's memory may be, as a multiple of what was measured: rather too much. With gradient checkpointing
@@ -70,6 +75,7 @@ class Place:
             text = text.replace(name, value)
         path = Path(tempfile.mkdtemp(dir=self.folder)) / "recipe.yaml"
         path.write_text(text)
+        path.with_name("spread.py").write_text(REWARD)
         return path
 
     def engine(self, **changes: Any) -> dict[str, Any]:
