@@ -199,9 +199,7 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
 
 def test_a_stop_is_passed_on_once_and_waited_for(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    slow = (
-        f"trap 'echo term >> {log}' TERM; echo up >> {log}; for i in {{1..20}}; do sleep 0.1; done; echo saved >> {log}; exit 1"
-    )
+    slow = f"trap 'echo term >> {log}' TERM; echo up >> {log}; for i in {{1..20}}; do sleep 0.1; done; echo saved >> {log}"
     process = node(tmp_path, slow)
     while not log.exists():
         time.sleep(0.05)

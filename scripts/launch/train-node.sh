@@ -30,20 +30,23 @@ before=$(cat "$status" 2>/dev/null)
 resume=()
 [[ -e $status ]] && resume=(--resume)
 
+asked=0 torchrun=
+stop() { ((asked++)) || [[ -z $torchrun ]] || kill -TERM "$torchrun" 2>/dev/null; }
+trap stop TERM INT
+
 # A session of its own: a scheduler may signal a whole process group, and torchrun must hear of it once, from here.
 setsid torchrun --nnodes "$NODES" --node-rank "$NODE" --nproc-per-node "$GPUS" \
     --master-addr "$HEAD" --master-port "${PORT:-29500}" \
     -m rlgen train "$RECIPE" --run-dir "$RUN_DIR" "${resume[@]}" "$@" &
 torchrun=$!
-asked=0
-stop() { ((asked++)) || kill -TERM "$torchrun" 2>/dev/null; }
-trap stop TERM INT
+[[ $asked -eq 0 ]] || kill -TERM "$torchrun" # asked to stop before there was anything to stop
 
-code=0
-while kill -0 "$torchrun" 2>/dev/null; do # a signal ends `wait`, not torchrun
+# A signal ends `wait`, not torchrun.
+until
     wait "$torchrun"
     code=$?
-done
+    ! kill -0 "$torchrun" 2>/dev/null
+do :; done
 
 if [[ $code -ne 0 && $NODE -eq 0 && "$(cat "$status" 2>/dev/null)" != "$before" ]]; then
     code=$(sed -n 's/^ *"exit_code": \([0-9][0-9]*\),*$/\1/p' "$status")
