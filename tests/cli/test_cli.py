@@ -94,6 +94,6 @@ print(sorted({{"torch", "transformers", "vllm", "datasets", "accelerate", "numpy
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-def test_several_processes_are_refused(rlgen: Run, recipe_file: Path, tmp_path: Path) -> None:
+def test_several_processes_without_a_launcher_are_refused(rlgen: Run, recipe_file: Path, tmp_path: Path) -> None:
     result = rlgen("train", recipe_file, "--run-dir", tmp_path / "run", WORLD_SIZE="2")
-    assert result.returncode == 9 and "2 processes were started" in result.stderr and not (tmp_path / "run").exists()
+    assert result.returncode == 9 and "WORLD_SIZE is 2, but RANK" in result.stderr and not (tmp_path / "run").exists()
