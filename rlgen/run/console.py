@@ -53,7 +53,7 @@ def step_line(record: dict[str, Any], steps: int) -> str:
     return (
         f"step {record['step']:>{width}}/{steps}  reward {_number(record['reward/mean'])} ±{_number(record['reward/std'])}"
         f"  loss {_number(record['loss'], '+.4f')}  grad {_number(record['grad_norm'])}"
-        f"  Δ {_number(record.get('sampler/delta_max'), '.1e')}  length {record['completions/mean_tokens']:.1f}"
+        f"  Δ {_number(record.get('sampler/delta_max'), '.1e')}  length {_number(record['completions/mean_tokens'], '.1f')}"
         f"  {speed:.0f} tok/s  {record['time/step']:.2f} s"
     )
 

@@ -35,19 +35,19 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     truncated = [sample.finish_reason == "length" for sample in samples]
     nothing = float("nan")
     rewards = torch.tensor([nothing if s.reward is None else s.reward for s in samples], dtype=torch.float64)
-    constant = zero_variance(rewards, torch.tensor([sample.group_id for sample in samples])).tolist()
+    constant = zero_variance(rewards, torch.tensor([sample.group_id for sample in samples], dtype=torch.long)).tolist()
     metrics: dict[str, Any] = {
         "reward/mean": _mean([s.reward for s in samples if s.reward is not None]),
         "reward/std": _std([s.reward for s in samples if s.reward is not None]),
         "reward/unscored": sum(sample.reward is None for sample in samples),
         "groups/zero_std": _mean(constant),
         "completions/mean_tokens": _mean(lengths),
-        "completions/min_tokens": min(lengths),
-        "completions/max_tokens": max(lengths),
+        "completions/min_tokens": min(lengths, default=None),
+        "completions/max_tokens": max(lengths, default=None),
         "completions/truncated": _mean(truncated),
         "tokens/generated": sum(lengths),
     }
-    for name in samples[0].rewards:
+    for name in samples[0].rewards if samples else ():
         values = [value for sample in samples if (value := sample.rewards[name]) is not None]
         metrics[f"reward/{name}/mean"] = _mean(values)
         metrics[f"reward/{name}/std"] = _std(values)

@@ -131,11 +131,13 @@ class Trainer:
         signal = self.algorithm.advantages(
             Scores(
                 rewards=torch.tensor([number(sample.reward) for sample in samples], dtype=torch.float64),
-                columns=torch.tensor([[number(s.rewards[label]) for label in weights] for s in samples], dtype=torch.float64),
+                columns=torch.tensor(
+                    [[number(sample.rewards[label]) for sample in samples] for label in weights], dtype=torch.float64
+                ).T,
                 column_weights=torch.tensor(list(weights.values()), dtype=torch.float64),
-                group_ids=torch.tensor([sample.group_id for sample in samples]),
-                sample_index=torch.tensor([sample.sample_index for sample in samples]),
-                truncated=torch.tensor([sample.finish_reason == "length" for sample in samples]),
+                group_ids=torch.tensor([sample.group_id for sample in samples], dtype=torch.long),
+                sample_index=torch.tensor([sample.sample_index for sample in samples], dtype=torch.long),
+                truncated=torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool),
                 kl=self.kl(samples) if self.algorithm.reference == "reward" else None,
             )
         )
@@ -152,6 +154,8 @@ class Trainer:
 
     def kl(self, samples: Sequence[Sample]) -> torch.Tensor:
         """[B] sampled KL of each completion to the reference."""
+        if not samples:
+            return torch.zeros(0)
         sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in samples], 0.0)
         mask = pad_rows([torch.tensor(sample.loss_mask) for sample in samples], False)
         return reward_kl(sampler_logp, pad_rows(self.reference_logp(samples), 0.0), mask)
