@@ -12,11 +12,11 @@ from rlgen.recipe.models import ColocatedEngineRecipe
 __all__ = ["Engine", "build_engine"]
 
 
-def build_engine(recipe: Recipe, location: str, device: torch.device, in_processes: bool) -> Engine:
+def build_engine(recipe: Recipe, location: str, device: torch.device, wait: float | None) -> Engine:
     """Opens the engine of `recipe` on the model at `location` (a folder or hub id).
 
     Args:
-        in_processes: several processes open theirs at the same time.
+        wait: seconds that processes which open theirs at the same time wait for each other; None: there is one.
 
     Raises:
         SetupError: what the engine needs is not installed.
@@ -35,7 +35,7 @@ def build_engine(recipe: Recipe, location: str, device: torch.device, in_process
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel_size=settings.tensor_parallel_size,
-            in_processes=in_processes,
+            wait=wait,
             sleep=settings.sleep,
             model_impl=settings.model_impl,
             quantization=settings.quantization,

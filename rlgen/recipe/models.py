@@ -162,7 +162,14 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
         *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager"),
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "enable_sleep_mode"),
         *("logprobs_mode", "max_logprobs", "generation_config", "model_impl", "quantization", "trust_remote_code"),
-        *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
+        *(
+            "distributed_executor_backend",
+            "distributed_timeout_seconds",
+            "cpu_distributed_timeout_seconds",
+            "async_scheduling",
+            "enable_lora",
+            "use_tqdm_on_load",
+        ),
     ]
 )
 

@@ -97,7 +97,7 @@ def open_sides(recipe: Recipe, data: Data, checkpoint: Path | None, processes: P
     schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
     done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes).step if checkpoint else 0
     # All processes build at once, waiting for each other inside of vLLM.
-    engine = build_engine(recipe, data.location, processes.device, processes.world > 1)
+    engine = build_engine(recipe, data.location, processes.device, processes.timeout if processes.world > 1 else None)
     dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
     probe = Probe(
         trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, processes=processes),
