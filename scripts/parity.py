@@ -78,7 +78,7 @@ def open_engine(folder: str) -> ColocatedEngine:
         kv_cache_gib=None,
         gpu_memory_utilization=None,
         tensor_parallel_size=1,
-        in_processes=False,
+        wait=None,
         sleep=False,
         model_impl="auto",
         quantization=None,

@@ -60,7 +60,7 @@ def open_vllm(name: str, **changes: Any) -> ColocatedEngine:
         "kv_cache_gib": None,
         "gpu_memory_utilization": None,
         "tensor_parallel_size": 1,
-        "in_processes": False,
+        "wait": None,
         "sleep": False,
         "model_impl": "auto",
         "quantization": None,

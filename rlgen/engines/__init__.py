@@ -49,7 +49,7 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel_size=settings.tensor_parallel_size,
-            in_processes=processes.world > 1,
+            wait=processes.timeout if processes.world > 1 else None,
             sleep=settings.sleep,
             model_impl=settings.model_impl,
             quantization=settings.quantization,

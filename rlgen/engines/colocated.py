@@ -1,6 +1,7 @@
 """vLLM in this process."""
 
 import gc
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ class ColocatedEngine:
             GPU what `gpu_memory_utilization` leaves.
         gpu_memory_utilization: share of the GPU's memory for weights and cache together. None: 0.45.
         tensor_parallel_size: processes, each with its GPU, that share one copy of the model. They make the same calls.
-        in_processes: several processes open an engine at the same time, in torch's default process group.
+        wait: seconds that one process waits for another, where several open their engines at the same time, in torch's default
+            process group. None: there is one process.
         sleep: free weights and cache while the trainer works. Needs a GPU.
         model_impl: vLLM's own model code, that of transformers, or `auto`.
         quantization: a method of vLLM for the weights, or None.
@@ -52,7 +54,7 @@ class ColocatedEngine:
         kv_cache_gib: float | None,
         gpu_memory_utilization: float | None,
         tensor_parallel_size: int,
-        in_processes: bool,
+        wait: float | None,
         sleep: bool,
         model_impl: str,
         quantization: str | None,
@@ -81,9 +83,10 @@ class ColocatedEngine:
             extra=extra,
         )
         arguments["enable_sleep_mode"] = sleep
-        if in_processes:
+        if wait is not None:
             # The ordinary executor takes the first GPU in every process, and starts processes of its own to share a model.
             arguments["distributed_executor_backend"] = "external_launcher"
+            arguments["distributed_timeout_seconds"] = arguments["cpu_distributed_timeout_seconds"] = math.ceil(wait)
         self._sleeps, self._asleep = sleep, False
         self._version = 0
         self._syncs = 0

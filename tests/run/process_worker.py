@@ -31,12 +31,12 @@ class Kept:
     def __init__(self) -> None:
         self.engine: ColocatedEngine | None = None
 
-    def build(self, recipe, location, device, in_processes):  # type: ignore[no-untyped-def]
+    def build(self, recipe, location, processes, logs, say):  # type: ignore[no-untyped-def]
         if self.engine is None:
-            self.engine = build_engine(recipe, location, device, in_processes)
+            self.engine = build_engine(recipe, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = sides.build_policy(recipe, location, device)
+            policy = sides.build_policy(recipe, location, processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 
