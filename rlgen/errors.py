@@ -83,8 +83,11 @@ class ServerLost(EngineError):
     """
 
     def __init__(self, url: str, what: str) -> None:
-        self.url = url
+        self.url, self.what = url, what
         super().__init__(f"the vLLM server {url} {what}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self.what), {"args": self.args}  # other processes are told
 
 
 class Fault(StrEnum):

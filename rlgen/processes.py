@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -125,6 +126,19 @@ class Processes:
         """The main process does it; every process has the result, or the error."""
         value = self.together(lambda: work() if self.is_main else None)[0]
         return value  # type: ignore[return-value]
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        """As `on_main`, for work that may take longer than `timeout`: the others hear in between that it goes on."""
+        if self.world == 1:
+            return work()
+        with ThreadPoolExecutor(max_workers=1) as aside:
+            working = aside.submit(work) if self.is_main else None
+            done = False
+            while not done:
+                if working is not None:
+                    wait([working], timeout=self.timeout / 4)
+                done = self.any(working is not None and working.done())
+            return self.on_main(lambda: working.result() if working is not None else None)  # type: ignore[return-value]
 
     def main_first(self, work: Callable[[], T]) -> T:
         """Every process does it, the main one before the others: it fills caches and folders that they find."""

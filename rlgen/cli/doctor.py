@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,9 +30,12 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
     if (world := Launch.of(os.environ).world) > 1:
         raise ProcessError(f"{world} processes run; `rlgen doctor` looks at one: start it alone")
     say = Console(highlight=False, soft_wrap=True, quiet=as_json).print
-    with tempfile.TemporaryDirectory() as folder:
-        log_to(Path(folder) / "rlgen.log")  # the libraries' own words would drown ours
-        examine(recipe, Path(folder), say, as_json, store)
+    from rlgen.models.tiny import cache_dir
+
+    logs = cache_dir() / "doctor"  # a server's log must outlive the error that names it
+    logs.mkdir(parents=True, exist_ok=True)
+    log_to(logs / "rlgen.log")  # the libraries' own words would drown ours
+    examine(recipe, logs, say, as_json, store)
 
 
 def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) -> None:

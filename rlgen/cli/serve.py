@@ -1,6 +1,7 @@
 """`rlgen serve`: a vLLM server for a recipe's model, in the foreground."""
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
         server = ServerProcess.start(server_plan(recipe, settings, locate(recipe.model.path)), token, log)
         try:
             seconds = server.wait_ready(settings.start_timeout)
-            train = f"rlgen train {path} --set 'engine={{kind: server, url: \"{server.url}\"}}'"
+            train = shlex.join(["rlgen", "train", str(path), *command_line([*overrides, connection(settings, server.url)])])
             print_line(f"ready after {seconds:.0f} s at {server.url}; {shown} {train}")
             watch(server)
         finally:
@@ -75,6 +76,20 @@ def server_settings(recipe: Recipe, host: str | None, port: int | None) -> Serve
         "port": port if port is not None else (server.port if launched else PORT),
     }
     return server.model_copy(update=changes)
+
+
+def connection(settings: ServerEngineRecipe, url: str) -> str:
+    """The override that has a run train on the server at `url`."""
+    said = {name: value for name in ("dtype", "token_env") if (value := getattr(settings, name)) != default_of(name)}
+    return f"engine={{kind: server, url: '{url}'{''.join(f', {name}: {value}' for name, value in said.items())}}}"
+
+
+def default_of(name: str) -> object:
+    return ServerEngineRecipe.model_fields[name].default
+
+
+def command_line(overrides: list[str]) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
 
 
 def shared(engine: VllmRecipe) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -82,14 +83,16 @@ def open_servers(
             f" {settings.url}, which `rlgen serve` wrote to a file"
         )
     token = token or new_token()
-    outbox = Outbox(settings.transfer_dir)
-    supervisor = None
-    if settings.launch:
-        plan = server_plan(recipe, settings, location)
-        supervisor = Supervisor(plan, token, logs / "server.log", settings.start_timeout)
-    urls = [supervisor.url] if supervisor else servers(settings)
-    try:
-        return ServerEngine(
+    with ExitStack() as undo:
+        outbox = Outbox(settings.transfer_dir)
+        undo.callback(outbox.close)
+        supervisor = None
+        if settings.launch:
+            plan = server_plan(recipe, settings, location)
+            supervisor = Supervisor(plan, token, logs / "server.log", settings.start_timeout)
+            undo.callback(supervisor.stop)
+        urls = [supervisor.url] if supervisor else servers(settings)
+        engine = ServerEngine(
             members=[Member(Server(url, token, settings.timeout), supervisor) for url in urls],
             shape=model_shape(AutoConfig.from_pretrained(location, revision=recipe.model.revision)),
             in_flight=settings.in_flight,
@@ -97,11 +100,8 @@ def open_servers(
             outbox=outbox,
             say=say,
         )
-    except BaseException:
-        outbox.close()
-        if supervisor:
-            supervisor.stop()
-        raise
+        undo.pop_all()
+    return engine
 
 
 def server_plan(recipe: Recipe, settings: ServerEngineRecipe, location: str) -> ServerPlan:

@@ -11,7 +11,6 @@ from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Request, Sampling
 
 ANSWER_SECONDS = 30.0  # within which a server answers a question that needs no computing
-CONNECTIONS = 256  # requests under way at once, to one server; the others wait here rather than there
 PROBE_SECONDS, MISSED_PROBES = 5.0, 3  # a server that misses so many probes in a row while it is sampling is lost
 
 # What rlgen asks of a server, and how a server is started that has it.
@@ -167,7 +166,7 @@ class Server:
             }
             arrived(place, self.completion(await self._post("/inference/v1/generate", body, client), version_of))
 
-        limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
+        limits = httpx.Limits(max_connections=len(requests))  # the server decides how many it works on at once
         async with httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, trust_env=False) as client:
             await self._together([ask(place, request) for place, request in requests.items()])
 
@@ -205,9 +204,12 @@ class Server:
                 # An idle look: a good probe does not excuse a server that answers nothing else.
                 missed = 0 if await self._healthy() else missed + 1
                 if missed >= MISSED_PROBES or clock() - last >= self._timeout:
-                    health = "does not answer its health probe either" if missed else "still says that it is healthy"
+                    silent = f"has {len(pending)} requests and has answered none for {clock() - last:.0f} s"
+                    if missed:
+                        raise ServerLost(self.url, f"{silent}; it does not answer its health probe either")
                     raise ServerLost(
-                        self.url, f"has {len(pending)} requests and has answered none for {clock() - last:.0f} s; it {health}"
+                        self.url,
+                        f"{silent}; it still says that it is healthy. Raise engine.timeout if completions may take that long",
                     )
         finally:
             for call in pending:
@@ -288,8 +290,6 @@ def sampling_body(seed: int, sampling: Sampling) -> dict[str, Any]:
         "logprobs": 0,
         "detokenize": False,
     }
-    if sampling.regex is not None:
-        body["structured_outputs"] = {"regex": sampling.regex}
     return body
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Request, Sampling
 
 STALE = -1  # version of weights that did not come from this run
+CLOSING_SECONDS = 0.2  # within which sampling ends when the engine is closed
+LOADING = "loading"  # label of weights that are being replaced
 
 
 class Supervisor:
@@ -31,20 +34,22 @@ class Supervisor:
 
     def __init__(self, plan: ServerPlan, token: str, log: Path, start_timeout: float) -> None:
         self._token, self._log, self._start_timeout = token, log, start_timeout
-        self._process = self._start(plan)
+        self._stopped = False
+        self._start(plan)
 
     @property
     def url(self) -> str:
         return self._process.url
 
-    def _start(self, plan: ServerPlan) -> ServerProcess:
-        process = ServerProcess.start(plan, self._token, self._log)
+    def _start(self, plan: ServerPlan) -> None:
+        self._process = ServerProcess.start(plan, self._token, self._log)
         try:
-            process.wait_ready(self._start_timeout)
+            if self._stopped:
+                raise EngineError("the server was stopped while it was started")
+            self._process.wait_ready(self._start_timeout)
         except BaseException:
-            process.stop()
+            self._process.stop()
             raise
-        return process
 
     def processes(self) -> list[psutil.Process]:
         return self._process.processes()
@@ -52,9 +57,11 @@ class Supervisor:
     def restart(self) -> None:
         """At the same place."""
         self._process.stop()
-        self._process = self._start(self._process.plan)
+        self._start(self._process.plan)
 
     def stop(self) -> None:
+        """For good, even if it is being started by another thread."""
+        self._stopped = True
         self._process.stop()
 
 
@@ -105,7 +112,8 @@ class ServerEngine:
         self._syncs = 0
         self._recovering = threading.RLock()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlgen-sampling")
-        self.recoveries = 0
+        self._brought_back: Counter[str] = Counter()
+        self._closed = threading.Event()
         facts = [self._examined(member.server, shape) for member in members]
         for member, other in zip(members[1:], facts[1:], strict=True):
             if (other.settings, other.stop_ids) != (facts[0].settings, facts[0].stop_ids):
@@ -116,6 +124,7 @@ class ServerEngine:
     def _examined(server: Server, shape: Mapping[str, Any]) -> Facts:
         """Facts of a server that has what training needs and serves a model of that shape."""
         server.require()
+        server.resume()  # a trainer that died while it sent weights may have left it paused
         facts, theirs = server.facts()
         differs = [f"{name} is {theirs.get(name)} there, {shape[name]} here" for name in shape if theirs.get(name) != shape[name]]
         if differs:
@@ -138,10 +147,11 @@ class ServerEngine:
             del waiting[place]
 
         while waiting:
+            before = self._brought_back.copy()
             try:
                 asyncio.run(self._sample(dict(waiting), sampling, arrived))
             except ServerLost as lost:
-                self._recover(lost)
+                self._recover(lost, before)
         return [answers[place] for place in range(len(requests))]
 
     async def _sample(self, waiting: dict[int, Request], sampling: Sampling, arrived: Callable[[int, Completion], None]) -> None:
@@ -159,12 +169,21 @@ class ServerEngine:
             )
             for turn, member in enumerate(self._members)
         ]
+        work: asyncio.Future[Any] = asyncio.gather(*calls)
+        closed: asyncio.Future[Any] = asyncio.ensure_future(self._until_closed())
         try:
-            await asyncio.gather(*calls)
+            await asyncio.wait({work, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise EngineError("the engine was closed while it sampled")
+            await work
         finally:
-            for call in calls:
+            for call in (*calls, closed):
                 call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            await asyncio.gather(*calls, work, closed, return_exceptions=True)
+
+    async def _until_closed(self) -> None:
+        while not self._closed.is_set():
+            await asyncio.sleep(CLOSING_SECONDS)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
         """`generate`, while the caller does something else. One at a time."""
@@ -181,10 +200,7 @@ class ServerEngine:
                 try:
                     receipts.append(self._load(member, folder, version, hashed))
                 except ServerLost as lost:
-                    if self.recoveries >= self._restarts:
-                        raise
                     self._restart(member, lost)
-                    self.recoveries += 1
                     receipts.append(self._load(member, folder, version, hashed))
             self._outbox.keep(folder)
             self._version = version
@@ -196,9 +212,10 @@ class ServerEngine:
 
     def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> Receipt:
         server = member.server
-        if self._in_flight:
-            server.pause()
         try:
+            if self._in_flight:
+                server.pause()
+            server.set_label(LOADING)  # of no run: what is answered until all of it is there is refused
             receipt = server.load(str(folder), version, hashed)
             server.reset_cache()
             server.set_label(f"{self._run}.{version}")
@@ -214,22 +231,26 @@ class ServerEngine:
             raise ServerLost(url, f"has weights {label!r}, not those of this run: it was restarted, or another run took it")
         return int(version)
 
-    def _recover(self, lost: ServerLost) -> None:
+    def _recover(self, lost: ServerLost, before: "Counter[str]") -> None:
         """Gives the server the weights of the present version again, after a new start if it needs one.
 
+        Args:
+            before: how often each server had been brought back when it was asked: another thread may have done it since.
+
         Raises:
-            EngineError: nobody can start it, or it has been brought back often enough.
+            EngineError: nobody can start it, or servers have been brought back often enough.
         """
         with self._recovering:
-            member = next(member for member in self._members if member.server.url == lost.url)
-            if self.recoveries >= self._restarts:
-                raise EngineError(f"{lost}. Servers were brought back {self.recoveries} times already: engine.restarts") from lost
-            if self._outbox.current is None:
+            if self._brought_back[lost.url] > before[lost.url]:
+                return
+            if self._closed.is_set() or self._outbox.current is None:
                 raise lost
-            if not self._has_lost_its_weights(member):
+            member = next(member for member in self._members if member.server.url == lost.url)
+            if self._has_lost_its_weights(member):
+                self._count(lost)
+            else:
                 self._restart(member, lost)
             self._load(member, self._outbox.current, self._version, hashed=False)
-            self.recoveries += 1
             self._say(
                 f"engine: {member.server.url} has the weights of version {self._version} again; what it owed is asked again"
             )
@@ -242,18 +263,31 @@ class ServerEngine:
             return False
 
     def _restart(self, member: Member, lost: ServerLost) -> None:
-        """Raises ServerLost if nobody can."""
+        """Raises EngineError if nobody can."""
         if member.supervisor is None:
-            raise lost
+            raise ServerLost(lost.url, f"{lost.what}. Start it again with `rlgen serve`, and go on with --resume") from lost
+        self._count(lost)
         self._say(f"engine: {lost}; starting it again")
         member.supervisor.restart()
+
+    def _count(self, lost: ServerLost) -> None:
+        """Raises EngineError if servers have been brought back often enough."""
+        if self.recoveries >= self._restarts:
+            raise EngineError(f"{lost}. Servers were brought back {self.recoveries} times already: engine.restarts") from lost
+        self._brought_back[lost.url] += 1
+
+    @property
+    def recoveries(self) -> int:
+        """How often servers have been brought back."""
+        return self._brought_back.total()
 
     def sleep(self) -> None:
         pass
 
     def close(self) -> None:
-        self._background.shutdown(wait=False, cancel_futures=True)
+        self._closed.set()  # what is being sampled ends
         for member in self._members:
             if member.supervisor is not None:
                 member.supervisor.stop()
+        self._background.shutdown(cancel_futures=True)
         self._outbox.close()

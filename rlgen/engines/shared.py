@@ -29,7 +29,7 @@ class SharedEngine:
             self._engine = open_engine()
             return self._engine.facts(), self._engine.weight_version
 
-        self._facts, self._version = processes.on_main(start)
+        self._facts, self._version = processes.patiently(start)
 
     @property
     def weight_version(self) -> int:
@@ -39,14 +39,14 @@ class SharedEngine:
         return self._facts
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._processes.on_main(lambda: self._engine.generate(requests, sampling) if self._engine else [])
+        return self._processes.patiently(lambda: self._engine.generate(requests, sampling) if self._engine else [])
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Pending:
         future = self._engine.submit(requests, sampling) if self._engine else None
         return SharedAnswers(self._processes, future)
 
     def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        return self._processes.on_main(lambda: self._engine.prefill_logp(rows) if self._engine else [])
+        return self._processes.patiently(lambda: self._engine.prefill_logp(rows) if self._engine else [])
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
         def send() -> Receipt | None:
@@ -60,7 +60,7 @@ class SharedEngine:
         if self._engine is None:
             for _ in weights:
                 pass
-        receipt = self._processes.on_main(send)
+        receipt = self._processes.patiently(send)
         assert receipt is not None  # the main process has an engine
         self._version = version
         return receipt
@@ -80,7 +80,7 @@ class SharedAnswers:
         self._processes, self._future = processes, future
 
     def result(self) -> list[Completion]:
-        return self._processes.on_main(lambda: self._future.result() if self._future else [])
+        return self._processes.patiently(lambda: self._future.result() if self._future else [])
 
     def exception(self) -> BaseException | None:
         """Waits, in the main process alone."""

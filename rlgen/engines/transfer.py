@@ -1,17 +1,20 @@
 """Weights on their way to a server: one folder a version, in memory or on a file system that both sides see.
 
-DIR/rlgen-PID-xxxxxxxx/v12/model-00000.safetensors ...    at most FILE_BYTES each
-DIR/rlgen-PID-xxxxxxxx/v12/manifest.json                  written last: version, bytes of each file, number of tensors
+DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/model-00000.safetensors ...    at most FILE_BYTES each
+DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/manifest.json                  written last: version, bytes of each file, number of tensors
 """
 
 import json
 import os
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from rlgen.errors import EngineError
 
 SHARED_MEMORY = "/dev/shm"
 FILE_BYTES = 2 << 30
+HOST = socket.gethostname()
 
 
 class Outbox:
@@ -33,7 +37,7 @@ class Outbox:
         if not place.is_dir():
             raise EngineError(f"engine.transfer_dir: {place} is no folder; name one that trainer and servers share")
         sweep(place)
-        self._place = Path(tempfile.mkdtemp(prefix=f"rlgen-{os.getpid()}-", dir=place))
+        self._place = Path(tempfile.mkdtemp(prefix=f"rlgen-{HOST}-{os.getpid()}-", dir=place))
         self._written = 0
         self.current: Path | None = None
 
@@ -45,7 +49,6 @@ class Outbox:
         """
         self._written += 1
         folder = self._place / f"v{version}-{self._written}"
-        folder.mkdir()
         files: dict[str, dict[str, int]] = {}
         part: dict[str, Tensor] = {}
         tensors = size = 0
@@ -56,6 +59,7 @@ class Outbox:
             files[name] = {"bytes": (folder / name).stat().st_size}
 
         try:
+            folder.mkdir()
             for name, tensor in weights:
                 # Contiguous and its own: tensors that share memory are refused by safetensors.
                 part[name] = tensor.detach().cpu().contiguous().clone()
@@ -67,7 +71,7 @@ class Outbox:
                 flush()
             manifest = {"version": version, "files": files, "tensors": tensors}
             (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise EngineError(
                 f"weights cannot be written to {folder}: {error}; set engine.transfer_dir to a larger place"
@@ -85,8 +89,8 @@ class Outbox:
 
 
 def sweep(place: Path) -> None:
-    """Removes what trainers left that did not live to do it."""
-    for left in place.glob("rlgen-*-*"):
-        pid = left.name.split("-")[1]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+    """Removes what trainers of this machine left that did not live to do it."""
+    for left in place.iterdir():
+        ours = re.fullmatch(rf"rlgen-{re.escape(HOST)}-(\d+)-[a-z0-9_]{{8}}", left.name)
+        if ours and not psutil.pid_exists(int(ours[1])):
             shutil.rmtree(left, ignore_errors=True)

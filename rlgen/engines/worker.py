@@ -71,7 +71,10 @@ def verified_files(folder: Path, version: int) -> list[Path]:
         said_version, said_tensors = manifest["version"], manifest["tensors"]
         said_bytes = {str(name): int(file["bytes"]) for name, file in manifest["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"{folder}: no readable manifest.json: {type(error).__name__}: {error}") from error
+        raise EngineError(
+            f"{folder}: no readable manifest.json ({type(error).__name__}: {error}); trainer and server must see this"
+            " folder under the same name: set engine.transfer_dir to one that both have"
+        ) from error
     if said_version != version:
         raise EngineError(f"{folder}: the files are of version {said_version}, not {version}")
     found_bytes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}

@@ -325,6 +325,8 @@ def notices(recipe: Recipe) -> list[str]:
         hosts += [recipe.engine.host] if recipe.engine.launch else []
         for host in dict.fromkeys(host for host in hosts if not is_loopback(host)):
             said.append(f"engine: {host} is beyond this machine, and http is not encrypted: for networks that you trust only")
+            if recipe.engine.transfer_dir is None and not recipe.engine.launch:
+                said.append(f"engine: {host} must see the weights of this machine; set engine.transfer_dir to a folder of both")
     if recipe.model.lora is not None and recipe.optim.learning_rate < SMALL_FOR_LORA:
         said.append(
             f"optim.learning_rate {recipe.optim.learning_rate:g} is usual for full weights; adapters start at zero and take ten"

@@ -20,7 +20,7 @@ class Sampler:
 
     With `ahead` the prompts of step k + 1 are handed to the engine when those of step k come back, so that they are sampled by
     the weights that step k starts from, one version older than those they are trained on. Every sample carries its version; the
-    correction makes up for what lies between.
+    correction makes up for what lies between. The first step of a run, and of one that is resumed, is not a version old.
     """
 
     engine: Engine
@@ -63,8 +63,12 @@ class Sampler:
     def before_sync(self) -> None:
         """Waits for what is being sampled, unless weights may change under it."""
         if not self.in_flight:
-            for pending in self.pending.values():
-                pending.exception()
+            self.rest()
+
+    def rest(self) -> None:
+        """Waits for what is being sampled."""
+        for pending in self.pending.values():
+            pending.exception()
 
 
 def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:

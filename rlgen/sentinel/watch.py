@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -36,13 +36,14 @@ class Watch:
     on_drift: OnDrift
     sleeps: bool  # whether the engine's weights are gone while the trainer works
     probe_every: int | None  # syncs after which completions are sampled to be compared; None: the batches themselves are
+    rest: Callable[[], None]  # waits for what the engine is doing in the background
     say: Callable[[str], None]
     means: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
-    def __call__(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int) -> bool:
+    def __call__(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int) -> bool | None:
         """Whether engine and trainer have drifted apart on `samples`, as far as they are of version `step` - 1.
 
-        What earlier weights sampled differs for an honest reason, and tells nothing.
+        What earlier weights sampled differs for an honest reason, and tells nothing: None if that is all of them.
 
         Args:
             logp: [L] of each sample, by the trainer, at the temperature of the engine's log-probs.
@@ -52,21 +53,22 @@ class Watch:
         """
         fresh = [row for row, sample in enumerate(samples) if sample.weight_version == step - 1]
         if not fresh:
-            return False
+            return None
         return self.drifted([samples[row] for row in fresh], [logp[row] for row in fresh], step, f"batch of step {step}")
 
-    def after_sync(self, step: int) -> bool:
+    def after_sync(self, step: int) -> dict[str, Any]:
         """Compares a few completions of the weights that the sync of `step` brought, if it is their turn.
 
         Raises:
             SentinelError: as for a batch.
         """
         if self.probe_every is None or (step != self.probe.version + 1 and step % self.probe_every):
-            return False
+            return {}
         probe, temperature = replace(self.probe, version=step), self.probe.sampling.logp_temperature
         samples = probe.sample(temperature, FEWER_TOKENS, probe.prompts[:PROBED])
         logp = probe.trainer.logp(samples, temperature)
-        return self.drifted(samples, logp, step + 1, f"weight sync of step {step}")
+        drifted = self.drifted(samples, logp, step + 1, f"weight sync of step {step}")
+        return {"sentinel/probe_delta": compare(samples, logp).max_delta, "sentinel/drift": drifted}
 
     def drifted(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int, where: str) -> bool:
         """Whether engine and trainer differ on samples of the weights before `step`, and what that leads to."""
@@ -93,6 +95,7 @@ class Watch:
 
     def look_again(self, probe: Probe) -> Cause:
         """Climbs again on present weights: does the engine hold them, and does sending them once more help?"""
+        self.rest()
         temperature = probe.sampling.logp_temperature
         if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
             return (

@@ -1,6 +1,7 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from rlgen.data import Rows
@@ -42,60 +43,63 @@ def build_trainer(
     scorer = processes.agreed(lambda: build_scorer(recipe, data.rows))
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
     console.say(f"model: {data.location}; opening the engine")
-    sides = open_sides(recipe, data, checkpoint, processes, directory.logs, console.say)
-    if checkpoint and (stored := saved_processes(checkpoint)) != processes.world:
-        console.say(f"the checkpoint is of {stored} processes and {processes.world} run: some random states are made anew")
-    rungs = list(climb(sides.probe))
-    if wrong := failed(rungs):
-        scorer.close()
-        sides.probe.engine.close()
-        raise wrong.error()
-    if recipe.model.lora is not None:
-        console.say(f"lora: {describe(sides.probe.policy.model)}")
-    console.say(f"sentinel: {summary(rungs)}")
-    if processes.is_main:
-        record_attempt(directory, data, scorer, rungs, sides.done)
-    watch = Watch(
-        probe=sides.probe,
-        on_drift=recipe.sentinel.on_drift,
-        sleeps=isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep,
-        probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
-        say=console.say,
-    )
-    count = recipe.rollout.prompts_per_step
-    engine = sides.probe.engine
-    sampler = Sampler(
-        engine=engine,
-        prompts_of=lambda step: sides.probe.seat.share(
-            data.prompts.take((step - 1) * count, count if step <= recipe.run.steps else 0)
-        ),
-        sampling=sides.probe.sampling,
-        group_size=recipe.rollout.group_size,
-        run_seed=recipe.run.seed,
-        tokenizer=data.tokenizer,
-        submit_to=engine.submit if recipe.rollout.ahead and isinstance(engine, ServerEngine | SharedEngine) else None,
-        max_staleness=recipe.rollout.max_staleness,
-        in_flight=isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.in_flight,
-    )
-    trainer = Trainer(
-        recipe=recipe,
-        processes=processes,
-        seat=sides.probe.seat,
-        tokenizer=data.tokenizer,
-        prompts=data.prompts,
-        scorer=scorer,
-        engine=sides.probe.engine,
-        sampler=sampler,
-        sampling=sides.probe.sampling,
-        policy=sides.probe.policy,
-        reference=sides.reference,
-        algorithm=sides.algorithm,
-        update=sides.updater(None if sides.probe.sampling.regex else watch),
-        schedule=sides.schedule,
-        directory=directory,
-        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, sides.base),
-        console=console,
-    )
+    with ExitStack() as undo:
+        undo.callback(scorer.close)
+        sides = open_sides(recipe, data, checkpoint, processes, directory.logs, console.say)
+        undo.callback(sides.probe.engine.close)
+        if checkpoint and (stored := saved_processes(checkpoint)) != processes.world:
+            console.say(f"the checkpoint is of {stored} processes and {processes.world} run: some random states are made anew")
+        rungs = list(climb(sides.probe))
+        if wrong := failed(rungs):
+            raise wrong.error()
+        if recipe.model.lora is not None:
+            console.say(f"lora: {describe(sides.probe.policy.model)}")
+        console.say(f"sentinel: {summary(rungs)}")
+        if processes.is_main:
+            record_attempt(directory, data, scorer, rungs, sides.done)
+        count = recipe.rollout.prompts_per_step
+        engine = sides.probe.engine
+        sampler = Sampler(
+            engine=engine,
+            prompts_of=lambda step: sides.probe.seat.share(
+                data.prompts.take((step - 1) * count, count if step <= recipe.run.steps else 0)
+            ),
+            sampling=sides.probe.sampling,
+            group_size=recipe.rollout.group_size,
+            run_seed=recipe.run.seed,
+            tokenizer=data.tokenizer,
+            submit_to=engine.submit if recipe.rollout.ahead and isinstance(engine, ServerEngine | SharedEngine) else None,
+            max_staleness=recipe.rollout.max_staleness,
+            in_flight=isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.in_flight,
+        )
+        watch = Watch(
+            probe=sides.probe,
+            on_drift=recipe.sentinel.on_drift,
+            sleeps=isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep,
+            probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
+            rest=sampler.rest,
+            say=console.say,
+        )
+        trainer = Trainer(
+            recipe=recipe,
+            processes=processes,
+            seat=sides.probe.seat,
+            tokenizer=data.tokenizer,
+            prompts=data.prompts,
+            scorer=scorer,
+            engine=sides.probe.engine,
+            sampler=sampler,
+            sampling=sides.probe.sampling,
+            policy=sides.probe.policy,
+            reference=sides.reference,
+            algorithm=sides.algorithm,
+            update=sides.updater(None if sides.probe.sampling.regex else watch),
+            schedule=sides.schedule,
+            directory=directory,
+            checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, sides.base),
+            console=console,
+        )
+        undo.pop_all()
     return trainer, sides.done
 
 

@@ -82,8 +82,10 @@ class Trainer:
                 if recipe.sentinel.on_drift == "checkpoint_and_stop" and step - 1 > done:
                     self.save(step - 1)
                 raise
+            with clock("generate"):
+                self.sampler.before_sync()
             with clock("sync"):
-                refused = self.sync(step)
+                refused, probed = self.sync(step)
             stopping = processes.any(stop.requested)  # read once: a request that comes later waits for the next step
             with clock("save"):
                 if processes.is_main:
@@ -93,7 +95,7 @@ class Trainer:
                 if stopping or refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
             if processes.is_main:
-                self.report(step, samples, {**learned, **staleness_metrics(samples, step - 1, dropped)}, clock)
+                self.report(step, samples, {**learned, **probed, **staleness_metrics(samples, step - 1, dropped)}, clock)
             if refused:
                 raise refused
             if stopping and step < recipe.run.steps:
@@ -114,16 +116,19 @@ class Trainer:
 
         return [sample for samples in self.processes.together(score_own) for sample in samples]
 
-    def sync(self, step: int) -> EngineError | None:
-        """Sends the weights of `step`. An engine that does not confirm them ends the run, but the step is trained and is kept."""
+    def sync(self, step: int) -> tuple[EngineError | None, dict[str, Any]]:
+        """Sends the weights of `step`; with what was measured after it.
+
+        An engine that does not confirm them, or has others, ends the run, but the step is trained and is kept.
+        """
+        probed: dict[str, Any] = {}
         try:
-            self.sampler.before_sync()
             send_weights(self.engine, self.policy.model, step, self.processes)
             if self.update.watch is not None:
-                self.update.watch.after_sync(step)
+                probed = self.update.watch.after_sync(step)
         except EngineError as error:
-            return error
-        return None
+            return error, probed
+        return None, probed
 
     def window(self, samples: Sequence[Sample], epoch: float) -> tuple[Window, Signal]:
         """What to learn from the samples of a step, with the reference's log-probs where the algorithm needs them."""
@@ -162,8 +167,10 @@ class Trainer:
 
     def close(self) -> None:
         """Ends what runs beside the loop."""
-        self.scorer.close()
-        self.engine.close()
+        try:
+            self.scorer.close()
+        finally:
+            self.engine.close()
 
     def save(self, step: int) -> None:
         """Unless it is saved already."""

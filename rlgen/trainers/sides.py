@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,50 +108,54 @@ def open_sides(
     # of a fresh one: a whole reference and the optimizer's state come after it. All processes build at once, waiting for each
     # other inside of vLLM.
     engine = build_engine(recipe, data.location, processes, logs, say)
-    if needs_reference and reference is None:
-        reference = build_reference(recipe, policy)
-    optim = recipe.optim
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
-    schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
-    base = base_digest(policy.model) if is_adapted(policy.model) else None
-    done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes).step if checkpoint else 0
-    dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
-    probe = Probe(
-        trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, processes=processes),
-        engine=engine,
-        seat=seat,
-        expected=Settings(
-            dtype=dtypes[1],
-            head_dtype="float32" if recipe.model.fp32_head else dtypes[1],
-            logprobs_mode="processed_logprobs",
-            vocab_size=policy.head.weight.shape[0],
-        ),
-        tokenizer=data.tokenizer,
-        prompts=data.prompts.take(0, PROMPTS),
-        sampling=Sampling(
-            max_tokens=recipe.rollout.max_completion_tokens,
-            temperature=recipe.rollout.temperature,
-            stop_ids=stop_ids(data.tokenizer, data.location, revision),
-            regex=recipe.engine.structured_regex if recipe.engine.kind == "colocated" else None,
-        ),
-        bounds=bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
-        seed=recipe.run.seed,
-        version=done,
-    )
-    if engine.weight_version != done or recipe.model.quantization:  # the engine opened other weights
-        send_weights(engine, policy.model, done, processes)
-    return Sides(
-        recipe=recipe,
-        sharded=sharded,
-        algorithm=algorithm,
-        reference=reference,
-        optimizer=optimizer,
-        schedule=schedule,
-        probe=probe,
-        base=base,
-        done=done,
-    )
+    with ExitStack() as undo:
+        undo.callback(engine.close)
+        if needs_reference and reference is None:
+            reference = build_reference(recipe, policy)
+        optim = recipe.optim
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
+        schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
+        base = base_digest(policy.model) if is_adapted(policy.model) else None
+        done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes).step if checkpoint else 0
+        dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
+        probe = Probe(
+            trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, processes=processes),
+            engine=engine,
+            seat=seat,
+            expected=Settings(
+                dtype=dtypes[1],
+                head_dtype="float32" if recipe.model.fp32_head else dtypes[1],
+                logprobs_mode="processed_logprobs",
+                vocab_size=policy.head.weight.shape[0],
+            ),
+            tokenizer=data.tokenizer,
+            prompts=data.prompts.take(0, PROMPTS),
+            sampling=Sampling(
+                max_tokens=recipe.rollout.max_completion_tokens,
+                temperature=recipe.rollout.temperature,
+                stop_ids=stop_ids(data.tokenizer, data.location, revision),
+                regex=recipe.engine.structured_regex if recipe.engine.kind == "colocated" else None,
+            ),
+            bounds=bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
+            seed=recipe.run.seed,
+            version=done,
+        )
+        if engine.weight_version != done or recipe.model.quantization:  # the engine opened other weights
+            send_weights(engine, policy.model, done, processes)
+        sides = Sides(
+            recipe=recipe,
+            sharded=sharded,
+            algorithm=algorithm,
+            reference=reference,
+            optimizer=optimizer,
+            schedule=schedule,
+            probe=probe,
+            base=base,
+            done=done,
+        )
+        undo.pop_all()
+    return sides
 
 
 def processes_an_engine(recipe: Recipe, processes: Processes) -> int:
