@@ -19,6 +19,7 @@ from rlgen.models.load import load_model, locate
 from rlgen.models.tiny import build_tiny
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.sentinel.sync import send_weights
 from rlgen.types import Sample
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +87,9 @@ def open_server(name: str) -> Engine:
             "engine": {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": 120.0},
         }
     )
-    return build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
+    engine = build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
+    send_weights(engine, tiny_model(name), 0, Processes.alone())  # before that it is stale, and answers nothing
+    return engine
 
 
 # Every promise of `Engine` is tested on each.

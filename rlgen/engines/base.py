@@ -90,7 +90,7 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that sample now; 0 for those the model was opened with."""
+        """Version of the weights that sample now; 0 for those the model was opened with, -1 for a server's before a sync."""
         ...
 
     def facts(self) -> Facts:

@@ -18,6 +18,7 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.engines.vllm_compat import LEAST_SHARE
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.weights import checkpoint_tensors
+from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.rungs import changed_sync
 from rlgen.sentinel.verdict import Verdict
@@ -182,7 +183,7 @@ def sleepy(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sides, l
     monkeypatch.setattr(TransformersEngine, "sleep", sleep)
     monkeypatch.setattr(TransformersEngine, "sync", waking_sync)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}"]).recipe
-    return open_sides(recipe, load_data(recipe), None), calls
+    return open_sides(recipe, load_data(recipe), None, Processes.alone(), recipe_file.parent, print), calls
 
 
 def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Sides, list[str]]) -> None:
@@ -195,7 +196,7 @@ def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Sides, list[str]]) -> N
 def test_a_drift_is_looked_at_by_a_woken_engine(sleepy: tuple[Sides, list[str]]) -> None:
     sides, calls = sleepy
     probe = sides.probe
-    watch = Watch(probe=probe, on_drift="stop", sleeps=True, say=print)
+    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, rest=lambda: None, say=print)
     with torch.no_grad():  # the engine misses an update that it names
         for parameter in probe.engine._model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -213,7 +214,7 @@ def test_a_drift_is_named_even_if_the_engine_cannot_wake(
     """Between a backward pass and its step there may be no memory to wake up in."""
     sides, _ = sleepy
     probe = sides.probe
-    watch = Watch(probe=probe, on_drift="stop", sleeps=True, say=print)
+    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, rest=lambda: None, say=print)
     samples = [  # off by what no known cause explains
         replace(sample, sampler_logp=tuple(value - 0.1 * place for place, value in enumerate(sample.sampler_logp)))
         for sample in probe.sample(1.0, 12)
@@ -249,5 +250,5 @@ def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: 
     monkeypatch.setattr(sides_module.Checkpoints, "load", loaded)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}", "trainer={kind: grpo, beta: 0.1}"]).recipe
     with pytest.raises(Loaded):
-        open_sides(recipe, load_data(recipe), Path("checkpoint"))
+        open_sides(recipe, load_data(recipe), Path("checkpoint"), Processes.alone(), recipe_file.parent, print)
     assert order == ["engine", "reference", "checkpoint"]
