@@ -90,6 +90,7 @@ def import_vllm() -> Any:
         raise SetupError(f"vLLM {vllm.__version__} is installed; rlgen works with 0.{OLDEST[1]} to 0.{NEWEST[1]}")
     if not torch.cuda.is_available():
         _count_ranks_without_compiler()
+        _share_no_memory()
     return vllm
 
 
@@ -97,6 +98,17 @@ def _count_ranks_without_compiler() -> None:
     """Asking for log-probs compiles a rank count that nobody reads here: about 28 s on a fresh machine."""
     sampler = importlib.import_module("vllm.v1.sample.sampler")
     sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)  # type: ignore[attr-defined]
+
+
+def _share_no_memory() -> None:
+    """Processes that share a model on the CPU would talk through shared memory, waiting for each other without an end.
+
+    Its name is the same for every run of a machine: two at a time would meet in it, and what a killed one leaves behind keeps the
+    next from starting. With a name of its own for each process vLLM talks through torch's groups, which time out.
+    """
+    communicator = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    if hasattr(communicator, "_CPUSHMDistributed"):
+        communicator._CPUSHMDistributed.make_group_name = staticmethod(lambda _: f"rlgen-{os.getpid()}")
 
 
 def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
