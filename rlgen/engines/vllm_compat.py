@@ -136,6 +136,7 @@ def import_vllm() -> Any:
         raise SetupError(f"vLLM {vllm.__version__} is installed; rlgen works with 0.{OLDEST[1]} to 0.{NEWEST[1]}")
     if not torch.cuda.is_available():
         _count_ranks_without_compiler()
+        _share_no_memory()
     return vllm
 
 
@@ -207,6 +208,17 @@ def _kv_bytes(model: str, revision: str | None, dtype: str, max_num_seqs: int, m
     a_token = 2 * config.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
     tokens = (max_num_seqs + 1) * math.ceil(max_model_len / CPU_BLOCK) * CPU_BLOCK
     return min(a_token * tokens, CPU_KV_LIMIT)
+
+
+def _share_no_memory() -> None:
+    """Processes that share a model on the CPU would talk through shared memory, waiting for each other without an end.
+
+    Its name is the same for every run of a machine: two at a time would meet in it, and what a killed one leaves behind keeps the
+    next from starting. With a name of its own for each process vLLM talks through torch's groups, which time out.
+    """
+    communicator = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    if hasattr(communicator, "_CPUSHMDistributed"):
+        communicator._CPUSHMDistributed.make_group_name = staticmethod(lambda _: f"rlgen-{os.getpid()}")
 
 
 def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:

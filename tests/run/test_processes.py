@@ -244,8 +244,9 @@ class Running:
         return subprocess.CompletedProcess(self.launcher.args, self.launcher.returncode, out, err)
 
 
-def test_a_killed_process_ends_the_others(recipe: Path, tmp_path: Path) -> None:
-    running = Running(recipe, tmp_path / "run")
+@pytest.mark.parametrize("engine", ["{kind: transformers}", "{kind: colocated, tensor_parallel_size: 2}"])
+def test_a_killed_process_ends_the_others(recipe: Path, tmp_path: Path, engine: str) -> None:
+    running = Running(recipe, tmp_path / "run", "--set", f"engine={engine}")
     running.process(1).kill()
     ended_badly(running.end(timeout=30), tmp_path / "run", 9, "another process was killed or did not answer")
 
