@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from rlgen.engines import vllm_compat
 from rlgen.engines.base import Engine
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, new_token
+from rlgen.engines.nccl import Broadcast, own_address, require_gpu
 from rlgen.engines.server import Member, ServerEngine, Supervisor
 from rlgen.engines.shared import SharedEngine
 from rlgen.engines.transfer import Outbox
@@ -72,7 +74,7 @@ def open_servers(
     """Connects to the servers that the recipe names, or starts one.
 
     Raises:
-        SetupError: the token's environment variable is not set.
+        SetupError: the token's environment variable is not set, or weights shall go from GPU to GPU, and there is none.
         EngineError: a server is not there, does not start, refuses, or serves another model.
     """
     token = os.environ.get(settings.token_env)
@@ -82,23 +84,30 @@ def open_servers(
             f" {settings.url}, which `rlgen serve` wrote to a file"
         )
     token = token or new_token()
-    outbox = Outbox(settings.transfer_dir)
+    if settings.transfer == "nccl":
+        require_gpu()
+    carrier: Outbox | Broadcast | None = Outbox(settings.transfer_dir) if settings.transfer == "files" else None
     supervisor = None
     if settings.launch:
         plan = server_plan(recipe, settings, location)
         supervisor = Supervisor(plan, token, logs / "server.log", settings.start_timeout)
     urls = [supervisor.url] if supervisor else servers(settings)
+    members = [Member(Server(url, token, settings.timeout), supervisor) for url in urls]
     try:
+        if carrier is None:
+            at = own_address(urls)
+            carrier = Broadcast([m.server for m in members], at, vllm_compat.nccl_connector(), settings.timeout)
         return ServerEngine(
-            members=[Member(Server(url, token, settings.timeout), supervisor) for url in urls],
+            members=members,
             shape=model_shape(AutoConfig.from_pretrained(location, revision=recipe.model.revision)),
             in_flight=settings.in_flight,
             restarts=settings.restarts,
-            outbox=outbox,
+            carrier=carrier,
             say=say,
         )
     except BaseException:
-        outbox.close()
+        if carrier:
+            carrier.close()
         if supervisor:
             supervisor.stop()
         raise
@@ -122,4 +131,6 @@ def server_plan(recipe: Recipe, settings: ServerEngineRecipe, location: str) -> 
         quantization=settings.quantization,
         enforce_eager=settings.enforce_eager,
         extra=settings.extra,
+        nccl=settings.transfer == "nccl",
+        devices=settings.devices,
     )

@@ -222,6 +222,11 @@ def _server_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
     if urls and engine.launch:
         what = "engine.url names a server that runs already, but engine.launch is true: rlgen would start another"
         found.append(Finding("engine.url", what, "remove one of them"))
+    if engine.transfer == "nccl" and engine.launch and engine.devices is None:
+        what = "engine.transfer nccl needs the server on another GPU than the trainer, and engine.devices does not say which"
+        found.append(
+            Finding("engine.transfer", what, 'set engine.devices to its number, such as "1", or engine.transfer to files')
+        )
     for index, url in enumerate(urls):
         if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", url):
             hint = f"write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
@@ -262,10 +267,14 @@ def inert(recipe: Recipe) -> list[Finding]:
         found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
     if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.url is not None:
         # All but the dtype, which says what the server is expected to have.
-        for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "host", "port", "start_timeout"]:
+        for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "host", "port", "start_timeout", "devices"]:
             path = f"engine.{key}"
             why = f"{path} has no effect beside engine.url: that server runs already, with its own"
             found.append(Finding(path, why, "remove it, and give it to `rlgen serve`"))
+    if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.transfer == "nccl":
+        why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
+        for path in ("engine.transfer_dir", "engine.restarts"):
+            found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
     if model.path.startswith("tiny:") or is_local_model(model.path):
         found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
     return found
