@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,9 +217,9 @@ def test_a_server_that_fails_ends_the_sync_at_once_and_for_good(route: str) -> N
     with pytest.raises(EngineError) as error:
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
     assert time.monotonic() - began < SECONDS / 2  # nobody waits for those that still do
-    assert f"nccl, {phase}: http://two failed at {route} with 500" in str(error.value) and "restart the servers" in str(
+    assert f"nccl, {phase}: the vLLM server http://two failed at {route} with 500" in str(
         error.value
-    )
+    ) and "restart the servers" in str(error.value)
     assert not isinstance(error.value, ServerLost)
     assert broadcast.broken and group.closed
     group.log.clear()
@@ -232,7 +233,9 @@ def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch
     group, _, broadcast = bench()
     monkeypatch.setattr(group, "broadcast", lambda tensors: time.sleep(30))
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"/update_weights: http://one has not answered /update_weights within 2 s: it hangs"):
+    with pytest.raises(
+        EngineError, match=r"/update_weights: the vLLM server http://one has not answered /update_weights within 2 s: it hangs"
+    ):
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
     assert SECONDS <= time.monotonic() - began < SECONDS + 3
     # the servers have all they want, this side never ends
@@ -274,18 +277,20 @@ def test_who_cannot_join_is_told() -> None:
 
     with pytest.raises(EngineError, match=r"http://one takes no weights over NCCL: start it with --weight-transfer-config"):
         opened(transfer=None)
-    with pytest.raises(EngineError, match="http://one runs on a CPU: engine.transfer nccl needs GPUs on both sides"):
+    with pytest.raises(EngineError, match=r"http://one runs on a CPU: engine.transfer nccl needs GPUs on both sides"):
         opened(cuda=False)
     group = Group(2)
     absent: Any = FakeServer("http://one", group, (1, 2))
     absent.fail("/init_weight_transfer_engine", ServerLost("http://one", "failed at /init_weight_transfer_engine with 500: x"))
-    with pytest.raises(EngineError, match=r"joining a group of 3 at 127.0.0.1:\d+: http://one failed at /init_weight"):
+    with pytest.raises(
+        EngineError, match=r"joining a group of 3 at 127.0.0.1:\d+: the vLLM server http://one failed at /init_weight"
+    ):
         Broadcast([absent], "127.0.0.1", group.connect, SECONDS)
 
 
 def test_the_address_that_servers_reach() -> None:
     assert own_address(["http://127.0.0.1:8000"]) == "127.0.0.1"
-    with pytest.raises(EngineError, match="no way to http://no.such.host.invalid:1 over IPv4"):
+    with pytest.raises(EngineError, match=r"no way to http://no.such.host.invalid:1 over IPv4"):
         own_address(["http://no.such.host.invalid:1"])
 
 
@@ -295,18 +300,13 @@ def test_the_address_that_servers_reach() -> None:
 @pytest.fixture
 def on_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[Group, list[FakeServer], ServerEngine]:
     group, servers, broadcast = bench()
-    monkeypatch.setattr(ServerEngine, "_examined", lambda server, shape: make_facts())
+    monkeypatch.setattr(
+        ServerEngine, "_examined", staticmethod(lambda server, shape: SimpleNamespace(settings="same", stop_ids=(1,)))
+    )
     members = [Member(server, None) for server in servers]  # type: ignore[arg-type]
     engine = ServerEngine(members=members, shape={}, in_flight=True, restarts=2, carrier=broadcast, say=print)
     group.log.clear()
     return group, servers, engine
-
-
-def make_facts() -> Any:
-    class Same:
-        settings, stop_ids = "same", (1,)
-
-    return Same()
 
 
 def test_a_sync_pauses_sends_forgets_labels_and_resumes(on_servers: tuple[Group, list[FakeServer], ServerEngine]) -> None:
@@ -344,14 +344,14 @@ def test_a_lost_server_cannot_be_brought_back(
     for server in servers:
         monkeypatch.setattr(server, "sample", sample, raising=False)
     engine.sync(WEIGHTS.items(), 1)
-    with pytest.raises(EngineError, match="it died. With engine.transfer nccl there is no copy of the weights"):
+    with pytest.raises(EngineError, match=r"it died. With engine.transfer nccl there is no copy of the weights"):
         engine.generate([Request(prompt_ids=(1,), seed=1)], Sampling(max_tokens=2, temperature=1.0, stop_ids=(1,)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused_before_a_server_is_started(recipe_file: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file, ["engine={kind: server, launch: true, transfer: nccl, devices: '1'}"]).recipe
-    with pytest.raises(SetupError, match="engine.transfer nccl needs GPUs on both sides; set it to files"):
+    with pytest.raises(SetupError, match=r"engine.transfer nccl needs GPUs on both sides; set it to files"):
         build_engine(recipe, "no/such/model", Processes.alone(), tmp_path, print)
     assert not list(tmp_path.glob("*.log"))
 
