@@ -48,7 +48,8 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
         server = ServerProcess.start(server_plan(recipe, settings, locate(recipe.model.path)), token, log)
         try:
             seconds = server.wait_ready(settings.start_timeout)
-            train = f"rlgen train {path} --set 'engine={{kind: server, url: \"{server.url}\"}}'"
+            transfer = ", transfer: nccl" if settings.transfer == "nccl" else ""
+            train = f"rlgen train {path} --set 'engine={{kind: server, url: \"{server.url}\"{transfer}}}'"
             print_line(f"ready after {seconds:.0f} s at {server.url}; {shown} {train}")
             watch(server)
         finally:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, Recipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
@@ -334,6 +335,9 @@ def notices(recipe: Recipe) -> list[str]:
         hosts += [recipe.engine.host] if recipe.engine.launch else []
         for host in dict.fromkeys(host for host in hosts if not is_loopback(host)):
             said.append(f"engine: {host} is beyond this machine, and http is not encrypted: for networks that you trust only")
+        outside = [url for url in servers(recipe.engine) if not is_loopback(urlsplit(url).hostname or "")]
+        if recipe.engine.transfer == "nccl" and outside:
+            said.append(f"engine.transfer nccl to {outside[0]} has no token and no encryption: for networks that you trust only")
     if recipe.model.lora is not None and recipe.optim.learning_rate < SMALL_FOR_LORA:
         said.append(
             f"optim.learning_rate {recipe.optim.learning_rate:g} is usual for full weights; adapters start at zero and take ten"

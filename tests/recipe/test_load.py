@@ -226,7 +226,10 @@ def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     assert "0.0.0.0 is beyond this machine" in ours.notices[-1] and "kv_cache_gib: 1.0" in dump_recipe(ours.recipe)
     gpus = load_recipe(recipe_file, ["engine={kind: server, launch: true, transfer: nccl, devices: '1,2'}"])
     assert "restarts" not in dump_recipe(gpus.recipe) and "devices: 1,2" in dump_recipe(gpus.recipe)
-    for loaded in (there, ours, gpus):
+    far = load_recipe(recipe_file, ["engine={kind: server, url: 'https://10.0.0.7:2', transfer: nccl}"])
+    assert "nccl to https://10.0.0.7:2 has no token and no encryption" in far.notices[-1]
+    assert not any("no token" in note for note in [*there.notices, *gpus.notices])
+    for loaded in (there, ours, gpus, far):
         assert load_recipe(write(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
 
 
