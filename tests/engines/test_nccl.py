@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlgen.engines import build_engine, nccl
 from rlgen.engines.base import Ledger, fingerprint
-from rlgen.engines.nccl import CHUNK_BYTES, Broadcast, chunks, own_address
+from rlgen.engines.nccl import CHUNK_BYTES, Broadcast, chunks, own_address, receipt_of
 from rlgen.engines.server import Member, ServerEngine
 from rlgen.engines.worker import Worker
 from rlgen.errors import EngineError, SentinelError, ServerLost, SetupError
@@ -206,6 +206,14 @@ def test_a_tensor_that_a_server_does_not_hear_is_found() -> None:
         check_receipt(sent, bad, 1, 1)
 
 
+def test_a_receipt_holds_what_any_worker_missed() -> None:
+    heard: list[dict[str, Any]] = [{"received": {"a": "x"}, "not_loaded": names} for names in ([], ["q", "p"], ["q"])]
+    assert receipt_of("http://one", heard, 2).not_loaded == ("p", "q")
+    heard[2]["received"] = {"a": "y"}
+    with pytest.raises(EngineError, match="http://one: its workers received different weights"):
+        receipt_of("http://one", heard, 2)
+
+
 @pytest.mark.parametrize(
     "route", ["rlgen_listen", "/start_weight_update", "/update_weights", "/finish_weight_update", "rlgen_heard"]
 )
@@ -234,7 +242,8 @@ def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(group, "broadcast", lambda tensors: time.sleep(30))
     began = time.monotonic()
     with pytest.raises(
-        EngineError, match=r"/update_weights: the vLLM server http://one has not answered /update_weights within 2 s: it hangs"
+        EngineError,
+        match=r"/update_weights: the vLLM server http://(one|two) has not answered /update_weights within 2 s: it hangs",
     ):
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
     assert SECONDS <= time.monotonic() - began < SECONDS + 3
