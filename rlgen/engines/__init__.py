@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from rlgen.engines import vllm_compat
 from rlgen.engines.base import Engine
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, new_token
+from rlgen.engines.nccl import Broadcast, own_address, require_gpu
 from rlgen.engines.server import Member, ServerEngine, Supervisor
 from rlgen.engines.shared import SharedEngine
 from rlgen.engines.transfer import Outbox
@@ -73,7 +75,7 @@ def open_servers(
     """Connects to the servers that the recipe names, or starts one.
 
     Raises:
-        SetupError: the token's environment variable is not set.
+        SetupError: the token's environment variable is not set, or weights shall go from GPU to GPU, and there is none.
         EngineError: a server is not there, does not start, refuses, or serves another model.
     """
     token = os.environ.get(settings.token_env)
@@ -83,21 +85,29 @@ def open_servers(
             f" {settings.url}, which `rlgen serve` wrote to a file"
         )
     token = token or new_token()
+    if settings.transfer == "nccl":
+        require_gpu()
     with ExitStack() as undo:
-        outbox = Outbox(settings.transfer_dir)
-        undo.callback(outbox.close)
+        carrier: Outbox | Broadcast | None = Outbox(settings.transfer_dir) if settings.transfer == "files" else None
+        if carrier is not None:
+            undo.callback(carrier.close)
         supervisor = None
         if settings.launch:
             plan = server_plan(recipe, settings, location)
             supervisor = Supervisor(plan, token, logs / "server.log", settings.start_timeout)
             undo.callback(supervisor.stop)
         urls = [supervisor.url] if supervisor else servers(settings)
+        members = [Member(Server(url, token, settings.timeout), supervisor) for url in urls]
+        if carrier is None:
+            at = own_address(urls)
+            carrier = Broadcast([m.server for m in members], at, vllm_compat.nccl_connector(), settings.timeout)
+            undo.callback(carrier.close)
         engine = ServerEngine(
-            members=[Member(Server(url, token, settings.timeout), supervisor) for url in urls],
+            members=members,
             shape=model_shape(AutoConfig.from_pretrained(location, revision=recipe.model.revision)),
             in_flight=settings.in_flight,
             restarts=settings.restarts,
-            outbox=outbox,
+            carrier=carrier,
             say=say,
         )
         undo.pop_all()
@@ -122,4 +132,6 @@ def server_plan(recipe: Recipe, settings: ServerEngineRecipe, location: str) -> 
         quantization=settings.quantization,
         enforce_eager=settings.enforce_eager,
         extra=settings.extra,
+        nccl=settings.transfer == "nccl",
+        devices=settings.devices,
     )

@@ -58,6 +58,8 @@ class ServerPlan:
     quantization: str | None
     enforce_eager: bool | None
     extra: dict[str, Any]  # further arguments of vLLM
+    nccl: bool  # weights may come by vLLM's own transfer over NCCL
+    devices: str | None  # the GPUs that it sees, as CUDA_VISIBLE_DEVICES; None: those of this process
 
     @property
     def url(self) -> str:
@@ -94,6 +96,7 @@ class ServerPlan:
             "worker_extension_cls": "rlgen.engines.worker.Worker",
             "middleware": "rlgen.engines.gate.Gate",
             "disable_uvicorn_access_log": True,
+            "weight_transfer_config": {"backend": "nccl"} if self.nccl else None,
         }
         return [sys.executable, "-P", "-m", vllm_compat.SERVER_MODULE, *flags(arguments)]
 
@@ -112,6 +115,7 @@ class ServerPlan:
         }
         # The workers import this rlgen, wherever it lies.
         path = os.pathsep.join([str(Path(rlgen.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])])
+        kept |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
         return {**kept, **vllm_compat.server_environment(torch.cuda.is_available()), "PYTHONPATH": path, TOKEN_VARIABLE: token}
 
 

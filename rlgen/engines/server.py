@@ -16,6 +16,7 @@ from torch import Tensor
 from rlgen.engines.base import Facts, Receipt
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, ServerProcess
+from rlgen.engines.nccl import Broadcast
 from rlgen.engines.transfer import Outbox
 from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Request, Sampling
@@ -85,7 +86,7 @@ class ServerEngine:
         shape: of the model that is trained, see `model_shape`.
         in_flight: a sync pauses requests that are under way instead of waiting for them.
         restarts: how often servers may be brought back.
-        outbox: where weights are written for the servers.
+        carrier: takes weights to the servers. A broadcast keeps no copy of them: no server can be brought back then.
         say: receives a line for each recovery.
 
     Raises:
@@ -99,13 +100,13 @@ class ServerEngine:
         shape: Mapping[str, Any],
         in_flight: bool,
         restarts: int,
-        outbox: Outbox,
+        carrier: Outbox | Broadcast,
         say: Callable[[str], None],
     ) -> None:
         self._members = tuple(members)
         self._in_flight = in_flight
         self._restarts = restarts
-        self._outbox = outbox
+        self._carrier = carrier
         self._say = say
         self._run = secrets.token_hex(4)
         self._version = STALE
@@ -193,7 +194,18 @@ class ServerEngine:
         return asyncio.run(self._members[0].server.prefill(rows))
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
-        folder = self._outbox.write(weights, version)
+        if isinstance(self._carrier, Outbox):
+            receipts = self._deliver(self._carrier, weights, version, hashed)
+        else:
+            receipts = self._broadcast(self._carrier, weights, version, hashed)
+        for receipt in receipts[1:]:
+            if receipt.received != receipts[0].received or receipt.not_loaded:
+                return receipt  # what differs is found out by whoever sent the weights
+        return receipts[0]
+
+    def _deliver(self, outbox: Outbox, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[Receipt]:
+        """By files, to one server after the other; those that died are brought back."""
+        folder = outbox.write(weights, version)
         with self._recovering:
             receipts = []
             for member in self._members:
@@ -202,13 +214,35 @@ class ServerEngine:
                 except ServerLost as lost:
                     self._restart(member, lost)
                     receipts.append(self._load(member, folder, version, hashed))
-            self._outbox.keep(folder)
-            self._version = version
-            self._syncs += 1
-        for receipt in receipts[1:]:
-            if receipt.received != receipts[0].received or receipt.not_loaded:
-                return receipt  # what differs is found out by whoever sent the weights
-        return receipts[0]
+            outbox.keep(folder)
+            self._synced(version)
+        return receipts
+
+    def _broadcast(
+        self, broadcast: Broadcast, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool
+    ) -> list[Receipt]:
+        """Over NCCL, to all servers at once."""
+        servers = [member.server for member in self._members]
+        with self._recovering:
+            try:
+                for server in servers if self._in_flight else ():
+                    server.pause()
+                for server in servers:
+                    server.set_label(LOADING)  # of no run: what is answered until all of it is there is refused
+                receipts = broadcast.send(weights, version, hashed)
+                for server in servers:
+                    server.reset_cache()
+                    server.set_label(f"{self._run}.{version}")
+            finally:
+                # After a broadcast that failed nobody answers: asking would hide why.
+                for server in servers if self._in_flight and not broadcast.broken else ():
+                    server.resume()
+            self._synced(version)
+        return receipts
+
+    def _synced(self, version: int) -> None:
+        self._version = version
+        self._syncs += 1
 
     def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> Receipt:
         server = member.server
@@ -240,17 +274,21 @@ class ServerEngine:
         Raises:
             EngineError: nobody can start it, or servers have been brought back often enough.
         """
+        if isinstance(self._carrier, Broadcast):
+            raise EngineError(
+                f"{lost}. With engine.transfer nccl there is no copy of the weights to bring it back with"
+            ) from lost
         with self._recovering:
             if self._brought_back[lost.url] > before[lost.url]:
                 return
-            if self._closed.is_set() or self._outbox.current is None:
+            if self._closed.is_set() or self._carrier.current is None:
                 raise lost
             member = next(member for member in self._members if member.server.url == lost.url)
             if self._has_lost_its_weights(member):
                 self._count(lost)
             else:
                 self._restart(member, lost)
-            self._load(member, self._outbox.current, self._version, hashed=False)
+            self._load(member, self._carrier.current, self._version, hashed=False)
             self._say(
                 f"engine: {member.server.url} has the weights of version {self._version} again; what it owed is asked again"
             )
@@ -286,8 +324,11 @@ class ServerEngine:
 
     def close(self) -> None:
         self._closed.set()  # what is being sampled ends
+        if isinstance(self._carrier, Broadcast):
+            self._carrier.close()  # before the other side goes
         for member in self._members:
             if member.supervisor is not None:
                 member.supervisor.stop()
         self._background.shutdown(cancel_futures=True)
-        self._outbox.close()
+        if isinstance(self._carrier, Outbox):
+            self._carrier.close()

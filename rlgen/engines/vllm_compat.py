@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from rlgen.engines.base import Facts, Settings
+from rlgen.engines.base import Facts, Ledger, Settings
 from rlgen.errors import EngineError, SetupError
 from rlgen.types import Request, Sampling
 
@@ -334,12 +335,10 @@ def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], N
     try:
         reload(weights)
     except BaseException:
+        stop_listening(model)
         put_back(model, model_config)
         raise
-    finally:
-        missed = stop_listening(model)
-    repack_heads(model)
-    return tuple(sorted(missed)) if model_config.quantization is None else ()
+    return finish_listening(model, model_config)
 
 
 def put_back(model: nn.Module, model_config: Any) -> None:
@@ -355,13 +354,17 @@ def put_back(model: nn.Module, model_config: Any) -> None:
     layerwise.finalize_layerwise_reload(model, model_config)
 
 
-def listen(model: nn.Module) -> None:
-    """Has the model's loader take down what it fills: vLLM writes it to its log alone."""
+def listen(model: nn.Module, ledger: Ledger | None = None) -> None:
+    """Has the model's loader take down what it fills: vLLM writes it to its log alone.
+
+    Args:
+        ledger: takes down what comes, before anything is packed. None: whoever sends it does.
+    """
     load = model.load_weights
     missed = {name for name, _ in model.named_parameters()}
 
     def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        loaded: set[str] | None = load(weights)  # type: ignore[operator]
+        loaded: set[str] | None = load(ledger.record(weights) if ledger else weights)  # type: ignore[operator]
         if loaded is None:  # it does not say
             missed.clear()
         else:
@@ -371,11 +374,22 @@ def listen(model: nn.Module) -> None:
     model.__dict__.update(load_weights=heard, rlgen_missed=missed)
 
 
+def is_listening(model: nn.Module) -> bool:
+    return "rlgen_missed" in model.__dict__
+
+
 def stop_listening(model: nn.Module) -> set[str]:
     """What `listen` took down."""
     del model.__dict__["load_weights"]
     missed: set[str] = model.__dict__.pop("rlgen_missed")
     return missed
+
+
+def finish_listening(model: nn.Module, model_config: Any) -> tuple[str, ...]:
+    """After a load while `listen` was on: makes the weights the ones that compute, and returns as `load_into`."""
+    missed = stop_listening(model)
+    repack_heads(model)
+    return tuple(sorted(missed)) if model_config.quantization is None else ()
 
 
 def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
@@ -428,3 +442,53 @@ def repack_heads(model: nn.Module) -> int:
 def prompts_of(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
     """The salt keeps activations of one weight version from serving another, should a cache outlive its reset."""
     return [{"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt} for request in requests]
+
+
+class NcclEndpoint:
+    """Rank 0 of a group with the workers of servers that were started with --weight-transfer-config {"backend": "nccl"}.
+
+    Its methods run in any thread: which GPU is current is a property of each.
+
+    Args:
+        nccl: vLLM's module.
+        device: number of the GPU.
+
+    Raises:
+        SetupError: NCCL cannot be loaded: vLLM would then send nothing and say nothing.
+    """
+
+    def __init__(self, nccl: Any, device: int, host: str, port: int, world: int) -> None:
+        self._device = torch.device("cuda", device)
+        with torch.cuda.device(self._device):
+            self._communicator = nccl.trainer_init({"master_address": host, "master_port": port, "world_size": world})
+        if self._communicator.disabled:
+            raise SetupError("engine.transfer nccl: vLLM cannot load NCCL here; set engine.transfer to files")
+
+    def ready(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._device).contiguous()
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # another thread's stream may still be writing them
+            stream = torch.cuda.current_stream()
+            for tensor in tensors:
+                self._communicator.broadcast(tensor, src=0, stream=stream)
+            stream.synchronize()
+
+    def close(self) -> None:
+        self._communicator.destroy()
+
+
+def nccl_connector() -> Callable[[str, int, int], NcclEndpoint]:
+    """Opens an endpoint on this thread's GPU, given host, port and number of ranks; waits until all ranks have joined.
+
+    Raises:
+        SetupError: this vLLM has no such transfer.
+    """
+    with process_kept_as_is():
+        vllm = import_vllm()
+        try:
+            nccl = importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
+        except ImportError as error:
+            raise SetupError(f"vLLM {vllm.__version__} has no NCCL transfer: {error}; set engine.transfer to files") from error
+    return partial(NcclEndpoint, nccl, torch.cuda.current_device())

@@ -26,13 +26,20 @@ class Worker:
     vllm_config: Any
     model_runner: Any
     reload_weights: Any
+    # Of `rlgen_listen`.
+    rlgen_ledger: Ledger
 
     def rlgen_facts(self) -> dict[str, Any]:
-        """The fields of `Facts`, from the running worker, the shape of its model, and whether it runs on a GPU ("cuda")."""
+        """The fields of `Facts`, from the running worker, and what else a trainer asks.
+
+        "shape": of its model; "cuda": whether it runs on a GPU; "transfer": vLLM's transfer engine that it was started with.
+        """
         config = self.vllm_config
         facts = vllm_compat.facts(vllm_compat.import_vllm(), config.model_config, config.cache_config)
         shape = model_shape(config.model_config.hf_config)
-        return {**asdict(facts), "stop_ids": list(facts.stop_ids), "shape": shape, "cuda": torch.cuda.is_available()}
+        transfer = config.weight_transfer_config and config.weight_transfer_config.backend
+        more = {"shape": shape, "cuda": torch.cuda.is_available(), "transfer": transfer}
+        return {**asdict(facts), "stop_ids": list(facts.stop_ids), **more}
 
     def rlgen_load(self, path: str, version: int, hashed: bool) -> dict[str, Any]:
         """Replaces all weights by those in folder `path`. The prefix cache is to be emptied afterwards, by its own route.
@@ -56,6 +63,23 @@ class Worker:
         except Exception as error:  # vLLM raises whatever its parts raise
             return {"error": f"{path}: {type(error).__name__}: {error}", "intact": False}
         return {"version": version, "received": ledger.received, "not_loaded": list(not_loaded)}
+
+    def rlgen_listen(self, hashed: bool) -> dict[str, Any]:
+        """Takes down every tensor that vLLM's own transfer loads from now on, until `rlgen_heard`."""
+        model = self.model_runner.get_model()
+        if vllm_compat.is_listening(model):  # for a trainer that ended in the middle
+            vllm_compat.stop_listening(model)
+        self.rlgen_ledger = Ledger(hashed)
+        vllm_compat.listen(model, self.rlgen_ledger)
+        return {}
+
+    def rlgen_heard(self) -> dict[str, Any]:
+        """Returns {"received", "not_loaded"} of a `Receipt`, or {"error"}. The prefix cache is to be emptied afterwards."""
+        model = self.model_runner.get_model()
+        if not vllm_compat.is_listening(model):
+            return {"error": "rlgen_heard without rlgen_listen"}
+        not_loaded = vllm_compat.finish_listening(model, self.vllm_config.model_config)
+        return {"received": self.rlgen_ledger.received, "not_loaded": list(not_loaded)}
 
 
 def verified_files(folder: Path, version: int) -> list[Path]:

@@ -203,6 +203,10 @@ class ServerEngineRecipe(VllmRecipe):
     """Seconds that a launched server has to get ready."""
     restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 2
     """How often in a run a server that died or lost its weights is brought back."""
+    devices: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$")] | None = None
+    """CUDA_VISIBLE_DEVICES of a launched server, such as "1". None: the GPUs that the trainer sees."""
+    transfer: Literal["files", "nccl"] = "files"
+    """How weights get to the servers: through files, or straight from GPU to GPU (NCCL), each server on GPUs of its own."""
     transfer_dir: Text | None = None
     """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
     in_flight: StrictBool = False
@@ -221,6 +225,7 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
         # Of a server.
         *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
         *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
+        "weight_transfer_config",
     ]
 )
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, Recipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
@@ -222,6 +223,11 @@ def _server_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
     if urls and engine.launch:
         what = "engine.url names a server that runs already, but engine.launch is true: rlgen would start another"
         found.append(Finding("engine.url", what, "remove one of them"))
+    if engine.transfer == "nccl" and engine.launch and engine.devices is None:
+        what = "engine.transfer nccl needs the server on another GPU than the trainer, and engine.devices does not say which"
+        found.append(
+            Finding("engine.transfer", what, 'set engine.devices to its number, such as "1", or engine.transfer to files')
+        )
     for index, url in enumerate(urls):
         if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", url):
             hint = f"write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
@@ -262,10 +268,14 @@ def inert(recipe: Recipe) -> list[Finding]:
         found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
     if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.url is not None:
         # All but the dtype, which says what the server is expected to have.
-        for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "host", "port", "start_timeout"]:
+        for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "host", "port", "start_timeout", "devices"]:
             path = f"engine.{key}"
             why = f"{path} has no effect beside engine.url: that server runs already, with its own"
             found.append(Finding(path, why, "remove it, and give it to `rlgen serve`"))
+    if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.transfer == "nccl":
+        why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
+        for path in ("engine.transfer_dir", "engine.restarts"):
+            found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
     if model.path.startswith("tiny:") or is_local_model(model.path):
         found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
     return found
@@ -325,8 +335,11 @@ def notices(recipe: Recipe) -> list[str]:
         hosts += [recipe.engine.host] if recipe.engine.launch else []
         for host in dict.fromkeys(host for host in hosts if not is_loopback(host)):
             said.append(f"engine: {host} is beyond this machine, and http is not encrypted: for networks that you trust only")
-            if recipe.engine.transfer_dir is None and not recipe.engine.launch:
+            if recipe.engine.transfer_dir is None and recipe.engine.transfer == "files" and not recipe.engine.launch:
                 said.append(f"engine: {host} must see the weights of this machine; set engine.transfer_dir to a folder of both")
+        outside = [url for url in servers(recipe.engine) if not is_loopback(urlsplit(url).hostname or "")]
+        if recipe.engine.transfer == "nccl" and outside:
+            said.append(f"engine.transfer nccl to {outside[0]} has no token and no encryption: for networks that you trust only")
     if recipe.model.lora is not None and recipe.optim.learning_rate < SMALL_FOR_LORA:
         said.append(
             f"optim.learning_rate {recipe.optim.learning_rate:g} is usual for full weights; adapters start at zero and take ten"

@@ -36,11 +36,12 @@ model: {path: "tiny:qwen3", dtype: float32}
 data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
 rewards: [{use: exact_match}]
 rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
+engine: {kind: server, launch: true, transfer: nccl, devices: "0"}  # NCCL itself needs GPUs; files are taken all the same
 """
 PLAN = ServerPlan(
     model="tiny", revision=None, dtype="float32", fp32_head=True, max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1,
     gpu_memory_utilization=None, tensor_parallel_size=1, host="127.0.0.1", port=0, model_impl="auto", quantization=None,
-    enforce_eager=None, extra={},
+    enforce_eager=None, extra={}, nccl=False, devices=None,
 )  # fmt: skip
 
 
@@ -122,6 +123,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
             break
     found = re.search(r"at (http://127\.0\.0\.1:\d+); RLGEN_SERVER_TOKEN=\$\(cat (\S+)\)", lines[-1])
     assert found, lines
+    assert lines[-1].endswith(f'engine={{kind: server, url: "{found[1]}", transfer: nccl}}\'\n')
     token = Path(found[2]).read_text()
     headers = {"Authorization": f"Bearer {token}"}
     with httpx.Client(base_url=found[1], headers=headers, timeout=60, trust_env=False) as client:
@@ -141,7 +143,7 @@ def test_the_server_says_what_it_is(serving: Serving) -> None:
     settings = {"dtype": "float32", "head_dtype": "float32", "logprobs_mode": "processed_logprobs", "vocab_size": 260}
     assert facts["settings"] == settings and facts["revision"] is None
     assert (sorted(facts["stop_ids"]), facts["max_model_len"], facts["cache_block"]) == ([257, 259], 76, 128)
-    assert facts["cuda"] == torch.cuda.is_available()
+    assert (facts["cuda"], facts["transfer"]) == (torch.cuda.is_available(), "nccl")
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], version: int) -> Path:

@@ -53,6 +53,8 @@ def plan(port: int = 0) -> ServerPlan:
         quantization=None,
         enforce_eager=None,
         extra={},
+        nccl=False,
+        devices=None,
     )
 
 
@@ -80,7 +82,7 @@ class Bench:
             shape=model_shape(self.model.config),
             in_flight=False,
             restarts=restarts,
-            outbox=Outbox(None),
+            carrier=Outbox(None),
             say=self.said.append,
         )
 
@@ -133,7 +135,7 @@ def engine(bench: Bench, undisturbed: list[Completion]) -> Iterator[ServerEngine
 def close(engine: ServerEngine) -> None:
     """All but the server, which other tests go on with."""
     engine._background.shutdown(wait=False, cancel_futures=True)
-    engine._outbox.close()
+    engine._carrier.close()
 
 
 def after(seconds: float, action: Callable[[], None]) -> None:

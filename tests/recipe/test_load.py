@@ -180,6 +180,16 @@ def test_overrides(recipe_file: Path) -> None:
         ("engine={kind: transformers, url: 'http://x'}", "an engine of this kind has no server; set engine.kind to server"),
         ("engine={kind: server, url: 'http://a:1', port: 1}", "engine.port has no effect beside engine.url"),
         ("engine={kind: server, url: 'http://a:1', kv_cache_gib: 1}", "engine.kv_cache_gib has no effect beside engine.url"),
+        ("engine={kind: server, launch: true, transfer: nccl}", 'set engine.devices to its number, such as "1"'),
+        ("engine={kind: server, launch: true, transfer: ipc}", "'ipc' is not one of files, nccl"),
+        ("engine={kind: server, launch: true, devices: '1, 2'}", "engine.devices"),
+        ("engine={kind: server, url: 'http://a:1', devices: '1'}", "engine.devices has no effect beside engine.url"),
+        (
+            "engine={kind: server, url: 'http://a:1', transfer: nccl, restarts: 1}",
+            "engine.restarts has no effect with engine.transfer",
+        ),
+        ("engine={kind: server, url: 'http://a:1', transfer: nccl, transfer_dir: /x}", "engine.transfer_dir has no effect with"),
+        ("engine={extra: {weight_transfer_config: {}}}", "engine.extra.weight_transfer_config is set by rlgen"),
         ("model.quantization=nf4", "holds weights that cannot be trained, without model.lora"),
         ("model.lora={dropout: 0.1}", "a forward is a function of ids and weights, without dropout"),
         ("model.lora={r: 8}", "did you mean `rank`?"),
@@ -214,7 +224,12 @@ def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     assert "kv_cache" not in dump_recipe(there.recipe) and "start_timeout" not in dump_recipe(there.recipe)
     ours = load_recipe(recipe_file, ["engine={kind: server, launch: true, host: 0.0.0.0, kv_cache_gib: 1}"])
     assert "0.0.0.0 is beyond this machine" in ours.notices[-1] and "kv_cache_gib: 1.0" in dump_recipe(ours.recipe)
-    for loaded in (there, ours):
+    gpus = load_recipe(recipe_file, ["engine={kind: server, launch: true, transfer: nccl, devices: '1,2'}"])
+    assert "restarts" not in dump_recipe(gpus.recipe) and "devices: 1,2" in dump_recipe(gpus.recipe)
+    far = load_recipe(recipe_file, ["engine={kind: server, url: 'https://10.0.0.7:2', transfer: nccl}"])
+    assert "nccl to https://10.0.0.7:2 has no token and no encryption" in far.notices[-1]
+    assert not any("no token" in note for note in [*there.notices, *gpus.notices])
+    for loaded in (there, ours, gpus, far):
         assert load_recipe(write(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
 
 

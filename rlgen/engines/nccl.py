@@ -1,0 +1,231 @@
+"""Weights on their way to servers on other GPUs: straight from GPU to GPU, by vLLM's own transfer engine over NCCL.
+
+The trainer is rank 0 of a group, each worker of each server another rank. A sync is, on all servers at once:
+
+    rlgen_listen, /start_weight_update, (/update_weights while this side broadcasts), ..., /finish_weight_update, rlgen_heard
+
+Two NCCL ranks cannot share a GPU. vLLM can hand over memory of a shared one (IPC), but over HTTP with pickled handles and
+VLLM_ALLOW_INSECURE_SERIALIZATION=1, with which whoever reaches the server runs code there: rlgen never accepts that.
+
+The group has no token and no encryption: for networks that you trust.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from itertools import accumulate
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from rlgen.engines.base import Receipt
+from rlgen.engines.http import ANSWER_SECONDS, Server
+from rlgen.engines.launch import claim
+from rlgen.errors import EngineError, SetupError
+from rlgen.recipe.rules import is_loopback
+
+CHUNK_BYTES = 1 << 30  # sent at a time; a larger tensor is sent alone
+TRAINER = "the trainer's side"
+RESTART = "the group is of no use any more: restart the servers, which may still wait in it, and then the run"
+NEEDS_GPU = "engine.transfer nccl needs GPUs on both sides; set it to files"
+
+
+class Endpoint(Protocol):
+    """This side of the group, see `vllm_compat.NcclEndpoint`."""
+
+    def ready(self, tensor: Tensor) -> Tensor:
+        """The same numbers on this side's GPU, without gaps between them."""
+        ...
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Sends them in this order and returns when all have left. Waits for every worker."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the group, whoever still waits in it."""
+        ...
+
+
+class Broadcast:
+    """Sends weights to several servers at once.
+
+    Args:
+        servers: started with engine.transfer nccl; all their workers join the group.
+        host: an address of this machine that the servers reach.
+        connect: joins as rank 0, given host, port and number of ranks; waits until all have joined.
+        timeout: seconds that each phase of a sync may take.
+
+    Raises:
+        SetupError: there is no GPU here.
+        EngineError: a server takes no weights over NCCL, or a side did not join.
+    """
+
+    def __init__(
+        self, servers: Sequence[Server], host: str, connect: Callable[[str, int, int], Endpoint], timeout: float
+    ) -> None:
+        self._servers, self._timeout = tuple(servers), timeout
+        self._endpoint: Endpoint | None = None
+        workers = [workers_of(server) for server in servers]
+        *offsets, world = accumulate(workers, initial=1)  # the trainer is rank 0
+        port = claim(host, 0)
+        calls: dict[str, Callable[[], Any]] = {TRAINER: lambda: connect(host, port, world)}
+        for server, offset in zip(servers, offsets, strict=True):
+            info = {"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world, "packed": False}
+            calls[server.url] = self._post(server, "/init_weight_transfer_engine", {"init_info": info})
+        self._endpoint = self._together(f"joining a group of {world} at {host}:{port}", calls)[TRAINER]
+
+    @property
+    def broken(self) -> bool:
+        """Whether the group is of no use any more."""
+        return self._endpoint is None
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[Receipt]:
+        """A receipt of each server. Their caches are emptied by the caller.
+
+        Raises:
+            EngineError: something failed, or took too long; nothing can be sent any more.
+        """
+        if self._endpoint is None:
+            raise EngineError(f"engine.transfer nccl: an earlier sync failed; {RESTART}")
+        try:
+            self._each("listening", lambda server: lambda: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
+            self._each("/start_weight_update", lambda server: self._post(server, "/start_weight_update"))
+            for chunk in chunks((name, self._endpoint.ready(tensor)) for name, tensor in weights):
+                self._send_chunk(self._endpoint, chunk)
+            self._each("/finish_weight_update", lambda server: self._post(server, "/finish_weight_update"))
+            heard = self._each("what it heard", lambda server: lambda: server.rpc("rlgen_heard", self._timeout))
+        except BaseException:
+            self._leave()
+            raise
+        return [receipt_of(server.url, heard[server.url], version) for server in self._servers]
+
+    def _send_chunk(self, endpoint: Endpoint, chunk: Mapping[str, Tensor]) -> None:
+        """One call to all servers while this side broadcasts: each waits for the other."""
+        tensors = list(chunk.values())
+        info = {
+            "names": list(chunk),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+        }
+        calls = {server.url: self._post(server, "/update_weights", {"update_info": info}) for server in self._servers}
+        self._together("/update_weights", {**calls, TRAINER: lambda: endpoint.broadcast(tensors)})
+
+    def _post(self, server: Server, route: str, body: Mapping[str, Any] | None = None) -> Callable[[], Any]:
+        return lambda: server.call("POST", route, body, self._timeout)
+
+    def _each(self, phase: str, call: Callable[[Server], Callable[[], Any]]) -> dict[str, Any]:
+        """The answers, by address."""
+        return self._together(phase, {server.url: call(server) for server in self._servers})
+
+    def _together(self, phase: str, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        """What `calls` return, made all at the same time. When one fails, the others are not waited for: they may never end.
+
+        Raises:
+            EngineError: one failed, or the time is up.
+        """
+        futures = {who: started(call) for who, call in calls.items()}
+        # A call over HTTP has the same limit, and says more when it is over.
+        done, pending = wait(futures.values(), timeout=self._timeout + 1, return_when=FIRST_EXCEPTION)
+        for who, future in futures.items():
+            if future in done and (error := future.exception()):
+                words = str(error) if who in str(error) else f"{who}: {type(error).__name__}: {error}"
+                raise EngineError(f"engine.transfer nccl, {phase}: {words}; {RESTART}") from error
+        if pending:
+            late = " and ".join(who for who, future in futures.items() if future in pending)
+            raise EngineError(f"engine.transfer nccl, {phase}: no end within {self._timeout:.0f} s at {late}; {RESTART}")
+        return {who: future.result() for who, future in futures.items()}
+
+    def close(self) -> None:
+        """Leaves the group, and has the servers forget it. It cannot be used afterwards."""
+        if self.broken:
+            return
+        self._leave()
+        for server in self._servers:
+            with contextlib.suppress(EngineError):  # one that died, or does not know how: it forgets when the next group comes
+                server.call("POST", "/shutdown_weight_transfer_engine")
+
+    def _leave(self) -> None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            wait([started(endpoint.close)], timeout=min(ANSWER_SECONDS, self._timeout))
+
+
+def started(call: Callable[[], Any]) -> "Future[Any]":
+    """What a thread of its own makes of `call`. One that hangs does not keep the process from ending, as a pool's would."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rlgen-nccl", daemon=True).start()
+    return future
+
+
+def chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """`weights` in their order, at most CHUNK_BYTES at a time."""
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if chunk and size + tensor.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, size = {}, 0
+        chunk[name] = tensor
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def workers_of(server: Server) -> int:
+    """How many workers of `server` take weights over NCCL.
+
+    Raises:
+        EngineError: it was started without.
+    """
+    told = server.rpc("rlgen_facts", ANSWER_SECONDS)
+    if not told[0]["cuda"]:
+        raise EngineError(f"{server.url} runs on a CPU: {NEEDS_GPU}")
+    if told[0].get("transfer") != "nccl":
+        flag = """--weight-transfer-config '{"backend": "nccl"}'"""
+        raise EngineError(f"{server.url} takes no weights over NCCL: start it with {flag}, or by `rlgen serve` with this recipe")
+    return len(told)
+
+
+def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> Receipt:
+    """What the workers of a server took down; holds what any of them missed."""
+    received = heard[0]["received"]
+    if any(other["received"] != received for other in heard):
+        raise EngineError(f"{url}: its workers received different weights over NCCL")
+    missed = sorted({name for worker in heard for name in worker["not_loaded"]})
+    return Receipt(version=version, received=received, not_loaded=tuple(missed))
+
+
+def require_gpu() -> None:
+    """Raises SetupError if there is none here."""
+    if not torch.cuda.is_available():
+        raise SetupError(NEEDS_GPU)
+
+
+def own_address(urls: Sequence[str]) -> str:
+    """An address of this machine that all of `urls` can reach: the one that leads to a server of another machine, if any does.
+
+    Raises:
+        EngineError: there is no way to a server.
+    """
+    found = []
+    for url in urls:
+        place = urlsplit(url)
+        # Connecting a datagram socket sends nothing; it looks up the way. vLLM's rendezvous knows IPv4 alone.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((place.hostname, place.port or 80))
+            except OSError as error:
+                raise EngineError(f"engine.transfer nccl: there is no way to {url} over IPv4: {error}") from error
+            found.append(str(probe.getsockname()[0]))
+    return next((address for address in found if not is_loopback(address)), found[0])

@@ -1,0 +1,440 @@
+"""Weights from GPU to GPU, as far as a machine without one can show it.
+
+Broadcast and servers: against servers and a group in Python that block as theirs do: an update of a worker ends when the trainer
+has broadcast what it waits for. Workers: vLLM's own transfer engine on the CPU, with a group in Python below it.
+NCCL itself is run by none of these tests.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_sample, open_vllm, tiny_model
+from torch import Tensor
+
+from rlgen.engines import build_engine, nccl
+from rlgen.engines.base import Ledger, fingerprint
+from rlgen.engines.nccl import CHUNK_BYTES, Broadcast, chunks, own_address, receipt_of
+from rlgen.engines.server import Member, ServerEngine
+from rlgen.engines.worker import Worker
+from rlgen.errors import EngineError, SentinelError, ServerLost, SetupError
+from rlgen.models.policy import Policy
+from rlgen.models.weights import checkpoint_tensors
+from rlgen.processes import Processes
+from rlgen.recipe import load_recipe
+from rlgen.rollout.score import score
+from rlgen.sentinel.sync import check_receipt
+from rlgen.types import Request, Sampling
+
+WEIGHTS = {name: torch.full((2, 3), float(number)) for number, name in enumerate("abcde")}
+SECONDS = 2.0  # that a phase may take
+
+
+class Group:
+    """What the ranks meet in: each tensor that the trainer broadcasts is taken by every worker."""
+
+    def __init__(self, workers: int) -> None:
+        self.log: list[Any] = []
+        self.lines: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(workers)]
+        self.joined = threading.Barrier(workers + 1)
+        self.closed = False
+
+    def connect(self, host: str, port: int, world: int) -> "Group":
+        self.log.append(("trainer joins", host, port, world))
+        self.joined.wait(10)
+        return self
+
+    def ready(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            for line in self.lines:
+                line.put(tensor)
+        while any(line.qsize() for line in self.lines):  # it returns when all have it
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeServer:
+    """A server whose workers are at `lines` of the group. `faults`: by route or method, what to do instead."""
+
+    def __init__(self, url: str, group: Group, ranks: Sequence[int], transfer: str | None = "nccl", cuda: bool = True) -> None:
+        self.url, self._group, self._ranks = url, group, ranks
+        self._facts = {"cuda": cuda, "transfer": transfer}
+        self._ledgers = [Ledger(True) for _ in ranks]
+        self._failing: dict[str, BaseException] = {}
+        self.deaf_to: str | None = None
+
+    def fail(self, route: str, error: BaseException) -> None:
+        self._failing[route] = error
+
+    def _note(self, what: str, *more: Any) -> None:
+        self._group.log.append((self.url, what, *more))
+        if what in self._failing:
+            raise self._failing[what]
+
+    def rpc(self, method: str, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
+        self._note(method)
+        if method == "rlgen_facts":
+            return [self._facts for _ in self._ranks]
+        if method == "rlgen_listen":
+            self._ledgers = [Ledger(arguments["hashed"]) for _ in self._ranks]
+            return [{} for _ in self._ranks]
+        assert method == "rlgen_heard"
+        return [{"received": ledger.received, "not_loaded": []} for ledger in self._ledgers]
+
+    def call(self, method: str, route: str, body: Any = None, timeout: float = 5.0) -> Any:
+        assert method == "POST"
+        if route == "/init_weight_transfer_engine":
+            self._note(route, body["init_info"])
+            workers = [started(self._group.joined.wait, 10) for _ in self._ranks]
+        elif route == "/update_weights":
+            info = body["update_info"]
+            self._note(route, info["names"], info["dtype_names"], info["shapes"])
+            workers = [started(self._receive, place, info, timeout) for place in range(len(self._ranks))]
+        else:
+            self._note(route)
+            workers = []
+        for worker in workers:
+            worker.join(timeout)
+            if worker.is_alive():
+                raise ServerLost(self.url, f"has not answered {route} within {timeout:.0f} s: it hangs")
+        return {"message": "done"}
+
+    def _receive(self, place: int, info: dict[str, Any], timeout: float) -> None:
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            try:
+                tensor = self._group.lines[self._ranks[place] - 1].get(timeout=timeout + 5)
+            except queue.Empty:  # nobody waits any more
+                return
+            assert (tensor.dtype, list(tensor.shape), tensor.is_contiguous()) == (getattr(torch, dtype), shape, True)
+            if name != self.deaf_to:
+                list(self._ledgers[place].record([(name, tensor)]))
+
+    # Of the engine's other needs.
+    def pause(self) -> None:
+        self._note("pause")
+
+    def resume(self) -> None:
+        self._note("resume")
+
+    def reset_cache(self) -> None:
+        self._note("reset_cache")
+
+    def set_label(self, label: str) -> None:
+        self._note("set_label", label.partition(".")[2])
+
+
+def started(call: Any, *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def bench() -> tuple[Group, list[FakeServer], Broadcast]:
+    """Two servers of two workers each."""
+    group = Group(4)
+    servers: Any = [FakeServer("http://one", group, (1, 2)), FakeServer("http://two", group, (3, 4))]
+    return group, servers, Broadcast(servers, "127.0.0.1", group.connect, SECONDS)
+
+
+def of(log: list[Any], url: str) -> list[Any]:
+    return [entry[1:] if len(entry) > 2 else entry[1] for entry in log if entry[0] == url]
+
+
+def test_every_worker_of_every_server_gets_a_rank_of_its_own() -> None:
+    group, _, broadcast = bench()
+    ((_, host, port, world),) = [entry for entry in group.log if entry[0] == "trainer joins"]
+    assert (host, world) == ("127.0.0.1", 5) and port > 0
+    info = {"master_address": host, "master_port": port, "world_size": 5, "packed": False}
+    assert of(group.log, "http://one") == ["rlgen_facts", ("/init_weight_transfer_engine", {**info, "rank_offset": 1})]
+    assert of(group.log, "http://two") == ["rlgen_facts", ("/init_weight_transfer_engine", {**info, "rank_offset": 3})]
+    broadcast.close()
+    assert group.closed and of(group.log, "http://two")[-1] == "/shutdown_weight_transfer_engine"
+
+
+def test_all_tensors_arrive_in_order_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "CHUNK_BYTES", 50)  # two tensors of 24 bytes
+    group, _, broadcast = bench()
+    weights = {**WEIGHTS, "turned": torch.arange(6.0).reshape(2, 3).T, "large": torch.zeros(5, 4, dtype=torch.bfloat16)}
+    group.log.clear()
+    pulled = iter(weights.items())
+    receipts = broadcast.send(pulled, 7, hashed=True)
+    assert next(pulled, None) is None
+    expected = [
+        "rlgen_listen",
+        "/start_weight_update",
+        ("/update_weights", ["a", "b"], ["float32"] * 2, [[2, 3]] * 2),
+        ("/update_weights", ["c", "d"], ["float32"] * 2, [[2, 3]] * 2),
+        ("/update_weights", ["e", "turned"], ["float32"] * 2, [[2, 3], [3, 2]]),
+        ("/update_weights", ["large"], ["bfloat16"], [[5, 4]]),
+        "/finish_weight_update",
+        "rlgen_heard",
+    ]
+    assert of(group.log, "http://one") == expected and of(group.log, "http://two") == expected
+    # no server is a phase ahead of the other
+    assert [entry[1] for entry in group.log][::2] == [entry[1] for entry in group.log][1::2]
+    sent = {name: fingerprint(tensor, True) for name, tensor in weights.items()}
+    for receipt in receipts:
+        check_receipt(sent, receipt, 7, 7)
+        assert list(receipt.received) == list(weights)
+
+
+def test_chunks() -> None:
+    big = torch.empty(CHUNK_BYTES // 4 + 1, device="meta")
+    small = torch.empty(1, device="meta")
+    found = [list(chunk) for chunk in chunks([("a", small), ("b", big), ("c", small), ("d", small)])]
+    assert found == [["a"], ["b"], ["c", "d"]] and list(chunks([])) == []
+
+
+def test_a_tensor_that_a_server_does_not_hear_is_found() -> None:
+    _, servers, broadcast = bench()
+    sent = {name: fingerprint(tensor, False) for name, tensor in WEIGHTS.items()}
+    servers[1].deaf_to = "c"
+    good, bad = broadcast.send(WEIGHTS.items(), 1, hashed=False)
+    check_receipt(sent, good, 1, 1)
+    with pytest.raises(SentinelError, match="1 tensors did not arrive or were not loaded, among them c"):
+        check_receipt(sent, bad, 1, 1)
+
+
+def test_a_receipt_holds_what_any_worker_missed() -> None:
+    heard: list[dict[str, Any]] = [{"received": {"a": "x"}, "not_loaded": names} for names in ([], ["q", "p"], ["q"])]
+    assert receipt_of("http://one", heard, 2).not_loaded == ("p", "q")
+    heard[2]["received"] = {"a": "y"}
+    with pytest.raises(EngineError, match="http://one: its workers received different weights"):
+        receipt_of("http://one", heard, 2)
+
+
+@pytest.mark.parametrize(
+    "route", ["rlgen_listen", "/start_weight_update", "/update_weights", "/finish_weight_update", "rlgen_heard"]
+)
+def test_a_server_that_fails_ends_the_sync_at_once_and_for_good(route: str) -> None:
+    group, servers, broadcast = bench()
+    servers[1].fail(route, ServerLost("http://two", f"failed at {route} with 500: Internal Server Error"))
+    phase = "what it heard" if route == "rlgen_heard" else "listening" if route == "rlgen_listen" else route
+    began = time.monotonic()
+    with pytest.raises(EngineError) as error:
+        broadcast.send(WEIGHTS.items(), 1, hashed=False)
+    assert time.monotonic() - began < SECONDS / 2  # nobody waits for those that still do
+    assert f"nccl, {phase}: the vLLM server http://two failed at {route} with 500" in str(
+        error.value
+    ) and "restart the servers" in str(error.value)
+    assert not isinstance(error.value, ServerLost)
+    assert broadcast.broken and group.closed
+    group.log.clear()
+    with pytest.raises(EngineError, match="an earlier sync failed"):
+        broadcast.send(WEIGHTS.items(), 2, hashed=False)
+    broadcast.close()
+    assert group.log == []
+
+
+def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _, broadcast = bench()
+    monkeypatch.setattr(group, "broadcast", lambda tensors: time.sleep(30))
+    began = time.monotonic()
+    with pytest.raises(
+        EngineError,
+        match=r"/update_weights: the vLLM server http://(one|two) has not answered /update_weights within 2 s: it hangs",
+    ):
+        broadcast.send(WEIGHTS.items(), 1, hashed=False)
+    assert SECONDS <= time.monotonic() - began < SECONDS + 3
+    # the servers have all they want, this side never ends
+    group, servers, broadcast = bench()
+    monkeypatch.setattr(group, "broadcast", lambda tensors: time.sleep(30))
+    for server in servers:
+        monkeypatch.setattr(server, "_receive", lambda place, info, timeout: None)
+    with pytest.raises(EngineError, match="/update_weights: no end within 2 s at the trainer's side; the group"):
+        broadcast.send(WEIGHTS.items(), 1, hashed=False)
+
+
+def test_a_failure_of_this_side_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _, broadcast = bench()
+
+    def fails(tensors: Sequence[Tensor]) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(group, "broadcast", fails)
+    with pytest.raises(
+        EngineError, match="/update_weights: the trainer's side: RuntimeError: NCCL error: unhandled system error"
+    ):
+        broadcast.send(WEIGHTS.items(), 1, hashed=False)
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        yield "a", WEIGHTS["a"]
+        raise ValueError("no memory for b")
+
+    _, _, broadcast = bench()
+    with pytest.raises(ValueError, match="no memory for b"):
+        broadcast.send(gathered(), 1, hashed=False)
+    assert broadcast.broken  # the servers are in the middle of an update
+
+
+def test_who_cannot_join_is_told() -> None:
+    def opened(**facts: Any) -> None:
+        group = Group(2)
+        servers: Any = [FakeServer("http://one", group, (1, 2), **facts)]
+        Broadcast(servers, "127.0.0.1", group.connect, SECONDS)
+
+    with pytest.raises(EngineError, match=r"http://one takes no weights over NCCL: start it with --weight-transfer-config"):
+        opened(transfer=None)
+    with pytest.raises(EngineError, match=r"http://one runs on a CPU: engine.transfer nccl needs GPUs on both sides"):
+        opened(cuda=False)
+    group = Group(2)
+    absent: Any = FakeServer("http://one", group, (1, 2))
+    absent.fail("/init_weight_transfer_engine", ServerLost("http://one", "failed at /init_weight_transfer_engine with 500: x"))
+    with pytest.raises(
+        EngineError, match=r"joining a group of 3 at 127.0.0.1:\d+: the vLLM server http://one failed at /init_weight"
+    ):
+        Broadcast([absent], "127.0.0.1", group.connect, SECONDS)
+
+
+def test_the_address_that_servers_reach() -> None:
+    assert own_address(["http://127.0.0.1:8000"]) == "127.0.0.1"
+    with pytest.raises(EngineError, match=r"no way to http://no.such.host.invalid:1 over IPv4"):
+        own_address(["http://no.such.host.invalid:1"])
+
+
+# --- the engine --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[Group, list[FakeServer], ServerEngine]:
+    group, servers, broadcast = bench()
+    monkeypatch.setattr(
+        ServerEngine, "_examined", staticmethod(lambda server, shape: SimpleNamespace(settings="same", stop_ids=(1,)))
+    )
+    members = [Member(server, None) for server in servers]  # type: ignore[arg-type]
+    engine = ServerEngine(members=members, shape={}, in_flight=True, restarts=2, carrier=broadcast, say=print)
+    group.log.clear()
+    return group, servers, engine
+
+
+def test_a_sync_pauses_sends_forgets_labels_and_resumes(on_servers: tuple[Group, list[FakeServer], ServerEngine]) -> None:
+    group, _, engine = on_servers
+    receipt = engine.sync(WEIGHTS.items(), 3)
+    check_receipt({name: fingerprint(tensor, False) for name, tensor in WEIGHTS.items()}, receipt, 3, engine.weight_version)
+    told = [entry if isinstance(entry, str) else entry[0] for entry in of(group.log, "http://one")]
+    update = ["rlgen_listen", "/start_weight_update", "/update_weights", "/finish_weight_update", "rlgen_heard"]
+    assert told == ["pause", *update, "reset_cache", "set_label", "resume"]
+    assert of(group.log, "http://two")[-2] == ("set_label", "3")
+    engine.close()
+    assert group.closed
+
+
+def test_a_failed_broadcast_keeps_the_version_and_asks_no_server_more(
+    on_servers: tuple[Group, list[FakeServer], ServerEngine],
+) -> None:
+    group, servers, engine = on_servers
+    engine.sync(WEIGHTS.items(), 3)
+    group.log.clear()
+    servers[0].fail("/update_weights", ServerLost("http://one", "died"))
+    with pytest.raises(EngineError, match="http://one died; the group is of no use"):
+        engine.sync(WEIGHTS.items(), 4)
+    assert engine.weight_version == 3 and not any("resume" in entry for entry in group.log)
+
+
+def test_a_lost_server_cannot_be_brought_back(
+    on_servers: tuple[Group, list[FakeServer], ServerEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, servers, engine = on_servers
+
+    async def sample(*_: Any) -> None:
+        raise ServerLost("http://one", "closed the connection: it died")
+
+    for server in servers:
+        monkeypatch.setattr(server, "sample", sample, raising=False)
+    engine.sync(WEIGHTS.items(), 1)
+    with pytest.raises(EngineError, match=r"it died. With engine.transfer nccl there is no copy of the weights"):
+        engine.generate([Request(prompt_ids=(1,), seed=1)], Sampling(max_tokens=2, temperature=1.0, stop_ids=(1,)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused_before_a_server_is_started(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file, ["engine={kind: server, launch: true, transfer: nccl, devices: '1'}"]).recipe
+    with pytest.raises(SetupError, match=r"engine.transfer nccl needs GPUs on both sides; set it to files"):
+        build_engine(recipe, "no/such/model", Processes.alone(), tmp_path, print)
+    assert not list(tmp_path.glob("*.log"))
+
+
+# --- the workers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its group is in Python, and on the CPU")
+def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own engine for NCCL, worker and loader; the group and two functions of CUDA are ours."""
+    engine = open_vllm("qwen3", max_model_len=256, extra={"weight_transfer_config": {"backend": "nccl"}})
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    sent = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
+    line: queue.Queue[Tensor] = queue.Queue()
+
+    class Line:
+        def broadcast(self, tensor: Tensor, src: int, stream: Any) -> None:
+            tensor.copy_(line.get(timeout=5))
+
+        def destroy(self) -> None:
+            pass
+
+    def worker(method: str, *arguments: Any) -> Any:
+        (answer,) = engine._llm.collective_rpc(lambda self: getattr(self, method)(*arguments))
+        return answer
+
+    def ours(method: Any, *arguments: Any) -> Any:
+        (answer,) = engine._llm.collective_rpc(lambda self: method(self, *arguments))
+        return answer
+
+    def update(tensors: dict[str, Tensor]) -> dict[str, Any]:
+        ours(Worker.rlgen_listen, True)
+        worker("start_weight_update")
+        for chunk in (list(tensors.items())[:5], list(tensors.items())[5:]):
+            for _, tensor in chunk:
+                line.put(tensor)
+            names, shapes = [name for name, _ in chunk], [list(tensor.shape) for _, tensor in chunk]
+            worker("update_weights", {"names": names, "dtype_names": ["float32"] * len(chunk), "shapes": shapes})
+        worker("finish_weight_update")
+        told: dict[str, Any] = ours(Worker.rlgen_heard)
+        return told
+
+    try:
+        assert ours(Worker.rlgen_facts)["transfer"] == "nccl"
+        ours(lambda self: setattr(self.weight_transfer_engine, "model_update_group", Line()))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+        assert update(sent) == {
+            "received": {name: fingerprint(tensor, True) for name, tensor in sent.items()},
+            "not_loaded": [],
+        }
+        assert "without rlgen_listen" in ours(Worker.rlgen_heard)["error"]
+        engine._llm.reset_prefix_cache()
+        request = Request(prompt_ids=(10, 20, 30, 40), seed=5)
+        (answer,) = engine.generate([request], Sampling(max_tokens=8, temperature=1.0, stop_ids=(257,)))
+        sample = make_sample(
+            prompt_ids=request.prompt_ids,
+            completion_ids=answer.token_ids,
+            sampler_logp=answer.logp,
+            loss_mask=(True,) * len(answer.token_ids),
+        )
+
+        def gap(other: Any) -> float:
+            (logp,) = score(Policy(other, torch.float32, True), [sample], 1.0, 4096, Processes.alone())
+            return (torch.tensor(answer.logp) - logp).abs().max().item()
+
+        assert gap(model) < 1e-5 and gap(tiny_model("qwen3")) > 0.1  # a tied head that stayed old would be off by nats
+        ours(Worker.rlgen_listen, True)  # a trainer that ended here
+        few = {name: tensor for name, tensor in sent.items() if name != "model.layers.1.mlp.down_proj.weight"}
+        told = update(few)
+        assert list(told["received"]) == list(few) and told["not_loaded"] == ["model.layers.1.mlp.down_proj.weight"]
+    finally:
+        engine.close()
