@@ -22,8 +22,9 @@ format: $(READY) ## apply style
 type: $(READY) ## check types
 	$(VENV)/mypy
 
+# A worker a core, one thread each: two busy threads in each of two processes take many times longer on two cores.
 test: $(READY) ## all tests, real vLLM included
-	$(VENV)/pytest
+	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile
 
 oracle: $(READY) ## compare all losses with TRL's own code, in value and gradient, and print the table
 	$(VENV)/python tests/oracle/matrix.py

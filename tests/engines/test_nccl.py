@@ -324,7 +324,7 @@ def test_a_sync_pauses_sends_forgets_labels_and_resumes(on_servers: tuple[Group,
     check_receipt({name: fingerprint(tensor, False) for name, tensor in WEIGHTS.items()}, receipt, 3, engine.weight_version)
     told = [entry if isinstance(entry, str) else entry[0] for entry in of(group.log, "http://one")]
     update = ["rlgen_listen", "/start_weight_update", "/update_weights", "/finish_weight_update", "rlgen_heard"]
-    assert told == ["pause", *update, "reset_cache", "set_label", "resume"]
+    assert told == ["pause", "set_label", *update, "reset_cache", "set_label", "resume"]
     assert of(group.log, "http://two")[-2] == ("set_label", "3")
     engine.close()
     assert group.closed
