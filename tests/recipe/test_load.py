@@ -219,7 +219,7 @@ def test_refused_overrides_are_blamed_on_the_argument(recipe_file: Path, overrid
 def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     there = load_recipe(recipe_file, ["engine={kind: server, url: ['http://127.0.0.1:1', 'http://10.0.0.7:2/a']}"])
     assert servers(there.recipe.engine) == ["http://127.0.0.1:1", "http://10.0.0.7:2/a"]
-    assert [note for note in there.notices if "not encrypted" in note] == [there.notices[-1]]
+    assert [note for note in there.notices if "not encrypted" in note] == [there.notices[-2]]
     assert "10.0.0.7 is beyond this machine" in there.notices[-2] and "10.0.0.7 must see the weights" in there.notices[-1]
     assert "kv_cache" not in dump_recipe(there.recipe) and "start_timeout" not in dump_recipe(there.recipe)
     ours = load_recipe(recipe_file, ["engine={kind: server, launch: true, host: 0.0.0.0, kv_cache_gib: 1}"])
