@@ -47,7 +47,7 @@ class RecipeError(RlgenError):
         super().__init__("\n".join(map(str, problems)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problems,)
+        return type(self), (self.problems,), {"args": self.args}
 
 
 class SetupError(RlgenError):
@@ -87,7 +87,7 @@ class ServerLost(EngineError):
         super().__init__(f"the vLLM server {url} {what}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.url, self.what), {"args": self.args}  # other processes are told
+        return type(self), (self.url, self.what), {"args": self.args}
 
 
 class Fault(StrEnum):

@@ -47,7 +47,9 @@ def train_command(
             return
         processes, loaded = meet(load)
         with processes.said_once():
-            directory = processes.main_first(lambda: (open_directory if processes.is_main else join_directory)(loaded, resume))
+            directory = processes.main_first(
+                lambda: open_directory(loaded, resume) if processes.is_main else join_directory(loaded)
+            )
         train(loaded, directory, resume, processes, stop)
         processes.close()
 
@@ -107,7 +109,7 @@ def open_directory(loaded: LoadedRecipe, resume: bool) -> RunDirectory:
     return reopen(path, loaded, resolved) if resume else RunDirectory.create(path, loaded.text, resolved)
 
 
-def join_directory(loaded: LoadedRecipe, resume: bool) -> RunDirectory:
+def join_directory(loaded: LoadedRecipe) -> RunDirectory:
     return RunDirectory.join(loaded.recipe.run_path)
 
 

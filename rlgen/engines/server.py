@@ -191,7 +191,13 @@ class ServerEngine:
         return self._background.submit(self.generate, requests, sampling)
 
     def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        return asyncio.run(self._members[0].server.prefill(rows))
+        turns = len(self._members)
+
+        async def of_all() -> list[list[tuple[float, ...]]]:
+            return await asyncio.gather(*(m.server.prefill(rows[turn::turns]) for turn, m in enumerate(self._members)))
+
+        found = asyncio.run(of_all())
+        return [found[place % turns][place // turns] for place in range(len(rows))]
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
         if isinstance(self._carrier, Outbox):

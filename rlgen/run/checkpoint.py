@@ -17,7 +17,6 @@ Nothing here is a pickle. A folder is written under another name and renamed whe
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ from rlgen.errors import CheckpointError, Fault, SentinelError
 from rlgen.models.lora import is_adapted, load_adapter, save_adapter
 from rlgen.models.weights import base_digest, gone_through, model_tensors, own_tensors, part, part_like, whole
 from rlgen.processes import Processes
-from rlgen.run.files import read_json, write_json
+from rlgen.run.files import flush, flush_tree, read_json, write_json
 
 FORMAT = 1
 
@@ -123,10 +122,9 @@ class Checkpoints:
                 save_file(draw, aside / "state" / random_name(rank))
             state = TrainerState(step, position, step, schedule.state_dict())
             write_json(aside / "state" / "state.json", asdict(state))
-            for path in aside.rglob("*"):
-                _flush(path)
+            flush_tree(aside)
             aside.rename(final)
-            _flush(self.folder)
+            flush(self.folder)
 
         self.processes.on_main(begin)
         self.processes.agreed(weights)
@@ -332,12 +330,3 @@ def seed_random(place: str) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _flush(path: Path) -> None:
-    """Waits until the file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

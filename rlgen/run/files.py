@@ -23,11 +23,16 @@ def write_json(path: Path, value: Any) -> None:
 def flush_tree(folder: Path) -> None:
     """Waits until everything in `folder` is on disk."""
     for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the list of a folder's files, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_json(path: Path) -> Any:

@@ -48,7 +48,8 @@ def rivals(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) 
     at_others = trainer.logp_at(samples, others)
     for k, other in enumerate(others):
         yield temperature_cause(trainer, samples, temperature, other), between([logp[k] for logp in at_others], reported)
-    if found := truncation(trainer, samples, reported, temperature):
+    # The main process's: were one process to find a rule that another just misses, they would part ways.
+    if found := trainer.processes.gather([truncation(trainer, samples, reported, temperature)])[0]:
         rule, gap = found
         sentence = f"the engine samples from a truncated distribution ({rule}) and reports its log-probs; switch that off"
         yield (Fault.TRUNCATED_SUPPORT, sentence), gap

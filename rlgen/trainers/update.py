@@ -56,7 +56,8 @@ class Updater:
     """Forward, loss and backward over the micro-batches of a window, then one optimizer step; `updates` times.
 
     The policy runs once for each trained token and update. The first update's log-probs, detached, are the `old_logp` of the
-    rollout: the weights have not moved since it was sampled. They stay frozen for the updates after it.
+    rollout: the trainer's before any weight moves. They stay frozen for the updates after it. Where samples are of
+    earlier weights (`rollout.ahead`), the correction makes up for that.
 
     Each process computes its own micro-batches. Where every process has all weights, gradients are added up once, after the
     last backward: nothing waits inside of forward or backward, so that an error in one process is agreed on there. Sharded

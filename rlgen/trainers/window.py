@@ -80,7 +80,7 @@ class Window:
         return replace(self, kept=kept, totals=replace(self.totals, kept=count))
 
     def freeze_old(self, batch: Batch, logp: Tensor) -> None:
-        """Keeps the trainer's log-probs [B, T] under the weights that sampled."""
+        """Keeps the trainer's log-probs [B, T] from before the first update."""
         for row, values in zip(batch.rows, logp.detach(), strict=True):
             self.old_logp[row] = values[: len(self.samples[row].completion_ids)]
 
