@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,11 @@ class Bench:
 
     def kill(self) -> None:
         """All of the server at once, as the kernel does when memory runs out."""
-        for process in self.supervisor.processes():
-            process.kill()
-        psutil.wait_procs(self.supervisor.processes(), timeout=10)
+        family = self.supervisor.processes()
+        for process in family:
+            with suppress(psutil.NoSuchProcess):  # the guard kills too
+                process.kill()
+        psutil.wait_procs(family, timeout=10)
 
     def signal_server(self, number: int) -> None:
         for process in self.supervisor.processes():
