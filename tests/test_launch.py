@@ -22,7 +22,6 @@ from conftest import RECIPE, ROOT
 from torch.distributed.run import get_args_parser
 
 from rlgen.cli.app import app
-from rlgen.errors import RecipeError
 from rlgen.recipe import load_recipe
 
 FOLDER = ROOT / "scripts" / "launch"
@@ -80,8 +79,6 @@ def test_every_command_and_option_exists(name: str, words: list[str]) -> None:
         assert launched.module and launched.training_script == "rlgen"
         words = ["rlgen", *launched.training_script_args]
     command = COMMANDS.commands.get(words[1])  # type: ignore[attr-defined]
-    if command is None and words[1] == "serve":
-        pytest.skip("this version has no `rlgen serve`")
     assert command is not None
     command.make_context(words[1], words[2:])  # raises on an unknown option
 
@@ -134,12 +131,7 @@ def test_the_served_recipes_are_good(tmp_path: Path) -> None:
     for setting in settings:
         engine = yaml.safe_load(setting.removeprefix("engine="))
         assert engine["kind"] == "server" and engine["url"][0].startswith("http://") and engine["url"][0].endswith(":8000")
-        try:
-            load_recipe(path, [setting])
-        except RecipeError as error:
-            if "'server'" in str(error) and "colocated" in str(error):
-                pytest.skip("this version has no engine.kind server")
-            raise
+        load_recipe(path, [setting])
 
 
 def test_secrets_stand_in_no_file() -> None:
