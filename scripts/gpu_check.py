@@ -234,8 +234,6 @@ class Opened:
 
 def server(place: Place) -> Finding:
     """A vLLM server on the same GPU takes weights and agrees."""
-    if importlib.util.find_spec("rlgen.engines.server") is None:
-        return Finding("skipped", "engine.kind server is not available in this version", {})
     if not place.vllm:
         return Finding("skipped", "vLLM is not installed", {})
     with socket.socket() as free:
