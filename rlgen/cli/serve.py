@@ -81,7 +81,7 @@ def server_settings(recipe: Recipe, host: str | None, port: int | None) -> Serve
 def connection(settings: ServerEngineRecipe, url: str) -> str:
     """The override that has a run train on the server at `url`."""
     said = {name: value for name in ("dtype", "token_env", "transfer") if (value := getattr(settings, name)) != default_of(name)}
-    return f"engine={{kind: server, url: '{url}'{''.join(f', {name}: {value}' for name, value in said.items())}}}"
+    return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {value}" for name, value in said.items())}}}'
 
 
 def default_of(name: str) -> object:
