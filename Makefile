@@ -24,7 +24,7 @@ type: $(READY) ## check types
 
 # A worker a core, one thread each: two busy threads in each of two processes take many times longer on two cores.
 test: $(READY) ## all tests, real vLLM included
-	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 oracle: $(READY) ## compare all losses with TRL's own code, in value and gradient, and print the table
 	$(VENV)/python tests/oracle/matrix.py

@@ -25,6 +25,9 @@ from rlgen.types import Sample
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 
+# Long files with few tests: begun first, so that no core waits for the other at the end (`make test`).
+LONG = ("test_learning", "test_processes", "test_server_faults", "test_parity", "test_ladder", "test_watch", "test_lora_runs")
+
 RECIPE = """\
 run: {name: test, steps: 2}
 model: {path: "tiny:qwen3", dtype: float32}
@@ -35,6 +38,10 @@ rewards:
 rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
 optim: {learning_rate: 1.0e-3}
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 @pytest.fixture
