@@ -111,7 +111,7 @@ class ServerPlan:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if name not in FOREIGN_NAMES and not name.startswith(FOREIGN_PREFIXES)
+            if name not in FOREIGN_NAMES | vllm_compat.ENVIRONMENT.keys() and not name.startswith(FOREIGN_PREFIXES)
         }
         # The workers import this rlgen, wherever it lies.
         path = os.pathsep.join([str(Path(rlgen.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])])

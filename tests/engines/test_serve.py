@@ -319,7 +319,7 @@ def test_the_token_stands_in_no_command_line_and_in_a_file_for_its_owner(serving
 def test_the_environment_holds_no_launch_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "VLLM_API_KEY"),
-        *("TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "VLLM_DP_RANK"),
+        *("TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "VLLM_DP_RANK", "VLLM_CONFIGURE_LOGGING"),
     }
     for name in foreign:
         monkeypatch.setenv(name, "1")
