@@ -115,22 +115,24 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         [sys.executable, "-u", "-m", "rlgen", "serve", str(folder / "r.yaml"), "--port", "0"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT,
     )  # fmt: skip
-    lines: list[str] = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("ready"):
-            break
-    found = re.search(r"at (http://127\.0\.0\.1:\d+); RLGEN_SERVER_TOKEN=\$\(cat (\S+)\)", lines[-1])
-    assert found, lines
-    assert lines[-1].endswith(f'engine={{kind: server, url: "{found[1]}", transfer: nccl}}\'\n')
-    token = Path(found[2]).read_text()
-    headers = {"Authorization": f"Bearer {token}"}
-    with httpx.Client(base_url=found[1], headers=headers, timeout=60, trust_env=False) as client:
-        yield Serving(process, client, lines, Path(found[2]))
-    family = tree(process.pid) if process.poll() is None else []
-    process.terminate()
-    process.wait(30)
+    try:
+        lines: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("ready"):
+                break
+        found = re.search(r"at (http://127\.0\.0\.1:\d+); RLGEN_SERVER_TOKEN=\$\(cat (\S+)\)", lines[-1])
+        assert found, lines
+        assert lines[-1].endswith(f'engine={{kind: server, url: "{found[1]}", transfer: nccl}}\'\n')
+        token = Path(found[2]).read_text()
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=found[1], headers=headers, timeout=60, trust_env=False) as client:
+            yield Serving(process, client, lines, Path(found[2]))
+    finally:
+        family = tree(process.pid) if process.poll() is None else []
+        process.terminate()
+        process.wait(30)
     assert gone(family, 10)
 
 
