@@ -107,7 +107,7 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         fp32_head=recipe.model.fp32_head,
         checkpointing=recipe.model.gradient_checkpointing,
         reference=build_algorithm(recipe.trainer).reference != "none",
-        adapter_rank=adapter_rank(recipe),
+        adapter_rank=recipe.model.lora.rank if recipe.model.lora else None,
         processes=processes,
         sharded=strategy == "fsdp",
         engine=engine.kind if engine.kind in ("colocated", "transformers") else "elsewhere",
@@ -123,16 +123,8 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
 
 
 def processes_of(recipe: Recipe) -> tuple[int, str]:
-    """Number and strategy, where the recipe has a section for them; where it leaves the number open, that of this start."""
-    section: Any = getattr(recipe, "processes", None)
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    return (started, "ddp") if section is None else (section.count or started, section.strategy)
-
-
-def adapter_rank(recipe: Recipe) -> int | None:
-    """Of LoRA, where the recipe has it."""
-    section: Any = getattr(recipe.model, "lora", None)
-    return None if section is None else int(section.rank)
+    """Number and strategy; where the recipe leaves the number open, that of this start."""
+    return recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1")), recipe.processes.strategy
 
 
 def show(report: dict[str, Any]) -> None:

@@ -71,7 +71,12 @@ class Bench:
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
 
     def engine(
-        self, supervised: bool = True, restarts: int = 2, token: str | None = None, url: str | None = None
+        self,
+        supervised: bool = True,
+        restarts: int = 2,
+        token: str | None = None,
+        url: str | None = None,
+        in_flight: bool = False,
     ) -> ServerEngine:
         self.said.clear()
         if not all(process.is_running() for process in self.supervisor.processes()) or not self.supervisor.processes():
@@ -80,7 +85,7 @@ class Bench:
         return ServerEngine(
             members=[Member(at, self.supervisor if supervised else None)],
             shape=model_shape(self.model.config),
-            in_flight=False,
+            in_flight=in_flight,
             restarts=restarts,
             carrier=Outbox(None),
             say=self.said.append,
@@ -286,6 +291,27 @@ def test_taken_over_by_another_run(bench: Bench, engine: ServerEngine, undisturb
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert engine.recoveries == 1 and len(bench.said) == 1
     close(other)
+
+
+def test_weights_change_under_requests_that_are_being_answered(bench: Bench, undisturbed: list[Completion]) -> None:
+    """Not a fault: `engine.in_flight`. What was begun is as old as its first token; what comes later is of the new weights."""
+    engine = bench.engine(in_flight=True)
+    engine.sync(checkpoint_tensors(bench.model), 1)
+    pending = engine.submit(REQUESTS, Sampling(max_tokens=200, temperature=1.0, stop_ids=(257,)))
+    time.sleep(0.4)
+    assert not pending.done()
+    with bench.other_weights():
+        engine.sync(checkpoint_tensors(bench.model), 2)
+        assert not pending.done()  # nobody waited for them
+        begun = pending.result()
+        assert [answer.prompt_ids for answer in begun] == [request.prompt_ids for request in REQUESTS]
+        assert min(answer.weight_version for answer in begun) == 1 and engine.recoveries == 0
+        assert all(len(answer.logp) == len(answer.token_ids) for answer in begun)
+        later = engine.generate(REQUESTS[:8], SAMPLING)
+        assert {answer.weight_version for answer in later} == {2}
+        assert_log_probs(bench, later)
+    assert [answer.logp for answer in later] != [answer.logp for answer in undisturbed[:8]]
+    close(engine)
 
 
 def assert_log_probs(bench: Bench, answers: list[Completion]) -> None:
