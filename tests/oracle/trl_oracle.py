@@ -4,17 +4,20 @@ Its trainers are made without a model, an engine and data. What these would answ
 runs is TRL's.
 """
 
+import os
 import warnings
 from collections import defaultdict
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from replay import GROUP, MAX_TOKENS, PADDING, STOP, WEIGHTS, Outcome, Rollout, default_dtype
 from torch import Tensor
 
-with warnings.catch_warnings():
+# TRL sets VLLM_LOGGING_LEVEL when it is imported, which every server that a later test starts would inherit.
+with patch.dict(os.environ), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about the vLLM it was tried with, and other things that are not used here
     from trl import GRPOConfig, RLOOConfig
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
