@@ -40,8 +40,29 @@ optim: {learning_rate: 1.0e-3}
 """
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+pytest_plugins = ["faults.table"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", action="store_true", help="run the tests of faults, the slow ones too, and print their table")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = "fault" if config.getoption("faults") else None
+    for item in list(items):
+        if (wanted and not item.get_closest_marker(wanted)) or (not wanted and item.get_closest_marker("slow")):
+            items.remove(item)
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+@pytest.fixture
+def proof(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Takes down how a test of a fault knows that the fault happened: "killed by SIGKILL in write 7 of a save"."""
+
+    def take_down(text: str) -> None:
+        request.node.user_properties.append(("proof", text))
+
+    return take_down
 
 
 @pytest.fixture
