@@ -21,7 +21,7 @@ FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # an escape can write it; no file name has it, and UTF-8 does not
 PLAIN_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
-MAX_NODES, MAX_DEPTH = 20_000, 50  # keys and values together, repeated anchors counted each time
+MAX_NODES, MAX_DEPTH = 12_000, 50  # keys and values together, repeated anchors counted each time
 MAX_QUOTED = 300  # characters of a file that a message repeats
 TOO_LARGE = "too large or too deep for a recipe"
 
