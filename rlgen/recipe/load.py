@@ -251,7 +251,9 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
             problems.append(Problem(where, "is not of the form section.key=value"))
             continue
         parsed = yaml.parse(value, where)
-        problems += [Problem(where, problem.what, problem.hint) for _, problem in parsed.problems]
+        if parsed.problems:
+            problems += [Problem(where, problem.what, problem.hint) for _, problem in parsed.problems]
+            continue
         node: Any = data
         path: yaml.Path = ()
         try:
