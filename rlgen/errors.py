@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from rlgen.redact import redacted
+
 
 class RlgenError(Exception):
-    """Base of all expected failures. `str(error)` is the whole message for the user."""
+    """Base of all expected failures. `str(error)` is the whole message for the user, without secrets."""
 
     exit_code = 70
     told = False  # another process of the run prints it
+
+    def __str__(self) -> str:
+        return redacted(super().__str__())
 
 
 class UsageError(RlgenError):

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 import rlgen
-from rlgen.errors import RecipeError, RlgenError
+from rlgen.cli.output import echo, prepare
+from rlgen.errors import RecipeError, RlgenError, redacted
 
 app = typer.Typer(
     name="rlgen",
@@ -155,26 +156,25 @@ def copy_recipe(
 
 def main() -> None:
     """The program: prints an error as one message and ends with its exit code."""
+    prepare()
     try:
         app()
     except RlgenError as error:
         if os.environ.get("RLGEN_DEBUG"):
-            traceback.print_exc()
+            echo(redacted(traceback.format_exc()), err=True)
         message = str(error) if isinstance(error, RecipeError) else f"error: {error}"
         if not error.told:
-            typer.echo(message, err=True)
+            echo(message, err=True)
         if isinstance(error, RecipeError) and not error.told:
             count = len(error.problems)
-            typer.echo(f"{count} error{'s' if count > 1 else ''}; nothing was started", err=True)
+            echo(f"{count} error{'s' if count > 1 else ''}; nothing was started", err=True)
         leave(error.exit_code)
     except KeyboardInterrupt:
         leave(130)
-    except BrokenPipeError:
-        leave(0)
     except Exception as error:
         if not getattr(error, "told", False):
-            traceback.print_exc()
-            typer.echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
+            echo(redacted(traceback.format_exc()), err=True)
+            echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
         leave(70)
 
 
@@ -183,5 +183,7 @@ def leave(code: int) -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from rlgen.run.console import hush
+
+        hush(sys.stdout)
     sys.exit(code)

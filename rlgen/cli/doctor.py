@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich.console import Console
-
+from rlgen.cli.output import echo
 from rlgen.cli.train import log_to
 from rlgen.errors import ProcessError
 from rlgen.recipe import Recipe, load_recipe
+from rlgen.run.console import Terminal
 from rlgen.run.launch import Launch
 
 WIDTH = 20  # of the column of names
@@ -29,7 +28,7 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
     recipe = load_recipe(path, overrides).recipe
     if (world := Launch.of(os.environ).world) > 1:
         raise ProcessError(f"{world} processes run; `rlgen doctor` looks at one: start it alone")
-    say = Console(highlight=False, soft_wrap=True, quiet=as_json).print
+    say = Terminal(quiet=as_json).say
     from rlgen.models.tiny import cache_dir
 
     logs = cache_dir() / "doctor"  # a server's log must outlive the error that names it
@@ -69,7 +68,7 @@ def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) ->
     seconds = time.perf_counter() - began
     if as_json:
         report = {"healthy": wrong is None, "versions": versions, "rungs": [rung.as_json() for rung in rungs]}
-        typer.echo(json.dumps({**report, "baseline": compared, "seconds": round(seconds, 1)}, indent=2))
+        echo(json.dumps({**report, "baseline": compared, "seconds": round(seconds, 1)}, indent=2))
     if wrong is not None:
         raise wrong.error()
     say(f"healthy: what would be trained on is what the model sampled ({seconds:.0f} s)")

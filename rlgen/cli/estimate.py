@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from rlgen.cli.output import echo
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import ModelRecipe
 from rlgen.recipe.trainers import PolicyRecipe
+from rlgen.run.console import Terminal
 
 if TYPE_CHECKING:
     from rlgen.models.memory import Counts, Parts, Plan
@@ -28,7 +28,7 @@ def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as
     recipe = load_recipe(path, overrides).recipe
     device = int(gpu_gib * GIB) if gpu_gib else memory_of_gpu()
     report = estimate(recipe, device)
-    typer.echo(json.dumps(report, indent=2)) if as_json else show(report)
+    echo(json.dumps(report, indent=2)) if as_json else show(report)
 
 
 def memory_of_gpu() -> int | None:
@@ -128,13 +128,12 @@ def processes_of(recipe: Recipe) -> tuple[int, str]:
 
 
 def show(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     phases: dict[str, Parts] = report["phases"]
     batch = report["micro_batch"]
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
+    console = Terminal(quiet=False)
+    console.say(
         f"{report['model']}: {report['parameters']:,} parameters; micro-batches of {batch['rows']} rows of"
         f" {batch['tokens_a_row']} tokens; GiB on one GPU"
     )
@@ -146,7 +145,7 @@ def show(report: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("together", *(gib(sum(parts.values())) for parts in phases.values()), style="bold")
     console.print(table)
-    console.print("\n".join(verdict(report)))
+    console.say("\n".join(verdict(report)))
 
 
 def verdict(report: dict[str, Any]) -> list[str]:

@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-import typer
-
+from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, UsageError
 
 ROWS, IDS, PREFIX = 4, 32, 8  # whose log-probs are compared: the ids of a row, and those of them that are given
@@ -36,10 +35,10 @@ def export_command(source: Path, out: Path, step: int | None, dtype: Literal["fl
         shutil.rmtree(aside, ignore_errors=True)
     report = {"out": str(out), "checkpoint": str(checkpoint), "dtype": dtype, **report}
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        echo(json.dumps(report, indent=2))
         return
     merged = "the adapter merged into its base" if report["adapter"] else "all weights"
-    typer.echo(
+    echo(
         f"{out} written: {merged}, step {report['step']}, {report['parameters']:,} parameters in {dtype}\n"
         f"opened again and compared: log-probs are the policy's within {report['max_delta']:.1e} nats"
         + ("" if dtype == "float32" else f"; rounding to {dtype} moves them by {report['rounding_mean_delta']:.1e} on average")

@@ -5,12 +5,13 @@ import glob
 import json
 import shutil
 from pathlib import Path
-
-import typer
+from typing import Any
 
 import rlgen
+from rlgen.cli.output import echo
 from rlgen.errors import Problem, RecipeError, UsageError
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
+from rlgen.recipe.load import leaves
 from rlgen.recipe.rules import is_local_source
 
 
@@ -21,12 +22,13 @@ def validate_command(path: Path, overrides: list[str], as_json: bool) -> None:
         raise RecipeError(problems)
     recipe = loaded.recipe
     if as_json:
-        typer.echo(json.dumps({"valid": True, "recipe": str(path), "notices": loaded.notices, "plan": plan(recipe)}))
+        echo(json.dumps({"valid": True, "recipe": str(path), "notices": loaded.notices, "plan": plan(recipe)}))
         return
-    typer.echo(f"{path}: valid")
+    echo(f"{path}: valid")
     for notice in loaded.notices:
-        typer.echo(f"note: {notice}")
-    typer.echo(plan(recipe))
+        echo(f"note: {notice}")
+    echo(plan(recipe))
+    echo("not looked at: rows of the data, parameters of rewards, the model, the GPU; `rlgen doctor` opens all of them")
 
 
 def plan(recipe: Recipe) -> str:
@@ -76,22 +78,27 @@ def defined(node: ast.stmt) -> list[str]:
 def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool) -> None:
     loaded = load_recipe(path, overrides)
     if resolved:
-        typer.echo(dump_recipe(loaded.recipe), nl=False)
+        echo(dump_recipe(loaded.recipe), nl=False, exact=True)
         return
-    values = {key: value_at(loaded.recipe, key) for key in loaded.origins}
+    values = values_of(loaded.recipe)
     if as_json:
-        typer.echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}, indent=2))
+        echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}, indent=2))
         return
     width = max(map(len, values))
     for key, value in values.items():
-        typer.echo(f"{key:<{width}} = {json.dumps(value, ensure_ascii=False):<24} {loaded.origins[key]}")
+        echo(f"{key:<{width}} = {json.dumps(value, ensure_ascii=False):<24} {loaded.origins[key]}")
 
 
-def value_at(recipe: Recipe, key: str) -> object:
-    node = recipe.model_dump(mode="json")
-    for part in key.split("."):
-        node = node[int(part)] if isinstance(node, list) else node[part]
-    return node
+def values_of(recipe: Recipe) -> dict[str, object]:
+    """{"run.name": "demo", ...}"""
+    data = recipe.model_dump(mode="json")
+    values: dict[str, object] = {}
+    for leaf in leaves(data):
+        node: Any = data
+        for part in leaf:
+            node = node[part]
+        values[".".join(map(str, leaf))] = node
+    return values
 
 
 def recipes_folder() -> Path:
@@ -104,11 +111,11 @@ def recipes_folder() -> Path:
 def list_command(as_json: bool) -> None:
     found = {path.stem: first_comment(path) for path in sorted(recipes_folder().glob("*.yaml"))}
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        echo(json.dumps(found, indent=2))
         return
     width = max(map(len, found), default=0)
     for name, what in found.items():
-        typer.echo(f"{name:<{width}}  {what}")
+        echo(f"{name:<{width}}  {what}")
 
 
 def first_comment(path: Path) -> str:
@@ -127,4 +134,4 @@ def copy_command(name: str, path: Path | None) -> None:
         raise UsageError(f"{target} exists already; name another file")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
-    typer.echo(f"{target} written; next: rlgen validate {target}")
+    echo(f"{target} written; next: rlgen validate {target}")

@@ -1,5 +1,6 @@
 """`rlgen train`, as one process or as one of several."""
 
+import json
 import logging
 import os
 import warnings
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlgen.errors import RlgenError, Stopped, UsageError
+from rlgen.cli.output import echo
+from rlgen.errors import RlgenError, Stopped, UsageError, redacted
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.directory import RunDirectory
@@ -65,7 +67,7 @@ def load_checked(launch: Launch, recipe: Path, overrides: list[str], max_steps: 
         overrides = [*overrides, f"run.steps={max_steps}"]
     if run_dir is not None:
         place = run_dir.expanduser().resolve()
-        overrides = [*overrides, f"run.dir='{place.parent}'", f"run.name='{place.name}'"]
+        overrides = [*overrides, f"run.dir={json.dumps(str(place.parent))}", f"run.name={json.dumps(place.name)}"]
     loaded = load_recipe(recipe, overrides)
     check_launch(launch, loaded.recipe.processes.count, os.environ, parents())
     if launch.rank == 0:
@@ -128,7 +130,7 @@ def train(loaded: LoadedRecipe, directory: RunDirectory, resume: bool, processes
         code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
         if is_main:
-            directory.write_status(state, int(directory.status().get("step", 0)), steps, code, str(error))
+            directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(str(error)))
         raise
     finally:
         directory.close()
@@ -185,10 +187,17 @@ def run(recipe: Recipe, directory: RunDirectory, resume: bool, launched: "Proces
         console.say(f"done: {directory.path}")
 
 
+class Redacting(logging.Formatter):
+    """Lines without secrets. A filter of the root logger would not see what reaches it from other loggers, nor tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
 def log_to(path: Path) -> None:
     """Library output goes to the run's log, not to the screen."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, logging.FileHandler)]:
         root.removeHandler(old)
@@ -212,6 +221,4 @@ def flat(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def print_line(text: str) -> None:
-    import typer
-
-    typer.echo(text)
+    echo(text)

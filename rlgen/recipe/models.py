@@ -187,7 +187,7 @@ class ColocatedEngineRecipe(VllmRecipe):
 
 class ServerEngineRecipe(VllmRecipe):
     kind: Literal["server"]
-    url: Text | Annotated[list[Text], Field(min_length=1)] | None = None
+    url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
     """Servers that run already, started by `rlgen serve`."""
     launch: StrictBool = False
     """Start a server, restart it when it dies, stop it with the run."""

@@ -229,7 +229,7 @@ def _server_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
             Finding("engine.transfer", what, 'set engine.devices to its number, such as "1", or engine.transfer to files')
         )
     for index, url in enumerate(urls):
-        if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", url):
+        if not is_address(url):
             hint = f"write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
             found.append(Finding("engine.url", f"engine.url: {url!r} is no address of a server", hint))
         elif url.rstrip("/") in [other.rstrip("/") for other in urls[:index]]:
@@ -240,6 +240,15 @@ def _server_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
 def servers(engine: ServerEngineRecipe) -> list[str]:
     """The addresses that `engine.url` names."""
     return [engine.url] if isinstance(engine.url, str) else list(engine.url or [])
+
+
+def is_address(url: str) -> bool:
+    """Whether it has the form of a server's address, and holds no secret."""
+    try:
+        urlsplit(url).port  # noqa: B018 - raises where the port is none
+    except ValueError:
+        return False
+    return re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", url) is not None
 
 
 def is_loopback(host: str) -> bool:
@@ -354,8 +363,12 @@ def notices(recipe: Recipe) -> list[str]:
     return said
 
 
+# Keys that a published version had: "trainer.old": "renamed to `new` in version 0.2.0". None so far. An item of a list is `*`.
+RENAMED: dict[str, str] = {}
+
 # Keys that people look for and rlgen does not have on purpose.
 REFUSED = {
+    "extends": "it stands at the top of a recipe file, not in --set",
     "rollout.top_p": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
     "rollout.top_k": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
     "rollout.min_p": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",

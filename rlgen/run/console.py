@@ -1,10 +1,36 @@
 """What a person sees: a progress display on a terminal, one plain line a step elsewhere."""
 
+import os
 import sys
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rlgen.redact import printable
+
+
+class Terminal(RichConsole):
+    """Prints texts as they are: no markup, nothing that a terminal would obey. A reader that has gone away ends nothing."""
+
+    def __init__(self, quiet: bool) -> None:
+        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
+
+    def say(self, text: str) -> None:
+        """One line, or several."""
+        self.print(printable(text))
+
+    def on_broken_pipe(self) -> None:
+        """`rlgen train … | head -1`: the run goes on."""
+        self.quiet = True
+        hush(sys.stdout)
+
+
+def hush(stream: IO[str]) -> None:
+    """From here on what is written goes nowhere."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
 
 
 class Console:
@@ -12,7 +38,7 @@ class Console:
 
     def __init__(self, steps: int, done: int, quiet: bool) -> None:
         self._steps = steps
-        self._console = RichConsole(soft_wrap=True, highlight=False, quiet=quiet)
+        self._console = Terminal(quiet)
         self._progress: Progress | None = None
         if not quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._progress = Progress(
@@ -36,8 +62,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """One line."""
-        self._console.print(text, markup=False)
-        sys.stdout.flush()
+        self._console.say(text)
 
     def step(self, record: dict[str, Any]) -> None:
         """The line of one step, from its object in metrics.jsonl."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import rlgen
+from rlgen.redact import redacted
 
 PACKAGES = (
     "torch",
@@ -30,7 +31,7 @@ def provenance() -> dict[str, Any]:
     return {
         "rlgen": rlgen.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": [redacted(word) for word in sys.argv],
         "directory": os.getcwd(),
         "git": _git_revision(),
         "python": platform.python_version(),
