@@ -4,9 +4,21 @@ A message says where, what and what to do, in one line if it can. `rlgen` prints
 appears only with `--debug`. An exception that is not an `RlgenError` is a bug in rlgen (exit 70).
 """
 
+import os
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+
+
+def redacted(text: str) -> str:
+    """`text` without the values of environment variables whose names say that they are secret: "Bearer [JUDGE_API_KEY]"."""
+    secrets = [(value, name) for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 6]
+    for value, name in sorted(secrets, key=lambda pair: -len(pair[0])):  # one may be a part of another
+        text = text.replace(value, f"[{name}]")
+    return text
 
 
 class RlgenError(Exception):
