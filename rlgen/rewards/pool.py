@@ -19,12 +19,13 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from mmap import mmap
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
 from rlgen.errors import RewardError
-from rlgen.rewards.worker import Call, Chunk, Facts, Failed, Source
+from rlgen.rewards.worker import NO_CALL, PRESENT, Call, Chunk, Facts, Failed, Source
 
 # The paths of the trainer, so that the same names mean the same files; -P: nothing of the working directory comes before them.
 START = (
@@ -32,7 +33,9 @@ START = (
     " main(*map(int, sys.argv[2:]))"
 )
 MARK = "RLGEN_REWARD_WORKER"  # in the environment of a worker and of all that it starts
-LONGEST_CHUNK = 64  # calls
+LONGEST_CHUNK = 256  # calls
+CHUNK_SECONDS = 0.05  # that a chunk is to take: long beside the way there and back, short beside what others would wait
+GUESS = CHUNK_SECONDS / 16  # seconds of a call of a reward that was never called
 GROW_AFTER = 0.2  # seconds that calls wait before another worker is started: most rewards are done by then
 GRACE = 0.3  # seconds that an async call has for its end beyond its deadline, before the worker is killed
 PATIENCE = 20.0  # seconds that a worker has to take a chunk, or to say that it began
@@ -70,13 +73,14 @@ class Worker:
 
     process: subprocess.Popen[bytes]
     line: socket.socket
+    present: mmap  # PRESENT: the call that it is at
     stack: IO[bytes]  # where the process writes its position when it hangs or crashes
     mark: str
     started: float
     ready: bool = False
     chunk: Chunk | None = None
     waiting: dict[int, Call] = field(default_factory=dict)  # of the chunk, not answered yet, in order
-    began: dict[int, float] = field(default_factory=dict)  # when calls that are not answered yet began
+    crowd: dict[int, float] = field(default_factory=dict)  # when async calls that are not answered yet began
     asked: float = 0.0  # when the chunk was sent
     unread: bytes = b""
 
@@ -84,8 +88,18 @@ class Worker:
         """Raises WorkerLost."""
         self.chunk, self.asked = chunk, time.monotonic()
         self.waiting = {call.id: call for call in chunk.calls}
-        self.began = {}
+        self.crowd = {}
         self.send(chunk)
+
+    @property
+    def began(self) -> dict[int, float]:
+        """The calls that it is at, and since when."""
+        if self.chunk is None or self.chunk.side_by_side:
+            return self.crowd
+        call, since = PRESENT.unpack_from(self.present)
+        while (call, since) != (seen := PRESENT.unpack_from(self.present)):  # it is being written
+            call, since = seen
+        return {call: since} if call in self.waiting else {}
 
     def send(self, record: object) -> None:
         self.line.settimeout(PATIENCE)
@@ -147,6 +161,7 @@ class Worker:
                 break
             time.sleep(0.01)
         self.line.close()
+        self.present.close()
         self.stack.close()
         return status
 
@@ -172,6 +187,7 @@ class Pool:
         self._output = output
         self._workers: list[Worker] = []
         self._facts: list[Facts] | None = None
+        self._seconds: dict[int, float] = {}  # of a call, by reward: of the last ones more than of the first
         self.killed = self.lost = 0  # workers, since the start
 
     def facts(self) -> list[Facts]:
@@ -193,7 +209,8 @@ class Pool:
             RewardError: a worker that was started cannot import the functions.
         """
         facts = self.facts()
-        queue = Queue(calls, [fact.is_async for fact in facts], self._limits.workers)
+        expected = [self._seconds.get(reward, GUESS) for reward in range(len(facts))]
+        queue = Queue(calls, [fact.is_async for fact in facts], expected)
         try:
             left, last = len(calls), time.monotonic()
             while left:
@@ -229,19 +246,26 @@ class Pool:
         ours, theirs = socket.socketpair()
         stack = tempfile.TemporaryFile()  # noqa: SIM115 closed with the worker
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        arguments = [json.dumps(sys.path), *map(str, (theirs.fileno(), stack.fileno(), os.getpid(), self._limits.memory))]
-        with open(self._output, "ab") if self._output else open(os.dup(2), "wb") as printed:
+        with (
+            tempfile.TemporaryFile() as shared,
+            open(self._output, "ab") if self._output else open(os.dup(2), "wb") as printed,
+        ):
+            shared.write(PRESENT.pack(NO_CALL, 0.0))
+            shared.flush()
+            present = mmap(shared.fileno(), PRESENT.size)
+            files = (theirs.fileno(), shared.fileno(), stack.fileno())
+            arguments = [json.dumps(sys.path), *map(str, (*files, os.getpid(), self._limits.memory))]
             process = subprocess.Popen(
                 [sys.executable, "-uP", "-c", START, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
-                pass_fds=(theirs.fileno(), stack.fileno()),
+                pass_fds=files,
                 env={**os.environ, MARK: mark},
                 start_new_session=True,  # Ctrl-C is for the trainer, and a kill reaches the whole group
             )
         theirs.close()
-        worker = Worker(process=process, line=ours, stack=stack, mark=mark, started=time.monotonic())
+        worker = Worker(process=process, line=ours, present=present, stack=stack, mark=mark, started=time.monotonic())
         self._workers.append(worker)
         with suppress(WorkerLost):  # it is seen to be dead
             worker.send(self._sources)
@@ -287,16 +311,16 @@ class Pool:
             return worker.started + self._limits.import_timeout
         if worker.chunk is None:
             return None
-        if not worker.began:
+        began = worker.began
+        if not began:
             return worker.asked + PATIENCE
         grace = GRACE if worker.chunk.side_by_side else 0.0
-        return min(began + self._sources[worker.waiting[call].reward].timeout for call, began in worker.began.items()) + grace
+        return min(since + self._sources[worker.waiting[call].reward].timeout for call, since in began.items()) + grace
 
     def _heard(self, worker: Worker) -> list[Outcome]:
         """Takes in what a worker says. Raises WorkerLost, RewardError."""
         outcomes: list[Outcome] = []
         for record in worker.read():
-            now = time.monotonic()
             if "refused" in record:
                 self._end(worker)
                 raise RewardError(str(record["refused"]))
@@ -311,15 +335,15 @@ class Pool:
                 elif [fact.sha256 for fact in facts] != [fact.sha256 for fact in self._facts]:
                     raise RewardError("rewards: the file of a reward has changed since the run began; start the run again")
             elif record.get("began") in worker.waiting:
-                worker.began[record["began"]] = now
+                worker.crowd[record["began"]] = time.monotonic()
             elif record.get("done") in worker.waiting:
                 call = worker.waiting.pop(record["done"])
-                worker.began.pop(call.id, None)
+                worker.crowd.pop(call.id, None)
                 if not worker.waiting:
                     worker.chunk = None
-                elif worker.chunk is not None and not worker.chunk.side_by_side:
-                    worker.began = {next(iter(worker.waiting)): now}
                 outcomes.append(outcome_of(record))
+                seconds = self._seconds.setdefault(call.reward, record["seconds"])
+                self._seconds[call.reward] = 0.9 * seconds + 0.1 * record["seconds"]
             else:
                 raise WorkerLost("spoilt its line to the trainer")
         return outcomes
@@ -339,18 +363,23 @@ class Pool:
                 f"rewards: the import of {uses} did not end within {self._limits.import_timeout:g} s {where};"
                 " make it shorter, or raise scoring.import_timeout"
             )
-        guilty = next(iter(worker.began), None)
-        file = None if guilty is None or self._facts is None else self._facts[worker.waiting[guilty].reward].file
+        began = worker.began
+        guilty = worker.waiting[next(iter(began))] if began else None
+        file = None if guilty is None or self._facts is None else self._facts[guilty.reward].file
         where = worker.hanging_at(file)
-        limit = 0.0 if guilty is None else self._sources[worker.waiting[guilty].reward].timeout
         self._end(worker)
-        return blame(worker, queue, Failed("timeout", f"no answer within {limit:g} s {where}".rstrip()))
+        if guilty is None:
+            return blame(
+                worker, began, queue, Failed("died", f"the process of the reward did not begin within {PATIENCE:g} s {where}")
+            )
+        limit = self._sources[guilty.reward].timeout
+        return blame(worker, began, queue, Failed("timeout", f"no answer within {limit:g} s {where}".rstrip()))
 
     def _bury(self, worker: Worker, queue: "Queue | None", lost: WorkerLost) -> list[Outcome]:
         """What follows from the death of a worker. Raises RewardError where it died while importing."""
-        file = None
-        if worker.began and self._facts is not None:
-            file = self._facts[worker.waiting[next(iter(worker.began))].reward].file
+        file, began = None, worker.began
+        if began and self._facts is not None:
+            file = self._facts[worker.waiting[next(iter(began))].reward].file
         deadline = time.monotonic() + POLL
         while not (ended := worker.ended()) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -361,7 +390,7 @@ class Pool:
         if not worker.ready:
             uses = ", ".join(source.use for source in self._sources)
             raise RewardError(f"rewards: the process that imports {uses} {how}")
-        return blame(worker, queue, Failed("died", f"the process of the reward {how}"))
+        return blame(worker, began, queue, Failed("died", f"the process of the reward {how}"))
 
     def _trim(self) -> None:
         """What the user's code prints fills no disk."""
@@ -375,14 +404,24 @@ class Pool:
 class Queue:
     """Chunks that wait for a worker."""
 
-    def __init__(self, calls: Sequence[Call], is_async: Sequence[bool], workers: int) -> None:
+    def __init__(self, calls: Sequence[Call], is_async: Sequence[bool], expected: Sequence[float]) -> None:
+        """`expected`: seconds of a call, by reward."""
         self.chunks: deque[Chunk] = deque()
         self._attempts: dict[int, int] = {}
         if crowd := tuple(call for call in calls if is_async[call.reward]):
             self.chunks.append(Chunk(crowd, side_by_side=True))
-        rest = [call for call in calls if not is_async[call.reward]]
-        size = min(LONGEST_CHUNK, max(1, len(rest) // (4 * workers)))
-        self.chunks.extend(Chunk(tuple(rest[i : i + size]), side_by_side=False) for i in range(0, len(rest), size))
+        part: list[Call] = []
+        seconds = 0.0
+        for call in calls:
+            if is_async[call.reward]:
+                continue
+            if part and (seconds + expected[call.reward] > CHUNK_SECONDS or len(part) == LONGEST_CHUNK):
+                self.chunks.append(Chunk(tuple(part), side_by_side=False))
+                part, seconds = [], 0.0
+            part.append(call)
+            seconds += expected[call.reward]
+        if part:
+            self.chunks.append(Chunk(tuple(part), side_by_side=False))
 
     def next(self, alone: bool) -> Chunk | None:
         """`alone`: for the first worker, to which async calls go: the clients of the user's stay where they are."""
@@ -402,19 +441,22 @@ class Queue:
         return True
 
 
-def blame(worker: Worker, queue: Queue | None, failed: Failed) -> list[Outcome]:
+def blame(worker: Worker, began: dict[int, float], queue: Queue | None, failed: Failed) -> list[Outcome]:
     """Whose fault the end of a worker is: of the call that it was at. Everything else it was asked is asked again.
 
     Of several async calls under way any may be the one: each is asked again, alone in a worker.
+
+    Args:
+        began: calls that it was at, and since when.
     """
     chunk = worker.chunk
     if chunk is None or queue is None:
         return []
-    suspects = [worker.waiting[call] for call in worker.began]
-    rest = tuple(call for call in worker.waiting.values() if call.id not in worker.began)
+    suspects = [worker.waiting[call] for call in began]
+    rest = tuple(call for call in worker.waiting.values() if call.id not in began)
     outcomes: list[Outcome] = []
     if len(suspects) == 1:
-        outcomes.append(Outcome(suspects[0].id, failed, time.monotonic() - worker.began[suspects[0].id]))
+        outcomes.append(Outcome(suspects[0].id, failed, time.monotonic() - began[suspects[0].id]))
     else:
         queue.chunks.extend(Chunk((call,), chunk.side_by_side) for call in suspects)
     if rest and suspects:

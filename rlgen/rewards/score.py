@@ -89,18 +89,14 @@ class Scorer:
     ) -> Group:
         """The group with its values in the order of the recipe, and their sums."""
         weights = {reward.label: reward.weight for reward in self.rewards}
-        samples = [
-            replace(
-                sample,
-                rewards={label: values[key(sample)][label] for label in weights},
-                reward_errors={label: text for label in weights if (text := errors.get(key(sample), {}).get(label))},
-            )
-            for sample in group.samples
-        ]
-        totals = weighted_sums([dict(sample.rewards) for sample in samples], weights)
-        # What a failed reward would have been is not known: its sample is not compared with the others.
-        summed = [replace(sample, reward=None if sample.failed else total) for sample, total in zip(samples, totals, strict=True)]
-        return replace(group, samples=tuple(summed))
+        table = [{label: values[key(sample)][label] for label in weights} for sample in group.samples]
+        samples: list[Sample] = []
+        for sample, rewards, total in zip(group.samples, table, weighted_sums(table, weights), strict=True):
+            wrong = errors.get(key(sample), {})
+            # What a failed reward would have been is not known: its sample is not compared with the others.
+            known = all(rewards[label] is not None for label in wrong)
+            samples.append(replace(sample, rewards=rewards, reward=total if known else None, reward_errors=wrong))
+        return replace(group, samples=tuple(samples))
 
     def failed(self, ask: Ask, failed: Failed, step: int, count: int, budget: int) -> None:
         """Takes down a failure, and raises RewardError where the recipe does not go on after it."""

@@ -5,8 +5,11 @@ and the trainer loses one call. What comes in is pickled, by the trainer; what g
 nothing that the user's code made is ever unpickled. This module imports little, so that a new worker is there at once.
 
     {"facts": [...]}                              after the imports, or {"refused": "why"}
-    {"began": 3}                                  call 3 runs: its time counts from here
     {"done": 3, "values": [1.0], "seconds": 0.1}  or with "cause", "message" and "traceback" instead of values
+    {"began": 3}                                  of an async call: its time counts from here
+
+Of calls that run one after the other the present one stands in shared memory, with its beginning. So results can be sent
+together while calls are quick, and yet the trainer knows which call has hung or crashed, and for how long.
 """
 
 import ctypes
@@ -26,9 +29,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from mmap import mmap
 from pathlib import Path
+from struct import Struct
 from types import ModuleType
 from typing import Any, Literal
 
@@ -39,6 +44,9 @@ Cause = Literal["error", "timeout", "died", "memory"]
 CONCURRENT = 64  # calls of async rewards under way at once
 LONGEST_MESSAGE, LONGEST_TRACEBACK = 2000, 8000
 PR_SET_PDEATHSIG = 1
+PRESENT = Struct("=qd")  # the id of a call, and when it began (time.monotonic, the same clock for all processes of a machine)
+NO_CALL = -1
+TOGETHER = 0.005  # seconds for which results are kept back, to be sent together
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,31 +236,48 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Speaker:
     """The way to the trainer. A child that the user's code forked comes here too, and ends."""
 
     line: socket.socket
+    present: mmap
     pid: int
+    unsent: list[str] = field(default_factory=list)
+    sent: float = 0.0
 
     def say(self, **record: Any) -> None:
+        """Sends a record with what was kept back."""
+        self.unsent.append(json.dumps(record))
+        self.flush()
+
+    def flush(self) -> None:
         if os.getpid() != self.pid:
             os._exit(0)
-        self.line.sendall(json.dumps(record).encode() + b"\n")
+        self.line.sendall("".join(f"{line}\n" for line in self.unsent).encode())
+        self.unsent.clear()
+        self.sent = time.monotonic()
+
+    def at(self, call: int) -> None:
+        """The call that begins now."""
+        PRESENT.pack_into(self.present, 0, call, time.monotonic())
 
     def answer(self, call: int, outcome: list[float | None] | Failed, start: float) -> None:
-        seconds = time.perf_counter() - start
+        record: dict[str, Any] = {"done": call, "seconds": time.perf_counter() - start}
         if isinstance(outcome, Failed):
-            cause, message, text = outcome.cause, outcome.message, outcome.traceback
-            self.say(done=call, cause=cause, message=message, traceback=text, seconds=seconds)
+            record |= {"cause": outcome.cause, "message": outcome.message, "traceback": outcome.traceback}
         else:
-            self.say(done=call, values=outcome, seconds=seconds)
+            record["values"] = outcome
+        self.unsent.append(json.dumps(record))
+        if time.monotonic() - self.sent > TOGETHER:
+            self.flush()
 
 
 def one_by_one(chunk: Chunk, loaded: Sequence[Loaded], speaker: Speaker) -> None:
-    """Calls functions that are not async. The end of a call is the beginning of the next one."""
-    speaker.say(began=chunk.calls[0].id)
+    """Calls functions that are not async."""
+    speaker.sent = time.monotonic()
     for call in chunk.calls:
+        speaker.at(call.id)
         one, start = loaded[call.reward], time.perf_counter()
         outcome: list[float | None] | Failed
         try:
@@ -260,6 +285,8 @@ def one_by_one(chunk: Chunk, loaded: Sequence[Loaded], speaker: Speaker) -> None
         except BaseException as error:  # the user's code raises whatever it likes; that is no reward of 0
             outcome = failure_of(error, one.facts.file)
         speaker.answer(call.id, outcome, start)
+    speaker.at(NO_CALL)
+    speaker.flush()
 
 
 async def side_by_side(chunk: Chunk, loaded: Sequence[Loaded], speaker: Speaker) -> None:
@@ -285,14 +312,15 @@ async def side_by_side(chunk: Chunk, loaded: Sequence[Loaded], speaker: Speaker)
             if clock.expired():  # also where the function caught it and went on
                 outcome = Failed("timeout", f"no answer within {one.timeout:g} s {where}".rstrip())
             speaker.answer(call.id, outcome, start)
+            speaker.flush()
 
     await asyncio.gather(*map(run, chunk.calls))
 
 
-def serve(line: socket.socket) -> None:
+def serve(line: socket.socket, present: mmap) -> None:
     """Answers chunks until the trainer closes the line."""
     requests = line.makefile("rb")
-    speaker = Speaker(line, os.getpid())
+    speaker = Speaker(line, present, os.getpid())
     sources: list[Source] = pickle.load(requests)
     try:
         loaded = [load(source) for source in sources]
@@ -319,8 +347,9 @@ def serve(line: socket.socket) -> None:
         runner.close()
 
 
-def main(line: int, stack: int, parent: int, memory: int) -> None:
-    """The process. `line` and `stack` are open files: the socket to the trainer, and where a hanging call is found."""
+def main(line: int, present: int, stack: int, parent: int, memory: int) -> None:
+    """The process. `line`, `present` and `stack` are open files: the socket to the trainer, the memory that both share, and where
+    the process writes its position when it hangs or crashes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before we asked
@@ -328,9 +357,9 @@ def main(line: int, stack: int, parent: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Not the address space: libraries reserve of it what they never use.
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    for descriptor in (line, stack):
+    for descriptor in (line, present, stack):
         os.set_inheritable(descriptor, False)
     # Both write without the interpreter's lock, which the call may hold.
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-    serve(socket.socket(fileno=line))
+    serve(socket.socket(fileno=line), mmap(present, PRESENT.size))
