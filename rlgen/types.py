@@ -8,7 +8,7 @@ Axis letters, used in every docstring and local name:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -85,9 +85,15 @@ class Sample:
     weight_version: int
     seed: int
     completion: str  # text for rewards and people only
-    rewards: Mapping[str, float | None]  # by name; None: does not apply
+    rewards: Mapping[str, float | None]  # by name; None: does not apply, or failed
     reward: float | None  # weighted sum of those that apply; None: not scorable
     cached_tokens: int = 0  # of the prompt, that the engine took from its prefix cache
+    reward_errors: Mapping[str, str] = field(default_factory=dict)  # by name: "timeout: no answer within 30 s (r.py:3)"
+
+    @property
+    def failed(self) -> bool:
+        """Whether a reward that it should have is not known."""
+        return any(self.rewards[label] is None for label in self.reward_errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlgen.processes import Processes
 
 # What may change between the attempts of one run.
-MAY_CHANGE = ("run.steps", "run.dir", "run.name", "checkpoint.", "sentinel.", "engine.", "processes.")
+MAY_CHANGE = ("run.steps", "run.dir", "run.name", "checkpoint.", "sentinel.", "engine.", "processes.", "scoring.")
 
 
 def train_command(

@@ -41,6 +41,7 @@ UNIONS: dict[str, type[BaseModel]] = {
     "engine": ColocatedEngineRecipe,
     "trainer": GRPORecipe,
 }  # the variant when a recipe names no kind
+REWARD_PLACE = r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*"
 PLAIN_WORDS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -101,7 +102,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     if problems or recipe is None:
         raise RecipeError(_told(problems, source.files))
     origins = {".".join(map(str, leaf)): _origin(places, leaf) for leaf in leaves(recipe.model_dump(mode="json"))}
-    return LoadedRecipe(recipe, path, source.files[str(path)].text, origins, tuple(notices(recipe)))
+    said = (*notices(recipe), *_outside(recipe, path.resolve().parent))
+    return LoadedRecipe(recipe, path, source.files[str(path)].text, origins, said)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -109,9 +111,9 @@ def dump_recipe(recipe: Recipe) -> str:
     data = recipe.model_dump(mode="json")
     for finding in inert(recipe):
         *parents, key = finding.path.split(".")
-        node = data
+        node: Any = data
         for parent in parents:
-            node = node[parent]
+            node = node[int(parent)] if isinstance(node, list) else node[parent]
         node.pop(key, None)
     return yaml.dump(data)
 
@@ -318,8 +320,11 @@ def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> 
     rewards = data.get("rewards")
     for index, entry in enumerate(rewards if isinstance(rewards, list) else []):
         use = entry.get("use") if isinstance(entry, dict) else None
-        if isinstance(use, str) and use not in BUILT_IN_REWARDS and not re.fullmatch(r".+:[A-Za-z_]\w*", use):
-            where = _place(places, ("rewards", index, "use")) or str(path)
+        where = _place(places, ("rewards", index, "use")) or str(path)
+        if isinstance(use, str) and "://" in use:
+            what = f"`{yaml.shortened(use)}` is code of another place, which is never run"
+            problems.append(Problem(where, what, "read it, put it beside the recipe, and say file.py:function"))
+        elif isinstance(use, str) and use not in BUILT_IN_REWARDS and not re.fullmatch(REWARD_PLACE, use):
             hint = _suggest(use, list(BUILT_IN_REWARDS), "built-in rewards")
             use = yaml.shortened(use)
             problems.append(Problem(where, f"`{use}` is no built-in reward, file.py:function or pkg.mod:function", hint))
@@ -485,6 +490,16 @@ def _absolute(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> tuple
             reward = reward.model_copy(update={"use": f"{absolute(file, ('rewards', index, 'use'), True)}:{function}"})
         rewards.append(reward)
     return recipe.model_copy(update={"model": model, "data": data, "rewards": rewards}), problems
+
+
+def _outside(recipe: Recipe, folder: Path) -> list[str]:
+    """Files of rewards that do not lie beside the recipe: their code runs all the same, because the recipe names them."""
+    files = {file for reward in recipe.rewards if (file := reward.use.rpartition(":")[0]).endswith(".py")}
+    return [
+        f"rewards: {file} lies outside of the recipe's folder; its hash goes into provenance.json"
+        for file in sorted(files)
+        if not Path(file).is_relative_to(folder)
+    ]
 
 
 def leaves(data: Any, path: yaml.Path = ()) -> list[yaml.Path]:

@@ -119,7 +119,7 @@ TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | Countdo
     "countdown": CountdownOptions,
 }
 
-BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format")
+BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify")
 
 
 class RewardRecipe(Strict):
@@ -130,10 +130,27 @@ class RewardRecipe(Strict):
     """Name in metrics and rollouts; the function's unless said."""
     args: dict[StrictStr, Any] = {}
     """Further arguments of the function, by name."""
+    timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 30.0
+    """Seconds that a call may take; then its process is killed."""
+    on_error: Literal["fail", "skip", "zero"] = "fail"
+    """After a call that raises, hangs, dies or returns no number: end the run, leave the sample out, or make it a reward of 0."""
+    max_error_fraction: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.05
+    """Share of a step's calls, rounded up, that may fail in each process before the run ends."""
 
     @property
     def label(self) -> str:
         return self.name or self.use.rpartition(":")[2]
+
+
+class ScoringRecipe(Strict):
+    """The processes in which rewards run."""
+
+    workers: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
+    """Most processes; more than one are started when calls wait. None: one for each core, at most 8."""
+    memory_gib: Annotated[float, Field(strict=True, ge=0.25, le=10000)] = 4.0
+    """Most memory of each."""
+    import_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 60.0
+    """Seconds that the imports of the functions may take."""
 
 
 def samples_or_greedy(temperature: float) -> float:
@@ -286,6 +303,7 @@ class Recipe(Strict):
     model: ModelRecipe
     data: DataRecipe
     rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)]
+    scoring: ScoringRecipe = ScoringRecipe()
     rollout: RolloutRecipe = RolloutRecipe()
     engine: EngineRecipe = ColocatedEngineRecipe()
     trainer: TrainerRecipe = GRPORecipe()

@@ -285,6 +285,11 @@ def inert(recipe: Recipe) -> list[Finding]:
         why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
         for path in ("engine.transfer_dir", "engine.restarts"):
             found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
+    for index, reward in enumerate(recipe.rewards):
+        if reward.on_error == "fail":
+            path = f"rewards.{index}.max_error_fraction"
+            why = f"{path} has no effect when on_error is fail: the first failure ends the run"
+            found.append(Finding(path, why, "remove it, or set on_error to skip"))
     if model.path.startswith("tiny:") or is_local_model(model.path):
         found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
     return found

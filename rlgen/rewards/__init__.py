@@ -1,6 +1,1 @@
-"""Rewards: functions of a completion, or of a group of them, called by parameter name."""
-
-from rlgen.rewards.resolve import RewardFunction, resolve
-from rlgen.rewards.score import Scorer
-
-__all__ = ["RewardFunction", "Scorer", "resolve"]
+"""Rewards: functions of a completion, or of a group of them, called by parameter name in processes that can be killed."""

@@ -1,7 +1,7 @@
 """Rewards that come with rlgen. Each is called by parameter name, as a user's own, and gives a finite number.
 
-Every one takes time linear in the length of the completion, so none can be stalled by what a model writes. A
-`pattern` of the user's is the exception: it takes the time that it takes.
+All but two take time linear in the length of the completion, so that they cannot be stalled by what a model writes. A
+`pattern` of the user's takes the time that it takes. `math_verify` does algebra, and gives up after some seconds.
 """
 
 import re
@@ -107,6 +107,31 @@ def layout(completion: str, pattern: str | None = None) -> float:
     return float(text.startswith("<think>") and between.startswith("<answer>") and text.endswith("</answer>"))
 
 
+def math_verify(completion: str, answer: object, seconds: int = 5, longest: int = 20_000) -> float:
+    """1.0 where the completion's final answer equals the answer as mathematics (the package math-verify), else 0.0.
+
+    LaTeX, \\boxed{} and plain expressions are read: \\frac{1}{2} equals 0.5, (a+b)^2 equals a^2+2ab+b^2.
+
+    Args:
+        completion: what cannot be read, or not be compared within `seconds`, earns 0.0.
+        answer: text or number; behind the last `####` if one stands there. A text without $ or \\boxed{} is read as LaTeX too.
+        seconds: for each of reading and comparing.
+        longest: characters of the completion's end that are read.
+
+    Raises:
+        ValueError: the answer cannot be read.
+    """
+    # Two seconds of imports, for those who use it. Its clock is an alarm, which needs a process's main thread, as here.
+    from math_verify import parse, verify
+
+    gold = str(answer).rpartition("####")[2].strip()
+    expected = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=seconds)
+    if not expected:
+        raise ValueError(f"the answer {gold[:80]!r} is no mathematical expression; exact_match compares texts")
+    found = parse(completion[-longest:].encode("utf-8", "replace").decode(), parsing_timeout=seconds)
+    return float(verify(expected, found, timeout_seconds=seconds))
+
+
 def last_number(text: str) -> Fraction | None:
     """The last number of a text, exactly; that behind the last `####` if one stands there. None: no number.
 
@@ -139,4 +164,5 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "length": length,
     "overlong": overlong,
     "format": layout,
+    "math_verify": math_verify,
 }

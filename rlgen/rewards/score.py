@@ -1,21 +1,30 @@
-"""Samples to rewards by name and their weighted sum."""
+"""Samples to rewards by name and their weighted sum. Failures stay apart from zeros, and from rewards that do not apply."""
 
-import asyncio
+import json
+import logging
 import math
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rlgen.errors import RewardError
-from rlgen.rewards.resolve import RewardFunction, user_line
+from rlgen.recipe.models import RewardRecipe, ScoringRecipe
+from rlgen.rewards.pool import Limits, Pool
+from rlgen.rewards.resolve import RewardFunction, resolve
+from rlgen.rewards.worker import Call, Failed, Source
 from rlgen.types import Group, Sample
 
-CONCURRENT = 64  # calls of async rewards under way at once
+MOST_WORKERS = 8  # unless the recipe says more: each has the user's imports in memory
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a reward: for one sample, or for all of a group."""
+class Ask:
+    """A call of a reward, for one sample or for all of a group, and what it is asked with."""
 
     reward: RewardFunction
     group: Group
@@ -23,47 +32,159 @@ class Call:
     arguments: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """All rewards of a recipe. It owns the event loop of the async ones, which lives as long as their HTTP clients."""
+    """All rewards of a recipe, and the processes that run them."""
 
     rewards: tuple[RewardFunction, ...]
     max_completion_tokens: int
-    loop: asyncio.Runner = field(default_factory=asyncio.Runner)
+    pool: Pool
+    failures: Path | None  # folder for samples whose reward failed: the first of each reward, and what ends the run
+    known: set[str] = field(default_factory=set)  # labels of rewards that have failed before
 
     def close(self) -> None:
-        """Ends the event loop."""
-        self.loop.close()
+        """Ends the processes."""
+        self.pool.close()
 
     def score(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """The same groups with `rewards` and `reward` of every sample filled in.
+        """The same groups with `rewards`, `reward` and `reward_errors` of every sample filled in.
 
         Raises:
-            RewardError: a function failed, or returned something that is neither a finite number nor None.
+            RewardError: a call failed whose reward says `on_error: fail`, or more than `max_error_fraction` of a reward's calls.
         """
-        limit = self.max_completion_tokens
-        calls = [call for group in groups for reward in self.rewards for call in calls_of(reward, group, step, limit)]
+        labels = [reward.label for reward in self.rewards]
+        asks = [
+            ask for group in groups for reward in self.rewards for ask in asks_of(reward, group, step, self.max_completion_tokens)
+        ]
+        calls = [
+            Call(number, labels.index(ask.reward.label), ask.arguments, len(ask.samples) if ask.reward.of_group else None)
+            for number, ask in enumerate(asks)
+        ]
+        budget = {
+            reward.label: math.ceil(reward.max_error_fraction * sum(ask.reward is reward for ask in asks))
+            for reward in self.rewards
+        }
         values: dict[tuple[int, int], dict[str, float | None]] = {}
-        # Not in the event loop: a function that is not async may run one of its own.
-        done = [(call, call_now(call)) for call in calls if not call.reward.is_async]
-        if waiting := [call for call in calls if call.reward.is_async]:
-            done += zip(waiting, self.loop.run(run_all(waiting)), strict=True)
-        for call, answer in done:
-            for sample, value in zip(call.samples, answers(call, answer), strict=True):
-                values.setdefault((sample.group_id, sample.sample_index), {})[call.reward.label] = value
+        errors: dict[tuple[int, int], dict[str, str]] = {}
+        spent: Counter[str] = Counter()
+        with closing(self.pool.run(calls)) as outcomes:
+            for outcome in outcomes:
+                ask, result = asks[outcome.id], outcome.values
+                label = ask.reward.label
+                if isinstance(result, Failed):
+                    spent[label] += 1
+                    self.failed(ask, result, step, spent[label], budget[label])
+                    for sample in ask.samples:
+                        errors.setdefault(key(sample), {})[label] = f"{result.cause}: {result.message}"
+                    result = (0.0 if ask.reward.on_error == "zero" else None,) * len(ask.samples)
+                for sample, value in zip(ask.samples, result, strict=True):
+                    values.setdefault(key(sample), {})[label] = value
+        return [self.scored(group, values, errors) for group in groups]
+
+    def scored(
+        self,
+        group: Group,
+        values: dict[tuple[int, int], dict[str, float | None]],
+        errors: dict[tuple[int, int], dict[str, str]],
+    ) -> Group:
+        """The group with its values in the order of the recipe, and their sums."""
         weights = {reward.label: reward.weight for reward in self.rewards}
-        scored: list[Group] = []
-        for group in groups:
-            table = [
-                {label: values[sample.group_id, sample.sample_index][label] for label in weights} for sample in group.samples
-            ]
-            totals = weighted_sums(table, weights)
-            samples = tuple(
-                replace(sample, rewards=rewards, reward=total)
-                for sample, rewards, total in zip(group.samples, table, totals, strict=True)
-            )
-            scored.append(replace(group, samples=samples))
-        return scored
+        table = [{label: values[key(sample)][label] for label in weights} for sample in group.samples]
+        samples: list[Sample] = []
+        for sample, rewards, total in zip(group.samples, table, weighted_sums(table, weights), strict=True):
+            wrong = errors.get(key(sample), {})
+            # What a failed reward would have been is not known: its sample is not compared with the others.
+            known = all(rewards[label] is not None for label in wrong)
+            samples.append(replace(sample, rewards=rewards, reward=total if known else None, reward_errors=wrong))
+        return replace(group, samples=tuple(samples))
+
+    def failed(self, ask: Ask, failed: Failed, step: int, count: int, budget: int) -> None:
+        """Takes down a failure, and raises RewardError where the recipe does not go on after it."""
+        reward = ask.reward
+        first = reward.label not in self.known
+        self.known.add(reward.label)
+        ends = reward.on_error == "fail" or count > budget
+        what = f"{place(ask)}: {failed.message}"
+        if not (first or ends):
+            return
+        saved = self.save(ask, failed, step)
+        where = f"; the sample is in {saved}" if saved else ""
+        text = f"\n{failed.traceback}" if failed.traceback else ""
+        if not ends:
+            log.warning("%s (on_error: %s)%s%s", what, reward.on_error, where, text)
+            return
+        hint = ""
+        if reward.on_error == "fail" and failed.cause == "timeout":
+            hint = "; raise `timeout` of this entry of rewards, or let `on_error: skip` leave such samples out"
+        elif reward.on_error != "fail":
+            hint = f"; {count} calls of this step failed, more than max_error_fraction {reward.max_error_fraction:g} of them"
+        raise RewardError(f"{what}{hint}{where}{text}")
+
+    def save(self, ask: Ask, failed: Failed, step: int) -> Path | None:
+        """Writes down what a reward failed at, to be called with it again."""
+        if self.failures is None:
+            return None
+        self.failures.mkdir(parents=True, exist_ok=True)
+        sample = "" if ask.reward.of_group else f"_{ask.samples[0].sample_index}"
+        path = self.failures / f"step_{step:06d}_{ask.reward.label}_{ask.group.group_id}{sample}.json"
+        record = {
+            "reward": ask.reward.label,
+            "use": ask.reward.use,
+            "step": step,
+            "group_id": ask.group.group_id,
+            "sample_index": [one.sample_index for one in ask.samples],
+            "cause": failed.cause,
+            "message": failed.message,
+            "traceback": failed.traceback,
+            "arguments": ask.arguments,
+        }
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside.write_text(json.dumps(record, indent=2, default=repr) + "\n", encoding="utf-8")
+        aside.replace(path)
+        return path
+
+
+def open_scorer(
+    entries: Sequence[RewardRecipe],
+    columns: Collection[str],
+    max_completion_tokens: int,
+    scoring: ScoringRecipe,
+    output: Path | None = None,
+    failures: Path | None = None,
+) -> Scorer:
+    """Starts a worker that imports the functions, and checks that every parameter will be filled.
+
+    Args:
+        columns: of the data set, `answer` included if the recipe maps it.
+        output: file for what the functions print; None: standard error.
+        failures: folder for samples whose reward failed; None: they are not kept.
+
+    Raises:
+        RewardError: a function is not there, its import fails or does not end, or nobody provides a parameter.
+    """
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this run on this machine: each has workers
+    limits = Limits(
+        workers=scoring.workers or max(1, min(MOST_WORKERS, cores() // beside)),
+        memory=int(scoring.memory_gib * 2**30),
+        import_timeout=scoring.import_timeout,
+    )
+    pool = Pool([Source(entry.use, entry.timeout) for entry in entries], limits, output)
+    try:
+        facts = pool.facts()
+        rewards = tuple(resolve(entry, fact, columns) for entry, fact in zip(entries, facts, strict=True))
+    except BaseException:
+        pool.close()
+        raise
+    return Scorer(rewards=rewards, max_completion_tokens=max_completion_tokens, pool=pool, failures=failures)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def key(sample: Sample) -> tuple[int, int]:
+    return sample.group_id, sample.sample_index
 
 
 def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, float]) -> list[float | None]:
@@ -82,7 +203,7 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
     return totals
 
 
-def calls_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int) -> list[Call]:
+def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int) -> list[Ask]:
     """The calls that a reward needs for a group, with everything a function may ask for by name."""
     prompt = group.prompt
     if reward.of_group:
@@ -98,9 +219,9 @@ def calls_of(reward: RewardFunction, group: Group, step: int, max_completion_tok
             "max_completion_tokens": max_completion_tokens,
             "step": step,
         }
-        return [Call(reward, group, group.samples, reward.arguments(available))]
+        return [Ask(reward, group, group.samples, reward.arguments(available))]
     return [
-        Call(
+        Ask(
             reward,
             group,
             (sample,),
@@ -121,62 +242,6 @@ def calls_of(reward: RewardFunction, group: Group, step: int, max_completion_tok
     ]
 
 
-def call_now(call: Call) -> Any:
-    """The answer of a function that is not async."""
-    try:
-        return call.reward.function(**call.arguments)
-    except (Exception, SystemExit) as error:  # the user's code raises whatever it likes; that is no reward of 0
-        raise failed(call, error) from error
-
-
-async def run_all(calls: Sequence[Call]) -> list[Any]:
-    """The answers of async functions in the order of the calls. All have ended when the first failure is raised."""
-    limit = asyncio.Semaphore(CONCURRENT)
-
-    async def run(call: Call) -> Any:
-        async with limit:
-            try:
-                return await call.reward.function(**call.arguments)
-            except (Exception, SystemExit) as error:
-                problem = failed(call, error)
-                problem.__cause__ = error
-                return problem
-
-    outcomes = await asyncio.gather(*map(run, calls))
-    for outcome in outcomes:
-        if isinstance(outcome, RewardError):
-            raise outcome
-    return outcomes
-
-
-def failed(call: Call, error: BaseException) -> RewardError:
-    """The error for the user: which reward, which sample, which line."""
-    line = user_line(error, call.reward.file)
-    return RewardError(f"{place(call)}: {type(error).__name__}: {error} {line}")
-
-
-def answers(call: Call, answer: Any) -> list[float | None]:
-    """One value a sample.
-
-    Raises:
-        RewardError: not a number, not finite, or a list of another length than the group.
-    """
-    values = answer if call.reward.of_group else [answer]
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(call.samples):
-        raise RewardError(f"{place(call)} returned {str(values)[:80]}, not a list of {len(call.samples)} rewards")
-    return [None if value is None else finite(call, value) for value in values]
-
-
-def finite(call: Call, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
-        raise RewardError(f"{place(call)} returned {str(value)[:80]!r}; a reward is a finite number, or None: does not apply")
-    return number
-
-
-def place(call: Call) -> str:
-    which = "" if call.reward.of_group else f", sample {call.samples[0].sample_index}"
-    return f"reward {call.reward.label}, prompt at position {call.group.group_id}{which}"
+def place(ask: Ask) -> str:
+    which = "" if ask.reward.of_group else f", sample {ask.samples[0].sample_index}"
+    return f"reward {ask.reward.label}, prompt at position {ask.group.group_id}{which}"

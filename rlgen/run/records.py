@@ -1,6 +1,7 @@
 """What is written about the samples of a step."""
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -9,6 +10,9 @@ import torch
 
 from rlgen.losses.advantages import zero_variance
 from rlgen.types import Sample
+
+# Why rewards fail, and the metric that counts the samples of each.
+CAUSES = {"error": "errors", "timeout": "timeouts", "died": "died", "memory": "memory"}
 
 
 def rollout_records(
@@ -51,6 +55,9 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         values = [value for sample in samples if (value := sample.rewards[name]) is not None]
         metrics[f"reward/{name}/mean"] = _mean(values)
         metrics[f"reward/{name}/std"] = _std(values)
+        causes = Counter(text.partition(":")[0] for sample in samples if (text := sample.reward_errors.get(name)))
+        metrics[f"reward/{name}/failed"] = causes.total()
+        metrics |= {f"reward/{name}/{key}": causes[cause] for cause, key in CAUSES.items() if causes.total()}
     return metrics
 
 

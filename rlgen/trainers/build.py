@@ -11,7 +11,7 @@ from rlgen.models.lora import describe
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
-from rlgen.rewards import Scorer, resolve
+from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints, saved_processes
 from rlgen.run.console import Console
@@ -40,7 +40,10 @@ def build_trainer(
         RlgenError: whatever the parts raise; nothing has been trained.
     """
     data = processes.main_first(lambda: load_data(recipe))
-    scorer = processes.agreed(lambda: build_scorer(recipe, data.rows))
+    scorer = processes.agreed(lambda: build_scorer(recipe, data.rows, directory, processes.rank))
+    for reward in scorer.rewards:
+        if reward.sha256 is not None:
+            console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
     console.say(f"model: {data.location}; opening the engine")
     with ExitStack() as undo:
@@ -103,9 +106,11 @@ def build_trainer(
     return trainer, sides.done
 
 
-def build_scorer(recipe: Recipe, rows: Rows) -> Scorer:
+def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
     columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
-    return Scorer(tuple(resolve(entry, columns) for entry in recipe.rewards), recipe.rollout.max_completion_tokens)
+    output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
+    longest, failures = recipe.rollout.max_completion_tokens, directory.path / "failed_rewards"
+    return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures)
 
 
 def record_attempt(directory: RunDirectory, data: Data, scorer: Scorer, rungs: Sequence[Rung], done: int) -> None:

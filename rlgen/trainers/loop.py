@@ -16,7 +16,7 @@ from rlgen.losses.kl import reward_kl
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
-from rlgen.rewards import Scorer
+from rlgen.rewards.score import Scorer
 from rlgen.rollout.batch import pad_rows
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.score import score
@@ -137,7 +137,8 @@ class Trainer:
             Scores(
                 rewards=torch.tensor([number(sample.reward) for sample in samples], dtype=torch.float64),
                 columns=torch.tensor(
-                    [[number(sample.rewards[label]) for sample in samples] for label in weights], dtype=torch.float64
+                    [[number(None if sample.failed else sample.rewards[label]) for sample in samples] for label in weights],
+                    dtype=torch.float64,
                 ).T,
                 column_weights=torch.tensor(list(weights.values()), dtype=torch.float64),
                 group_ids=torch.tensor([sample.group_id for sample in samples], dtype=torch.long),

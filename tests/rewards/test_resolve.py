@@ -2,10 +2,9 @@ import hashlib
 import textwrap
 
 import pytest
+from scoring import loaded
 
 from rlgen.errors import RewardError
-from rlgen.recipe.models import RewardRecipe
-from rlgen.rewards import resolve
 from rlgen.rewards.builtin import exact_match
 
 
@@ -19,26 +18,22 @@ def write(tmp_path):
     return write_file
 
 
-def entry(use, **settings):
-    return RewardRecipe(use=str(use), **settings)
-
-
 def test_a_built_in():
-    reward = resolve(entry("exact_match", weight=0.5), {"answer"})
-    assert (reward.label, reward.weight, reward.function) == ("exact_match", 0.5, exact_match)
+    reward, one = loaded("exact_match", {"answer"}, weight=0.5)
+    assert (reward.label, reward.weight, one.function) == ("exact_match", 0.5, exact_match)
     assert not reward.of_group and not reward.is_async
 
 
 def test_a_function_of_a_file_keeps_the_hash_of_the_file(write):
     path = write("def brevity(completion, limit=3):\n    return -len(completion) / limit\n")
-    reward = resolve(entry(f"{path}:brevity", args={"limit": 2}, name="short"), set())
+    reward, one = loaded(f"{path}:brevity", args={"limit": 2}, name="short")
     assert reward.label == "short" and reward.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert reward.function(**reward.arguments({"completion": "abcd", "step": 3})) == -2.0
+    assert one.function(**reward.arguments({"completion": "abcd", "step": 3})) == -2.0
 
 
 def test_a_function_of_a_module():
-    reward = resolve(entry("rlgen.rewards.builtin:regex_match", args={"pattern": "a"}), set())
-    assert reward.function(**reward.arguments({"completion": "cat"})) == 1.0
+    reward, one = loaded("rlgen.rewards.builtin:regex_match", args={"pattern": "a"})
+    assert one.function(**reward.arguments({"completion": "cat"})) == 1.0
 
 
 def test_a_file_may_define_dataclasses(write):
@@ -53,7 +48,7 @@ def test_a_file_may_define_dataclasses(write):
         def f(completion):
             return Point(2.0).x
         """)
-    assert resolve(entry(f"{path}:f"), set()).function(completion="") == 2.0
+    assert loaded(f"{path}:f")[1].function(completion="") == 2.0
 
 
 @pytest.mark.parametrize(
@@ -67,15 +62,15 @@ def test_a_file_may_define_dataclasses(write):
     ],
 )
 def test_the_signature_decides_the_kind(write, signature, of_group, is_async):
-    reward = resolve(entry(f"{write(f'{signature}: return None')}:f"), set())
+    reward, _ = loaded(f"{write(f'{signature}: return None')}:f")
     assert (reward.of_group, reward.is_async) == (of_group, is_async)
 
 
 def test_arguments_are_what_the_function_names(write):
     path = write("def some(completion, step): ...\ndef all_(completion, **rest): ...\n")
     available = {"completion": "c", "step": 4, "answer": "7"}
-    assert resolve(entry(f"{path}:some"), {"answer"}).arguments(available) == {"completion": "c", "step": 4}
-    everything = resolve(entry(f"{path}:all_", args={"k": 1}), {"answer"}).arguments(available)
+    assert loaded(f"{path}:some", {"answer"})[0].arguments(available) == {"completion": "c", "step": 4}
+    everything = loaded(f"{path}:all_", {"answer"}, args={"k": 1})[0].arguments(available)
     assert everything == {**available, "k": 1}
 
 
@@ -91,25 +86,25 @@ def test_arguments_are_what_the_function_names(write):
 )
 def test_a_parameter_that_cannot_be_filled_is_an_error(write, signature, columns, args, said):
     with pytest.raises(RewardError) as caught:
-        resolve(entry(f"{write(f'{signature}: return 1.0')}:f", args=args), columns)
+        loaded(f"{write(f'{signature}: return 1.0')}:f", columns, args=args)
     assert all(part in str(caught.value) for part in (*said, "rewards.py:f"))
 
 
 def test_a_parameter_with_a_default_need_not_be_filled(write):
-    reward = resolve(entry(f"{write('def f(completion, target=None): return target')}:f"), set())
-    assert reward.function(**reward.arguments({"completion": ""})) is None
-    reward = resolve(entry(f"{write('def f(completion, target=None): return target')}:f"), {"target"})
-    assert reward.function(**reward.arguments({"completion": "", "target": 5})) == 5
+    reward, one = loaded(f"{write('def f(completion, target=None): return target')}:f")
+    assert one.function(**reward.arguments({"completion": ""})) is None
+    reward, one = loaded(f"{write('def f(completion, target=None): return target')}:f", {"target"})
+    assert one.function(**reward.arguments({"completion": "", "target": 5})) == 5
 
 
 def test_a_missing_file_module_or_function(write, tmp_path):
     path = write("def brevity(completion): return 1.0\n")
     with pytest.raises(RewardError, match="did you mean `brevity`"):
-        resolve(entry(f"{path}:brevty"), set())
+        loaded(f"{path}:brevty")
     with pytest.raises(RewardError, match=r"nowhere\.py does not exist"):
-        resolve(entry(f"{tmp_path}/nowhere.py:f"), set())
+        loaded(f"{tmp_path}/nowhere.py:f")
     with pytest.raises(RewardError, match="no_such_package_anywhere"):
-        resolve(entry("no_such_package_anywhere.rewards:f"), set())
+        loaded("no_such_package_anywhere.rewards:f")
 
 
 @pytest.mark.parametrize(
@@ -123,5 +118,5 @@ def test_a_missing_file_module_or_function(write, tmp_path):
 )
 def test_a_failing_import_names_the_line_of_the_user(write, source, said):
     with pytest.raises(RewardError) as caught:
-        resolve(entry(f"{write(source)}:f"), set())
+        loaded(f"{write(source)}:f")
     assert all(part in str(caught.value) for part in said)

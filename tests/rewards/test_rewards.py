@@ -2,17 +2,18 @@
 
 import random
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import make_sample
+from scoring import loaded
 
 from rlgen.errors import RewardError
-from rlgen.recipe.models import RewardRecipe
-from rlgen.rewards import Scorer, resolve
+from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.builtin import exact_match, layout, length, numeric_match, regex_match
-from rlgen.rewards.score import weighted_sums
+from rlgen.rewards.score import open_scorer, weighted_sums
 from rlgen.types import Group, Prompt
 
 
@@ -27,7 +28,9 @@ def group(*completions: str, group_id: int = 4, **columns: Any) -> Group:
 
 def score(entries: list[dict[str, Any]], *groups: Group) -> list[tuple[dict[str, Any], float | None]]:
     columns = set(groups[0].prompt.columns)
-    scored = Scorer(tuple(resolve(RewardRecipe(**entry), columns) for entry in entries), 20).score(groups, step=3)
+    scorer = open_scorer([RewardRecipe(**entry) for entry in entries], columns, 20, ScoringRecipe())
+    with closing(scorer):
+        scored = scorer.score(groups, step=3)
     return [(dict(sample.rewards), sample.reward) for g in scored for sample in g.samples]
 
 
@@ -143,8 +146,8 @@ def test_modules_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("x = 1\nimport no_such_module\n")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(RewardError, match=r"no_such_module.*broken.py:2"):
-        resolve(RewardRecipe(use=f"{tmp_path}/broken.py:f"), set())
+        loaded(f"{tmp_path}/broken.py:f")
     with pytest.raises(RewardError, match=r"SystemExit.*leaves.py:2"):
-        resolve(RewardRecipe(use=f"{tmp_path}/leaves.py:f"), set())
+        loaded(f"{tmp_path}/leaves.py:f")
     with pytest.raises(RewardError, match="has no parameter `patern`"):
-        resolve(RewardRecipe(use="regex_match", args={"patern": "x"}), set())
+        loaded("regex_match", args={"patern": "x"})

@@ -1,49 +1,10 @@
-import textwrap
-
 import pytest
+from scoring import group, opened, scorer, totals
 
 from rlgen.errors import RewardError
-from rlgen.recipe.models import RewardRecipe
-from rlgen.rewards import Scorer, resolve
 from rlgen.rewards.score import weighted_sums
-from rlgen.types import Group, Prompt, Sample
 
-
-def group(*completions, group_id=17, answer="7"):
-    prompt = Prompt(position=group_id, row=0, text="3+4=", prompt_ids=(1, 2), columns={"answer": answer})
-    samples = tuple(
-        Sample(
-            group_id=group_id,
-            sample_index=index,
-            prompt_ids=(1, 2),
-            completion_ids=(5,) * (index + 1),
-            sampler_logp=(-1.0,) * (index + 1),
-            loss_mask=(True,) * (index + 1),
-            finish_reason="length" if index else "stop",
-            weight_version=0,
-            seed=index,
-            completion=text,
-            rewards={},
-            reward=None,
-        )
-        for index, text in enumerate(completions)
-    )
-    return Group(group_id=group_id, prompt=prompt, samples=samples)
-
-
-@pytest.fixture
-def scorer(tmp_path):
-    def build(source, *entries):
-        path = tmp_path / "rewards.py"
-        path.write_text(textwrap.dedent(source))
-        recipes = [RewardRecipe(**{**e, "use": f"{path}:{e['use']}"}) for e in entries or [{"use": "f"}]]
-        return Scorer(tuple(resolve(recipe, {"answer"}) for recipe in recipes), 20)
-
-    return build
-
-
-def rewards_of(groups):
-    return [[sample.reward for sample in scored.samples] for scored in groups]
+__all__ = ["opened", "scorer"]
 
 
 def test_the_sum_is_weighted():
@@ -68,7 +29,7 @@ def test_where_no_reward_applies_there_is_no_sum():
 def test_the_other_groups_do_not_decide_what_applies(scorer):
     only_odd = scorer("def f(completion, answer): return None if answer == '8' else float(len(completion))")
     scored = only_odd.score([group("a", "bb"), group("c", "d", group_id=18, answer="8")], 1)
-    assert rewards_of(scored) == [[1.0, 2.0], [None, None]]
+    assert totals(scored) == [[1.0, 2.0], [None, None]]
 
 
 def test_each_sample_gets_its_own_values_and_nothing_else_changes(scorer):
@@ -106,7 +67,7 @@ def test_a_reward_of_a_group_gets_lists_and_gives_a_list(scorer):
 
 def test_a_function_with_completions_and_kwargs_works(scorer):
     build = scorer("def f(completions, **kwargs): return [float(a == '7') for a in kwargs['answer']]")
-    assert rewards_of(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
+    assert totals(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
 
 
 def test_async_calls_run_side_by_side_and_keep_their_places(scorer):
@@ -128,7 +89,7 @@ def test_async_calls_run_side_by_side_and_keep_their_places(scorer):
         {"use": "g", "weight": 0.5},
     )
     scored = build.score([group("1", "2"), group("3", "4", group_id=18)], 1)
-    assert rewards_of(scored) == [[0.5, 1.0], [1.5, 2.0]]
+    assert totals(scored) == [[0.5, 1.0], [1.5, 2.0]]
     assert dict(scored[1].samples[1].rewards) == {"f": 4.0, "g": -4.0}
 
 
@@ -148,12 +109,12 @@ def test_no_more_async_calls_at_once_than_the_limit(scorer):
         """
     )
     scored = build.score([group(*"ab" * 50)], 1)
-    assert max(rewards_of(scored)[0]) == 64
+    assert max(totals(scored)[0]) == 64
 
 
 def test_booleans_and_integers_are_numbers(scorer):
     build = scorer("def f(completion): return {'t': True, 'f': False}.get(completion, 3)")
-    assert rewards_of(build.score([group("t", "f", "i")], 1)) == [[1.0, 0.0, 3.0]]
+    assert totals(build.score([group("t", "f", "i")], 1)) == [[1.0, 0.0, 3.0]]
 
 
 @pytest.mark.parametrize(
@@ -183,4 +144,3 @@ def test_a_failure_names_reward_place_and_line(scorer, prefix):
         scorer(source).score([group("a", "b")], 1)
     for part in ("reward f", "17", "sample 1", "KeyError", "digits", "rewards.py:3"):
         assert part in str(caught.value)
-    assert isinstance(caught.value.__cause__, KeyError)
