@@ -157,6 +157,10 @@ class CheckpointError(RlgenError):
     exit_code = 8
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not what was written, or was never finished: one before it may be good."""
+
+
 class ProcessError(RlgenError):
     """The processes that run are not the ones that were asked for."""
 

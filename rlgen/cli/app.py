@@ -22,12 +22,15 @@ app = typer.Typer(
 )
 recipes = typer.Typer(help="Recipes to start from.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(recipes, name="recipes")
+checkpoints = typer.Typer(help="What a run has saved.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(checkpoints, name="checkpoints")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="section.key=value", help="Change a value; a YAML value, repeatable, the last wins."),
 ]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -50,7 +53,14 @@ def options(
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of this run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
+    resume_step: Annotated[
+        int | None, typer.Option(min=0, metavar="STEP", help="Go on from that checkpoint; later ones are set aside.")
+    ] = None,
+    allow_changed_rewards: Annotated[
+        bool, typer.Option("--allow-changed-rewards", help="Go on although the file of a reward was edited.")
+    ] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Delete what this run left before, and start it anew.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
     max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
@@ -58,7 +68,7 @@ def train(
     """Train a model as the recipe says."""
     from rlgen.cli.train import train_command
 
-    train_command(recipe, overrides or [], resume, dry_run, max_steps, run_dir)
+    train_command(recipe, overrides or [], resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean)
 
 
 @app.command()
@@ -152,6 +162,38 @@ def copy_recipe(
     from rlgen.cli.inspect import copy_command
 
     copy_command(name, path)
+
+
+@checkpoints.command("list")
+def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run by name and size of their files; `verify` reads them."""
+    from rlgen.cli.checkpoints import list_command
+
+    list_command(run, as_json)
+
+
+@checkpoints.command("verify")
+def verify_checkpoints(
+    run: RunPath,
+    step: Annotated[int | None, typer.Option(help="Of one checkpoint; all unless said.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a run's checkpoints and compare it with what was written; exit 8 if one is damaged."""
+    from rlgen.cli.checkpoints import verify_command
+
+    verify_command(run, step, as_json)
+
+
+@checkpoints.command("prune")
+def prune_checkpoints(
+    run: RunPath,
+    keep: Annotated[int, typer.Option(min=1, help="Good ones that stay, the newest.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Delete all but the newest good checkpoints, and those that were set aside."""
+    from rlgen.cli.checkpoints import prune_command
+
+    prune_command(run, keep, as_json)
 
 
 def main() -> None:

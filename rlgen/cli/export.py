@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, UsageError
+from rlgen.run.manifest import NAME, check_files
+from rlgen.run.shelf import Shelf
 
 ROWS, IDS, PREFIX = 4, 32, 8  # whose log-probs are compared: the ids of a row, and those of them that are given
 
@@ -16,12 +18,13 @@ def export_command(source: Path, out: Path, step: int | None, dtype: Literal["fl
 
     Raises:
         UsageError: `source` holds no checkpoint, or `out` exists.
-        CheckpointError: it cannot be read or written, or what was written is not the policy that was trained.
+        CheckpointError: it is damaged, cannot be read or written, or what was written is not the policy that was trained.
     """
     checkpoint = find(source, step)
     out = out.expanduser().resolve()
     if out.exists():
         raise UsageError(f"--out: {out} exists already; name another folder")
+    check_files(checkpoint, hashes=True)
     aside = out.with_name(f".writing_{out.name}")
     # Of an export that was killed: nothing else has this name.
     shutil.rmtree(aside, ignore_errors=True)
@@ -48,15 +51,11 @@ def export_command(source: Path, out: Path, step: int | None, dtype: Literal["fl
 def find(source: Path, step: int | None) -> Path:
     """The checkpoint that is meant. Raises UsageError if there is none."""
     source = source.expanduser().resolve()
-    if (source / "state" / "state.json").is_file():
+    if (source / NAME).is_file():
         if step is not None:
             raise UsageError(f"--step: {source} is one checkpoint; name the run's directory to choose among several")
         return source
-    written = {
-        int(path.name.removeprefix("step_")): path
-        for path in (source / "checkpoints").glob("step_*")
-        if (path / "state" / "state.json").is_file()
-    }
+    written = Shelf(source / "checkpoints").steps()
     if not written:
         raise UsageError(f"{source} is neither a checkpoint nor the directory of a run that has written one")
     if step is not None and step not in written:

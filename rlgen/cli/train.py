@@ -5,37 +5,48 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING
 
 from rlgen.cli.output import echo
-from rlgen.errors import RlgenError, Stopped, UsageError, redacted
+from rlgen.cli.reopen import Again, reopen
+from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import write_text
+from rlgen.run.files import LogFile, private_files, write_text, written
 from rlgen.run.launch import Launch, check_launch, parents
 from rlgen.run.signals import StopRequest
 
 if TYPE_CHECKING:
     from rlgen.processes import Processes
 
-# What may change between the attempts of one run.
-MAY_CHANGE = ("run.steps", "run.dir", "run.name", "checkpoint.", "sentinel.", "engine.", "processes.", "scoring.")
-
 
 def train_command(
-    recipe: Path, overrides: list[str], resume: bool, dry_run: bool, max_steps: int | None, run_dir: Path | None
+    recipe: Path,
+    overrides: list[str],
+    resume: bool,
+    dry_run: bool,
+    max_steps: int | None,
+    run_dir: Path | None,
+    resume_step: int | None = None,
+    changed_rewards: bool = False,
+    clean: bool = False,
 ) -> None:
     """Trains, or with `dry_run` only writes the resolved recipe. Each process that a launcher started comes here.
 
     Raises:
         RlgenError: with its exit code, which `status.json` holds too.
     """
+    again = Again(resume or resume_step is not None, resume_step, changed_rewards, clean)
+    with private_files():
+        start(recipe, overrides, again, dry_run, max_steps, run_dir)
+
+
+def start(recipe: Path, overrides: list[str], again: Again, dry_run: bool, max_steps: int | None, run_dir: Path | None) -> None:
+    """As `train_command`."""
     launch = Launch.of(os.environ)
     load = partial(load_checked, launch, recipe, overrides, max_steps, run_dir)
     if dry_run:
@@ -45,14 +56,14 @@ def train_command(
     with StopRequest(launched=launch.world > 1).listening() as stop:
         if launch.world == 1:
             loaded = load()
-            train(loaded, open_directory(loaded, resume), resume, None, stop)
+            train(loaded, open_directory(loaded, again), again, None, stop)
             return
         processes, loaded = meet(load)
         with processes.said_once():
             directory = processes.main_first(
-                lambda: open_directory(loaded, resume) if processes.is_main else join_directory(loaded)
+                lambda: open_directory(loaded, again) if processes.is_main else join_directory(loaded)
             )
-        train(loaded, directory, resume, processes, stop)
+        train(loaded, directory, again, processes, stop)
         processes.close()
 
 
@@ -66,7 +77,7 @@ def load_checked(launch: Launch, recipe: Path, overrides: list[str], max_steps: 
     if max_steps is not None:
         overrides = [*overrides, f"run.steps={max_steps}"]
     if run_dir is not None:
-        place = run_dir.expanduser().resolve()
+        place = Path(os.path.abspath(run_dir.expanduser()))  # a link stays one: --clean must know
         overrides = [*overrides, f"run.dir={json.dumps(str(place.parent))}", f"run.name={json.dumps(place.name)}"]
     loaded = load_recipe(recipe, overrides)
     check_launch(launch, loaded.recipe.processes.count, os.environ, parents())
@@ -80,7 +91,8 @@ def write_resolved(loaded: LoadedRecipe) -> None:
     path = loaded.recipe.run_path
     if (path / "status.json").exists():
         raise UsageError(f"{path} holds a run, which a dry run would change; take another name, or `rlgen show --resolved`")
-    path.mkdir(parents=True, exist_ok=True)
+    with written(path):
+        path.mkdir(parents=True, exist_ok=True)
     write_text(path / "resolved.yaml", dump_recipe(loaded.recipe))
     print_line(f"{path / 'resolved.yaml'} written; nothing was started")
 
@@ -106,16 +118,20 @@ def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
         return processes, processes.agreed(given)
 
 
-def open_directory(loaded: LoadedRecipe, resume: bool) -> RunDirectory:
+def open_directory(loaded: LoadedRecipe, again: Again) -> RunDirectory:
     path, resolved = loaded.recipe.run_path, dump_recipe(loaded.recipe)
-    return reopen(path, loaded, resolved) if resume else RunDirectory.create(path, loaded.text, resolved)
+    if again.resume:
+        return reopen(path, loaded, resolved)
+    if again.clean:
+        RunDirectory.clean(path)
+    return RunDirectory.create(path, loaded.text, resolved)
 
 
 def join_directory(loaded: LoadedRecipe) -> RunDirectory:
     return RunDirectory.join(loaded.recipe.run_path)
 
 
-def train(loaded: LoadedRecipe, directory: RunDirectory, resume: bool, processes: "Processes | None", stop: StopRequest) -> None:
+def train(loaded: LoadedRecipe, directory: RunDirectory, again: Again, processes: "Processes | None", stop: StopRequest) -> None:
     """Runs, and keeps `status.json`. `processes`: those of the launcher; None: this is the only one."""
     step, steps = int(directory.status().get("step", 0)), loaded.recipe.run.steps
     is_main = processes is None or processes.is_main
@@ -123,63 +139,54 @@ def train(loaded: LoadedRecipe, directory: RunDirectory, resume: bool, processes
         if is_main:
             directory.write_status("starting", step, steps)
         with nullcontext() if processes is None else processes.said_once():
-            run(loaded.recipe, directory, resume, processes, stop)
+            run(loaded.recipe, directory, again, processes, stop)
         if is_main:
             directory.write_status("done", steps, steps, exit_code=0)
     except BaseException as error:
         code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
         if is_main:
-            directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(str(error)))
+            with suppress(CheckpointError):  # a disk too full for this is what `error` says already
+                directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(str(error)))
         raise
     finally:
         directory.close()
 
 
-def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
-    """The directory of an earlier attempt at the same run.
-
-    Raises:
-        UsageError: no run is there, or the recipe says another run.
-    """
-    directory = RunDirectory.reopen(path)
-    before, now = (flat(yaml.safe_load(text)) for text in (directory.resolved.read_text(encoding="utf-8"), resolved))
-    free = MAY_CHANGE if loaded.recipe.optim.schedule == "constant" else MAY_CHANGE[1:]
-    changed = [
-        f"{key}: {before.get(key, 'unset')} -> {now.get(key, 'unset')}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(free)
-    ]
-    if changed:
-        directory.close()
-        raise UsageError(f"--resume: {path} was another run: {'; '.join(changed)}. Undo this, or start under another name")
-    write_text(directory.resolved, resolved)
-    return directory
-
-
-def run(recipe: Recipe, directory: RunDirectory, resume: bool, launched: "Processes | None", stop: StopRequest) -> None:
+def run(recipe: Recipe, directory: RunDirectory, again: Again, launched: "Processes | None", stop: StopRequest) -> None:
     """Builds everything and runs the loop. Heavy imports happen here."""
     from rlgen.processes import Processes
     from rlgen.run.checkpoint import Checkpoints
     from rlgen.run.console import Console
 
     processes = launched or Processes.alone()
-    checkpoint = processes.on_main(Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes).newest)
-    done = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
+    checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
+    choice = processes.patiently(lambda: checkpoints.choose(again.step))
+    done = choice.step
     console = Console(recipe.run.steps, done, quiet=not processes.is_main)
     if done >= recipe.run.steps:
         console.say(f"{directory.path}: already complete, {done} steps")
         return
-    if resume:
-        processes.on_main(lambda: directory.cut(done))
+    if again.resume:
+
+        def cut() -> None:
+            for later in choice.later:  # first: whoever is killed here goes on from the same step next time
+                checkpoints.shelf.set_aside(later)
+            with written(directory.path):
+                directory.cut(done)
+
+        processes.on_main(cut)
         console.say(f"resuming after step {done}" + ("" if done else ": no checkpoint was written yet"))
     log_to(directory.logs / (f"rlgen.rank{processes.rank}.log" if processes.rank else "rlgen.log"))
     if processes.world > 1:
         console.say(f"{processes.world} processes, {recipe.processes.strategy}")
+    for notice in choice.notices:
+        console.say(notice)
+        logging.getLogger("rlgen").warning(notice)
     from rlgen.trainers.build import build_trainer
 
     with console:
-        trainer, done = build_trainer(recipe, directory, checkpoint, console, processes)
+        trainer, done = build_trainer(recipe, directory, choice.path, console, processes, choice.notices, again.changed_rewards)
         try:
             trainer.run(done, stop)
         finally:
@@ -196,7 +203,7 @@ class Redacting(logging.Formatter):
 
 def log_to(path: Path) -> None:
     """Library output goes to the run's log, not to the screen."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, logging.FileHandler)]:
@@ -211,13 +218,6 @@ def log_to(path: Path) -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
-
-
-def flat(data: Any, prefix: str = "") -> dict[str, Any]:
-    """{"run.seed": 0, ...}"""
-    if isinstance(data, dict):
-        return {k: v for key, value in data.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
-    return {prefix: data}
 
 
 def print_line(text: str) -> None:

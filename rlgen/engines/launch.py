@@ -159,7 +159,7 @@ class ServerProcess:
         folder = Path(tempfile.mkdtemp(prefix="rlgen-", dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))
         environment |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *plan.command()]
-        with log.open("ab") as output:
+        with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o640)) as output:
             process = subprocess.Popen(
                 command,
                 env=environment,

@@ -13,10 +13,22 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from rlgen.errors import UsageError
-from rlgen.run.files import read_json, write_json, write_text
+from rlgen.errors import CheckpointError, UsageError
+from rlgen.run.files import (
+    FOLDER_MODE,
+    appears,
+    append_text,
+    open_plain,
+    read_json,
+    unwritable,
+    write_json,
+    write_text,
+    written,
+)
+
+RESERVE = 1 << 14  # bytes that are given up for the last words of a run on a full disk
 
 
 class RunDirectory:
@@ -25,7 +37,7 @@ class RunDirectory:
     Of several processes the main one opens it and writes; the others join.
     """
 
-    def __init__(self, path: Path, lock: IO[str] | None) -> None:
+    def __init__(self, path: Path, lock: int | None) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.rollouts = path / "rollouts"
@@ -34,6 +46,8 @@ class RunDirectory:
         self.status_file = path / "status.json"
         self.provenance = path / "provenance.json"
         self.resolved = path / "resolved.yaml"
+        self.save_now = path / "save_now"
+        self._reserve = path / ".reserve"
         self._lock = lock
 
     @classmethod
@@ -42,17 +56,24 @@ class RunDirectory:
 
         Raises:
             UsageError: the directory is taken.
+            CheckpointError: it cannot be written.
         """
-        if path.exists() and any(path.iterdir()):
-            raise UsageError(
-                f"{path} already holds a run; go on with --resume, or take another name with --set run.name=… or --run-dir"
-            )
-        path.mkdir(parents=True, exist_ok=True)
+        with written(path):
+            path.mkdir(parents=True, exist_ok=True)
         directory = cls(path, _lock(path))
-        for folder in (directory.checkpoints, directory.rollouts, directory.logs):
-            folder.mkdir()
-        write_text(path / "recipe.yaml", recipe_text)
-        write_text(directory.resolved, resolved)
+        try:
+            # A dry run leaves resolved.yaml, and so does a start that a full disk ended.
+            if any(found.name != "resolved.yaml" and not found.name.startswith(".") for found in path.iterdir()):
+                raise UsageError(
+                    f"{path} already holds a run; go on with --resume, take another name with --set run.name=… or --run-dir, or"
+                    " delete what it holds with --clean"
+                )
+            write_text(directory.resolved, resolved)
+            write_text(path / "recipe.yaml", recipe_text)
+            directory._prepare()
+        except BaseException:
+            directory.close()
+            raise
         return directory
 
     @classmethod
@@ -61,10 +82,17 @@ class RunDirectory:
 
         Raises:
             UsageError: there is none, or it is running.
+            CheckpointError: it cannot be written.
         """
         if not (path / "resolved.yaml").is_file():
             raise UsageError(f"{path} holds no run to resume; leave --resume out to start one")
-        return cls(path, _lock(path))
+        directory = cls(path, _lock(path))
+        try:
+            directory._prepare()
+        except BaseException:
+            directory.close()
+            raise
+        return directory
 
     @classmethod
     def join(cls, path: Path) -> "RunDirectory":
@@ -73,9 +101,49 @@ class RunDirectory:
         Raises:
             UsageError: this process does not see it.
         """
-        if not (path / "resolved.yaml").is_file():
+        if not appears(path / "resolved.yaml"):
             raise UsageError(f"{path} is not seen by every process; set run.dir to a folder that all machines share")
         return cls(path, None)
+
+    @staticmethod
+    def clean(path: Path) -> None:
+        """Deletes what the run in `path` left, and nothing else: links are removed, never followed. The folder itself stays.
+
+        Raises:
+            UsageError: `path` is a link, holds no run of rlgen, is in use, or is the home directory or above.
+            CheckpointError: something cannot be deleted.
+        """
+        if not path.exists() and not path.is_symlink():
+            return
+        why = _not_to_be_cleaned(path)
+        if why:
+            raise UsageError(f"--clean: {path} {why}; nothing was deleted")
+        lock = _lock(path)
+        try:
+            with written(path):
+                # First what --resume looks for, last what --clean does: half a deletion can be ended, and not be trained on.
+                turn = {"resolved.yaml": 0, "status.json": 2}
+                names = sorted((found.name for found in path.iterdir()), key=lambda name: turn.get(name, 1))
+                for found in (path / name for name in names):
+                    if found.is_dir() and not found.is_symlink():
+                        shutil.rmtree(found)
+                    else:
+                        found.unlink()
+        finally:
+            os.close(lock)
+
+    def _prepare(self) -> None:
+        """Folders and reserve; and what killed writes left is removed."""
+        with written(self.path):
+            mode = self.path.stat().st_mode
+            if mode & 0o007:  # others could plant files
+                self.path.chmod(mode & FOLDER_MODE)
+            for folder in (self.checkpoints, self.rollouts, self.logs):
+                folder.mkdir(exist_ok=True)
+            for name in ("resolved.yaml", "status.json", "provenance.json", "metrics.jsonl"):
+                for left in self.path.glob(f".{name}.*"):
+                    left.unlink()
+        write_text(self._reserve, "." * RESERVE)
 
     def cut(self, step: int) -> None:
         """Moves metrics, rollouts and logs of the attempts before to `logs/attempt_K`, except what belongs to steps 1 to `step`.
@@ -100,10 +168,7 @@ class RunDirectory:
 
     def write_metrics(self, record: dict[str, Any]) -> None:
         """Appends one step; on disk when this returns."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_text(self.metrics, json.dumps(record) + "\n")
 
     def write_rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
         """One object a sample."""
@@ -111,37 +176,74 @@ class RunDirectory:
         write_text(self.rollouts / f"step_{step:06d}.jsonl", lines)
 
     def write_status(self, state: str, step: int, steps: int, exit_code: int | None = None, message: str = "") -> None:
-        """`state` is starting, running, done, stopped or failed."""
-        write_json(
-            self.status_file,
-            {
-                "state": state,
-                "step": step,
-                "steps": steps,
-                "exit_code": exit_code,
-                "message": message,
-                "pid": os.getpid(),
-                "time": time.time(),
-            },
-        )
+        """`state` is starting, running, done, stopped or failed.
+
+        Raises:
+            CheckpointError: the disk is full, and so it was before.
+        """
+        status = {
+            "state": state,
+            "step": step,
+            "steps": steps,
+            "exit_code": exit_code,
+            "message": message,
+            "pid": os.getpid(),
+            "time": time.time(),
+        }
+        try:
+            write_json(self.status_file, status)
+        except CheckpointError:
+            if exit_code is None or not self._reserve.exists():
+                raise
+            self._reserve.unlink()  # the last words of a run
+            write_json(self.status_file, status)
+
+    def asked_to_save(self) -> bool:
+        """Whether someone has touched `save_now`, which is then gone. It is not opened: a link goes as a link."""
+        try:
+            self.save_now.unlink()
+        except OSError:  # it is not there, as always but once
+            return False
+        return True
 
     def status(self) -> dict[str, Any]:
         return read_json(self.status_file) if self.status_file.exists() else {}
 
     def close(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            os.close(self._lock)
+            self._lock = None
 
 
-def _lock(path: Path) -> IO[str]:
+def _lock(path: Path) -> int:
     """The kernel frees the lock when its process dies, however it dies."""
-    file = (path / ".lock").open("w")
+    try:
+        file = open_plain(path / ".lock", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise unwritable(path / ".lock", error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.close()
+        os.close(file)
         raise UsageError(f"{path} is in use by a running rlgen; wait for it, or take another name") from error
     return file
+
+
+def _not_to_be_cleaned(path: Path) -> str | None:
+    """Why the contents of `path` must not be deleted."""
+    if path.is_symlink():
+        return "is a link"
+    if not path.is_dir():
+        return "is no folder"
+    place = path.resolve()
+    if any(kept.resolve().is_relative_to(place) for kept in (Path.home(), Path.cwd())):
+        return "is the home directory, the working directory, or holds one of them"
+    status = path / "status.json"
+    try:
+        ours = not status.is_symlink() and {"state", "step", "steps", "exit_code", "pid"} <= read_json(status).keys()
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    return None if ours else "holds no status.json of a run of rlgen"
 
 
 def _step_of(line: str) -> int | None:

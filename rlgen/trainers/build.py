@@ -1,12 +1,14 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rlgen.data import Rows
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared import SharedEngine
+from rlgen.errors import UsageError
 from rlgen.models.lora import describe
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
@@ -26,12 +28,20 @@ from rlgen.trainers.sides import Data, load_data, open_sides
 
 
 def build_trainer(
-    recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console, processes: Processes
+    recipe: Recipe,
+    directory: RunDirectory,
+    checkpoint: Path | None,
+    console: Console,
+    processes: Processes,
+    notices: Sequence[str] = (),
+    changed_rewards: bool = False,
 ) -> tuple[Trainer, int]:
     """Loads data, rewards, model and engine, in the order of their cost, and checks that trainer and engine agree.
 
     Args:
         checkpoint: to go on from, or None.
+        notices: what was said about the choice of it.
+        changed_rewards: the files of rewards may be others than before.
 
     Returns:
         The trainer and the number of steps that are done.
@@ -45,9 +55,11 @@ def build_trainer(
         if reward.sha256 is not None:
             console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
-    console.say(f"model: {data.location}; opening the engine")
     with ExitStack() as undo:
         undo.callback(scorer.close)
+        if checkpoint and not changed_rewards:
+            processes.on_main(partial(same_rewards, directory, reward_files(scorer)))
+        console.say(f"model: {data.location}; opening the engine")
         sides = open_sides(recipe, data, checkpoint, processes, directory.logs, console.say)
         undo.callback(sides.probe.engine.close)
         if checkpoint and (stored := saved_processes(checkpoint)) != processes.world:
@@ -59,7 +71,7 @@ def build_trainer(
             console.say(f"lora: {describe(sides.probe.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")
         if processes.is_main:
-            record_attempt(directory, data, scorer, rungs, sides.done)
+            record_attempt(directory, data, scorer, rungs, sides.done, notices)
         count = recipe.rollout.prompts_per_step
         engine = sides.probe.engine
         sampler = Sampler(
@@ -99,7 +111,7 @@ def build_trainer(
             update=sides.updater(None if sides.probe.sampling.regex else watch),
             schedule=sides.schedule,
             directory=directory,
-            checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, sides.base),
+            checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, sides.base, recipe.trainer.kind),
             console=console,
         )
         undo.pop_all()
@@ -113,7 +125,29 @@ def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int)
     return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures)
 
 
-def record_attempt(directory: RunDirectory, data: Data, scorer: Scorer, rungs: Sequence[Rung], done: int) -> None:
+def reward_files(scorer: Scorer) -> dict[str, str | None]:
+    """SHA-256 of the user's file of each reward."""
+    return {reward.label: reward.sha256 for reward in scorer.rewards}
+
+
+def same_rewards(directory: RunDirectory, now: Mapping[str, str | None]) -> None:
+    """Raises UsageError where the file of a reward is not what the last attempt was rewarded by."""
+    before = read_json(directory.provenance)[-1]["rewards"] if directory.provenance.exists() else now
+    changed = [
+        f"{name} (SHA-256 {str(before.get(name))[:12]}, now {str(now[name])[:12]})"
+        for name in now
+        if before.get(name) != now[name]
+    ]
+    if changed:
+        raise UsageError(
+            f"--resume: the file of reward {', '.join(changed)} was edited since the last attempt: earlier and later steps would"
+            " be rewarded differently. Undo it, or add --allow-changed-rewards"
+        )
+
+
+def record_attempt(
+    directory: RunDirectory, data: Data, scorer: Scorer, rungs: Sequence[Rung], done: int, notices: Sequence[str]
+) -> None:
     """Adds this attempt to `provenance.json`."""
     earlier = read_json(directory.provenance) if directory.provenance.exists() else []
     rows = data.rows
@@ -121,8 +155,9 @@ def record_attempt(directory: RunDirectory, data: Data, scorer: Scorer, rungs: S
         **provenance(),
         "model": data.location,
         "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
-        "rewards": {reward.label: reward.sha256 for reward in scorer.rewards},
+        "rewards": reward_files(scorer),
         "sentinel": [rung.as_json() for rung in rungs],
         "from_step": done,
+        "notices": list(notices),
     }
     write_json(directory.provenance, [*earlier, facts])

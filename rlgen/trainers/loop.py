@@ -87,15 +87,14 @@ class Trainer:
             with clock("sync"):
                 refused, probed = self.sync(step)
             stopping = processes.any(stop.requested)  # read once: a request that comes later waits for the next step
+            asked = processes.on_main(self.directory.asked_to_save)
             with clock("save"):
-                if processes.is_main:
-                    self.directory.write_rollouts(
-                        step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
-                    )
-                if stopping or refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
+                records = rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
+                processes.on_main(partial(self.directory.write_rollouts, step, records))
+                if stopping or refused or asked or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
-            if processes.is_main:
-                self.report(step, samples, {**learned, **probed, **staleness_metrics(samples, step - 1, dropped)}, clock)
+            learned = {**learned, **probed, **staleness_metrics(samples, step - 1, dropped)}
+            processes.on_main(partial(self.report, step, samples, learned, clock))
             if refused:
                 raise refused
             if stopping and step < recipe.run.steps:

@@ -23,7 +23,7 @@ from rlgen.models.sharding import shard
 from rlgen.models.weights import base_digest
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, check_fit
 from rlgen.sentinel.bounds import bounds_for
 from rlgen.sentinel.probe import FEWER_TOKENS, PROMPTS, Probe, TrainerSide
 from rlgen.sentinel.sync import send_weights
@@ -98,6 +98,8 @@ def open_sides(
     seat = Seat.of(processes, processes_an_engine(recipe, processes))
     algorithm = build_algorithm(recipe.trainer)
     policy = processes.agreed(lambda: build_policy(recipe, data.location, processes.device))
+    if checkpoint:
+        processes.agreed(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
     needs_reference, reference = algorithm.reference != "none", None
     sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
     if sharded:
