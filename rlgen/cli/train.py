@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from rlgen.processes import Processes
 
 # What may change between the attempts of one run.
-MAY_CHANGE = ("run.steps", "run.dir", "run.name", "checkpoint.", "sentinel.", "engine.", "processes.")
+MAY_CHANGE = (
+    *("run.steps", "run.dir", "run.name", "run.probe_max", "optim.max_nonfinite"),
+    *("checkpoint.", "sentinel.", "engine.", "processes.", "health."),
+)
 
 
 def train_command(
@@ -177,9 +180,9 @@ def run(recipe: Recipe, directory: RunDirectory, resume: bool, launched: "Proces
     from rlgen.trainers.build import build_trainer
 
     with console:
-        trainer, done = build_trainer(recipe, directory, checkpoint, console, processes)
+        trainer, start = build_trainer(recipe, directory, checkpoint, console, processes)
         try:
-            trainer.run(done, stop)
+            trainer.run(start, stop)
         finally:
             trainer.close()
         console.say(f"done: {directory.path}")

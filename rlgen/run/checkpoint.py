@@ -39,7 +39,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError, Fault, SentinelError
 from rlgen.models.lora import is_adapted, load_adapter, save_adapter
-from rlgen.models.weights import base_digest, gone_through, model_tensors, own_tensors, part, part_like, whole
+from rlgen.models.weights import all_finite, base_digest, gone_through, model_tensors, own_tensors, part, part_like, whole
 from rlgen.processes import Processes
 from rlgen.run.files import flush, flush_tree, read_json, write_json
 
@@ -54,6 +54,7 @@ class TrainerState:
     position: int  # prompts taken from the data's order, over all epochs
     weight_version: int
     schedule: dict[str, Any]
+    nonfinite: int = 0  # steps in a row, up to this one, without an update because a number was not finite
     format: int = FORMAT
 
 
@@ -87,6 +88,7 @@ class Checkpoints:
         tokenizer: PreTrainedTokenizerBase,
         optimizer: Optimizer,
         schedule: LRScheduler,
+        nonfinite: int = 0,
     ) -> Path:
         """Writes the checkpoint of `step`, then drops the oldest.
 
@@ -120,7 +122,7 @@ class Checkpoints:
                 save_file(moments, aside / "state" / "optimizer.safetensors")
             for rank, draw in enumerate(draws):
                 save_file(draw, aside / "state" / random_name(rank))
-            state = TrainerState(step, position, step, schedule.state_dict())
+            state = TrainerState(step, position, step, schedule.state_dict(), nonfinite)
             write_json(aside / "state" / "state.json", asdict(state))
             flush_tree(aside)
             aside.rename(final)
@@ -163,6 +165,7 @@ def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedul
             load_shards(path / "state" / "optimizer", model, optimizer)
         else:
             load_optimizer(load_file(path / "state" / "optimizer.safetensors"), model, optimizer)
+        refuse_nonfinite(path, model, optimizer)
         schedule.load_state_dict(state.schedule)
         # A schedule changes the rate when it steps, and does not step here.
         for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
@@ -174,6 +177,17 @@ def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedul
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointException) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}; delete it to go on from the one before") from error
     return state
+
+
+def refuse_nonfinite(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises CheckpointError if a parameter that was loaded, or what the optimizer knows of it, is not finite."""
+    for name, parameter in model.named_parameters():
+        moments = {f"{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        for what, tensor in {name: parameter, **moments}.items():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not all_finite([tensor]):
+                raise CheckpointError(
+                    f"{path}: {what} is not finite: this checkpoint is of no use; delete it to go on from the one before"
+                )
 
 
 @contextmanager
