@@ -199,8 +199,8 @@ class Trainer:
         said = f"step {at.step}: {skipped.words()}: the update was skipped and no weight has moved; the batch is in {path}"
         if at.nonfinite > most:
             raise DivergedError(
-                f"{said}. That is {at.nonfinite} in a row, optim.max_nonfinite is {most}. The last checkpoint is good: open it in a"
-                " new run (model.path) with a lower optim.learning_rate, or look at what is odd about these samples"
+                f"{said}. That is {at.nonfinite} in a row, optim.max_nonfinite is {most}. The last checkpoint is good: open it in"
+                " a new run (model.path) with a lower optim.learning_rate, or look at what is odd about these samples"
             )
         self.console.say(f"{said}; {at.nonfinite} in a row, {most} are tolerated")
 
