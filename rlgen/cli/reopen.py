@@ -13,7 +13,10 @@ from rlgen.run.files import read_text, write_text
 
 # What may change between the attempts of one run. Steps: only with a constant schedule, which does not depend on their number.
 STEPS = "run.steps"
-MAY_CHANGE = ("run.dir", "run.name", "checkpoint.", "sentinel.", "engine.", "processes.", "scoring.")
+MAY_CHANGE = (
+    *("run.dir", "run.name", "run.probe_max", "optim.max_nonfinite"),
+    *("checkpoint.", "sentinel.", "engine.", "processes.", "scoring.", "health."),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,9 +186,9 @@ def run(recipe: Recipe, directory: RunDirectory, again: Again, launched: "Proces
     from rlgen.trainers.build import build_trainer
 
     with console:
-        trainer, done = build_trainer(recipe, directory, choice.path, console, processes, choice.notices, again.changed_rewards)
+        trainer, start = build_trainer(recipe, directory, choice.path, console, processes, choice.notices, again.changed_rewards)
         try:
-            trainer.run(done, stop)
+            trainer.run(start, stop)
         finally:
             trainer.close()
         console.say(f"done: {directory.path}")

@@ -77,11 +77,15 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def normalized(values: Tensor, counted: Tensor) -> Tensor:
-    """(v - mean) / (std + EPSILON) over the counted rows of [B], ddof 1; exactly 0 for others, and where v is constant."""
+    """(v - mean) / (std + EPSILON) over the counted rows of [B], ddof 1; exactly 0 for others, and where v is constant.
+
+    Advantages whose mean is 0 but for rounding come in: one of exactly 0 is of a group without signal, and stays so.
+    """
     values_n = values[counted]
     normalized_B = torch.zeros_like(values)
     if len(values_n) >= 2 and not is_constant(values_n):
-        normalized_B[counted] = (values_n - values_n.mean()) / (values_n.std() + EPSILON)
+        scaled_n = (values_n - values_n.mean()) / (values_n.std() + EPSILON)
+        normalized_B[counted] = torch.where(values_n == 0, 0.0, scaled_n)
     return normalized_B
 
 

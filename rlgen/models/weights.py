@@ -15,6 +15,7 @@ import torch
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.linalg import vector_norm
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
@@ -61,6 +62,13 @@ def base_digest(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every value of them is, as far as this process holds them. Nothing of their size is allocated."""
+    held = [part(tensor.detach()) for tensor in tensors]
+    largest = [vector_norm(tensor, torch.inf).double().cpu() for tensor in held if tensor.numel()]
+    return not largest or bool(torch.stack(largest).isfinite().all())
 
 
 def whole(tensor: Tensor) -> Tensor:

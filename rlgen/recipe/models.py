@@ -6,7 +6,7 @@ Torch-free: `rlgen --help` and `rlgen validate` answer at once.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from rlgen.recipe.fields import Count, Dtype, Number, Scalar, Strict, Text
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
@@ -21,6 +21,8 @@ class RunRecipe(Strict):
     """Every random choice follows from it and from a position."""
     steps: Count = 100
     """Rollouts to sample and train on."""
+    probe_max: StrictBool = False
+    """Before step 1: one micro-batch of the longest rows forward and backward, so that too little memory shows at once."""
 
 
 class LoraRecipe(Strict):
@@ -170,6 +172,8 @@ class RolloutRecipe(Strict):
     """Steps that sampling is ahead of training. 1: prompts are answered while a step trains, by weights one version old."""
     max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] = 1
     """Versions that a sample may be old; older ones are dropped and counted."""
+    refill: Annotated[StrictInt, Field(ge=0, le=100)] = 0
+    """Rounds in which a step may draw further prompts, to take the place of groups whose rewards are all equal."""
 
 
 class VllmRecipe(Strict):
@@ -264,6 +268,8 @@ class OptimRecipe(Strict):
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 1.0
     micro_batch_tokens: Count = 16384
     """Most tokens that go through the model together, padding included. Changes memory and speed, never the result."""
+    max_nonfinite: Annotated[StrictInt, Field(ge=0, le=10**6)] = 3
+    """Steps in a row whose update may be skipped for a number that is not finite; one more ends the run. 0: the first does."""
 
 
 class CheckpointRecipe(Strict):
@@ -282,6 +288,62 @@ class SentinelRecipe(Strict):
     """When they differ by more in a batch: train on and say so, stop, or keep a checkpoint of what was trained and stop."""
     probe_every: Count = 10
     """With rollout.ahead no batch is of present weights: after every so many syncs, a few completions are sampled that are."""
+
+
+class HealthRule(Strict):
+    threshold: Annotated[float, Field(strict=True, ge=0, le=1e9)]
+    steps: Annotated[StrictInt, Field(ge=1, le=10000)]
+    """Steps in a row, of those that measure it, that must be beyond the threshold."""
+    action: Literal["ignore", "warn", "stop", "checkpoint_and_stop"] | None = None
+    """None: health.action."""
+
+
+class HealthRecipe(Strict):
+    """Signs of a run that goes wrong, looked at after each step. A rule that is said in part keeps the rest of its default."""
+
+    action: Literal["warn", "stop", "checkpoint_and_stop"] = "warn"
+    """When a rule is broken: go on and say so, end the run, or keep a checkpoint and end it."""
+    reward: HealthRule = HealthRule(threshold=0.0, steps=20)
+    """Mean reward, its sign aside, not above it."""
+    reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
+    """Standard deviation of the rewards of a step not above it."""
+    reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
+    """More calls of rewards have failed in a step."""
+    zero_std: HealthRule = HealthRule(threshold=0.8, steps=10)
+    """Share of groups of equal rewards not below it."""
+    no_update: HealthRule = HealthRule(threshold=0.0, steps=5)
+    """Optimizer steps that were taken in a step not above it."""
+    entropy: HealthRule = HealthRule(threshold=0.01, steps=5)
+    """Mean entropy of a token, in nats, below it."""
+    ref_kl: HealthRule = HealthRule(threshold=2.0, steps=5)
+    """KL to the reference above it, in nats a token."""
+    grad_norm: HealthRule = HealthRule(threshold=10.0, steps=5)
+    """Norm of the gradient, before it is clipped, above it."""
+    clipped: HealthRule = HealthRule(threshold=0.3, steps=5)
+    """Share of tokens whose ratio was clipped above it."""
+    truncated: HealthRule = HealthRule(threshold=0.8, steps=10)
+    """Share of completions that were ended by the limit above it."""
+    length: HealthRule = HealthRule(threshold=0.9, steps=10)
+    """Mean tokens of a completion above this share of rollout.max_completion_tokens."""
+    sampler_delta: HealthRule = HealthRule(threshold=0.1, steps=3)
+    """Mean difference of engine's and trainer's log-probs above it, in nats."""
+    sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
+    """KL between engine and trainer above it, in nats a token."""
+    ess: HealthRule = HealthRule(threshold=0.3, steps=5)
+    """Effective share of the samples, after the importance weights, below it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        return {
+            name: {**defaults[name].model_dump(), **value}
+            if isinstance(value, dict) and isinstance(defaults.get(name), HealthRule)
+            else value
+            for name, value in data.items()
+        }
 
 
 class ProcessesRecipe(Strict):
@@ -310,6 +372,7 @@ class Recipe(Strict):
     optim: OptimRecipe = OptimRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     sentinel: SentinelRecipe = SentinelRecipe()
+    health: HealthRecipe = HealthRecipe()
     processes: ProcessesRecipe = ProcessesRecipe()
 
     @property

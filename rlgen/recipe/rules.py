@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, Recipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.models import (
+    RESERVED_ENGINE_ARGUMENTS,
+    ColocatedEngineRecipe,
+    HealthRule,
+    Recipe,
+    ServerEngineRecipe,
+    VllmRecipe,
+)
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
 
 SMALL_FOR_LORA = 5e-6  # learning rates below it hardly move an adapter
@@ -77,6 +84,9 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     if rollout.ahead and not trainer.correction.corrects:
         what = "rollout.ahead trains on samples of earlier weights, and trainer.correction corrects nothing"
         found.append(Finding("rollout.ahead", what, "set trainer.correction.mode, or remove it"))
+    if rollout.ahead and rollout.refill:
+        what = "rollout.refill asks for further prompts once a step's rewards are known, but with rollout.ahead the next step's"
+        found.append(Finding("rollout.refill", f"{what} are under way by then", "remove one of them"))
     if recipe.model.quantization is not None and recipe.model.lora is None:
         found.append(
             Finding(
@@ -266,6 +276,7 @@ def inert(recipe: Recipe) -> list[Finding]:
         paths = ["rollout.max_staleness", "sentinel.probe_every"]
         for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
             found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
+    found += _inert_in_health(recipe)
     task, local = recipe.task, is_local_source(data.source)
     if task is None:
         found.append(Finding("data.options", "data.options has an effect only with a task: source", "remove it"))
@@ -332,6 +343,37 @@ def _inert_in_trainer(trainer: TrainerRecipe) -> list[Finding]:
         no_effect(["clip_low", "clip_high", "delta"], unmoved, more)
         if isinstance(trainer, RLOORecipe):
             no_effect(["ratio"], unmoved, more)
+    return found
+
+
+def _inert_in_health(recipe: Recipe) -> list[Finding]:
+    """Rules about what this recipe never measures, and settings of rules that are ignored."""
+    found: list[Finding] = []
+    trainer, engine = recipe.trainer, recipe.engine
+
+    def nothing(rules: Sequence[str], why: str) -> None:
+        paths = [f"health.{rule}" for rule in rules]
+        found.extend(Finding(path, f"{path} has no effect {why}", "remove it") for path in paths)
+
+    if isinstance(trainer, OnlineDPORecipe):
+        nothing(["entropy", "ref_kl", "clipped"], "with trainer.kind online_dpo, which measures none of it")
+    else:
+        if trainer.beta == 0:
+            nothing(["ref_kl"], "when trainer.beta is 0: no reference is held")
+        if isinstance(trainer, GRPORecipe) and trainer.loss in ("sapo", "vespo"):
+            nothing(["clipped"], f"with trainer.loss {trainer.loss}, which clips nothing")
+        elif trainer.updates_per_rollout == 1:
+            nothing(["clipped"], "when trainer.updates_per_rollout is 1: the ratio is 1")
+    if isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None:
+        nothing(["sampler_delta", "sampler_kl", "ess"], "with engine.structured_regex: its log-probs are not the policy's")
+    elif not trainer.correction.corrects:
+        nothing(["ess"], "when trainer.correction corrects nothing: weights are 1")
+    said = {finding.path for finding in found}
+    for name, rule in recipe.health:
+        path = f"health.{name}"
+        if isinstance(rule, HealthRule) and rule.action == "ignore" and path not in said:
+            why = f"has no effect when {path}.action is ignore"
+            found += [Finding(f"{path}.{key}", f"{path}.{key} {why}", "remove it") for key in ("threshold", "steps")]
     return found
 
 

@@ -34,14 +34,17 @@ class Sampler:
     in_flight: bool  # weights may change under requests that are under way
     pending: dict[int, Pending] = field(default_factory=dict)
 
-    def groups(self, step: int) -> tuple[list[Group], int]:
+    def groups(self, step: int, prompts: Sequence[Prompt] | None = None) -> tuple[list[Group], int]:
         """The groups of `step`, whose weights are of version `step` - 1, and the number of samples too old to be among them.
+
+        Args:
+            prompts: of this engine; None: `prompts_of` the step.
 
         Raises:
             EngineError: as `Engine.generate`.
             SentinelError: an answer is not one to its request.
         """
-        prompts, version = self.prompts_of(step), step - 1
+        prompts, version = self.prompts_of(step) if prompts is None else prompts, step - 1
         requests = requests_for(prompts, self.group_size, self.run_seed)
         if self.submit_to is None:
             completions = self.engine.generate(requests, self.sampling)

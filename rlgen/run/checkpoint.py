@@ -65,6 +65,7 @@ class TrainerState:
     position: int  # prompts taken from the data's order, over all epochs
     weight_version: int
     schedule: dict[str, Any]
+    nonfinite: int = 0  # steps in a row, up to this one, without an update because a number was not finite
 
 
 class Checkpoints:
@@ -117,6 +118,7 @@ class Checkpoints:
         tokenizer: PreTrainedTokenizerBase,
         optimizer: Optimizer,
         schedule: LRScheduler,
+        nonfinite: int = 0,
     ) -> Path:
         """Writes the checkpoint of `step`, then drops the oldest.
 
@@ -161,7 +163,8 @@ class Checkpoints:
                 appears(aside / "state" / "optimizer" / name)
             for rank, draw in enumerate(draws):
                 save_file(draw, aside / "state" / random_name(rank))
-            write_json(aside / "state" / "state.json", asdict(TrainerState(step, position, step, schedule.state_dict())))
+            state = TrainerState(step, position, step, schedule.state_dict(), nonfinite)
+            write_json(aside / "state" / "state.json", asdict(state))
             seal(aside, facts)
             if final.exists():  # damaged: a complete one is not saved again
                 self.shelf.set_aside(final)

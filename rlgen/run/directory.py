@@ -3,15 +3,18 @@
 recipe.yaml      verbatim            status.json    state, step, process
 resolved.yaml    every value         metrics.jsonl  one object a step
 provenance.json  versions, hashes    rollouts/      step_000012.jsonl, one object a sample
+nonfinite/       step_000012.jsonl, batches that were not trained on because a number was not finite
 logs/            of this attempt and, under attempt_K, of those before
 checkpoints/     step_000020/
 """
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.rollouts = path / "rollouts"
+        self.nonfinite = path / "nonfinite"
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
         self.status_file = path / "status.json"
@@ -161,22 +165,47 @@ class RunDirectory:
             if len(kept) < len(lines):
                 write_text(attempt / "metrics.jsonl", "".join(line for line in lines if line not in kept))
                 write_text(self.metrics, "".join(kept))
-        for file in self.rollouts.iterdir():
-            if file.name.startswith(".") or int(file.stem.removeprefix("step_")) > step:
-                (attempt / "rollouts").mkdir(exist_ok=True)
-                shutil.move(file, attempt / "rollouts" / file.name)
+        for folder in (self.rollouts, self.nonfinite):
+            for file in folder.iterdir() if folder.exists() else ():
+                if file.name.startswith(".") or int(file.stem.removeprefix("step_")) > step:
+                    (attempt / folder.name).mkdir(exist_ok=True)
+                    shutil.move(file, attempt / folder.name / file.name)
 
     def write_metrics(self, record: dict[str, Any]) -> None:
         """Appends one step; on disk when this returns."""
-        append_text(self.metrics, json.dumps(record) + "\n")
+        append_text(self.metrics, json_line(record))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """One object a step."""
+        if not self.metrics.exists():
+            return []
+        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
 
     def write_rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
         """One object a sample."""
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        write_text(self.rollouts / f"step_{step:06d}.jsonl", lines)
+        write_text(self.rollouts / f"step_{step:06d}.jsonl", "".join(map(json_line, records)))
 
-    def write_status(self, state: str, step: int, steps: int, exit_code: int | None = None, message: str = "") -> None:
+    def write_nonfinite(self, step: int, records: list[dict[str, Any]]) -> Path:
+        """A batch that was not trained on: what was not finite, then one object a sample."""
+        path = self.nonfinite / f"step_{step:06d}.jsonl"
+        with written(self.nonfinite):
+            self.nonfinite.mkdir(exist_ok=True)
+        write_text(path, "".join(map(json_line, records)))
+        return path
+
+    def write_status(
+        self,
+        state: str,
+        step: int,
+        steps: int,
+        exit_code: int | None = None,
+        message: str = "",
+        health: Sequence[str] | None = None,
+    ) -> None:
         """`state` is starting, running, done, stopped or failed.
+
+        Args:
+            health: rules that are broken, in words; None: those of the status before.
 
         Raises:
             CheckpointError: the disk is full, and so it was before.
@@ -187,6 +216,7 @@ class RunDirectory:
             "steps": steps,
             "exit_code": exit_code,
             "message": message,
+            "health": list(self.status().get("health", []) if health is None else health),
             "pid": os.getpid(),
             "time": time.time(),
         }
@@ -244,6 +274,24 @@ def _not_to_be_cleaned(path: Path) -> str | None:
     except (OSError, ValueError, AttributeError):
         ours = False
     return None if ours else "holds no status.json of a run of rlgen"
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """JSON knows no NaN and no infinity: None stands for them."""
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    return text + "\n"
+
+
+def finite(value: Any) -> Any:
+    """The same with None for every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> int | None:

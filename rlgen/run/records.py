@@ -1,8 +1,9 @@
 """What is written about the samples of a step."""
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -28,6 +29,32 @@ def rollout_records(
         }
         for sample, advantage, was_trained in zip(samples, advantages, trained, strict=True)
     ]
+
+
+def nonfinite_records(
+    samples: Sequence[Sample], advantages: Sequence[float], old_logp: Mapping[int, Sequence[float]], rows: Collection[int]
+) -> list[dict[str, Any]]:
+    """One object a sample of a batch whose update was not finite; numbers that are not are texts: "nan", "inf", "-inf".
+
+    Args:
+        old_logp: [L] by row, the trainer's log-probs of the completion before the first update.
+        rows: those with a number that is not finite: a log-prob, or the loss of their micro-batch.
+    """
+    return [
+        {
+            **{field.name: getattr(sample, field.name) for field in fields(Sample)},
+            "sampler_logp": [as_text(value) for value in sample.sampler_logp],
+            "old_logp": [as_text(value) for value in old_logp.get(row, ())],
+            "advantage": as_text(advantage),
+            "not_finite": row in rows,
+        }
+        for row, (sample, advantage) in enumerate(zip(samples, advantages, strict=True))
+    ]
+
+
+def as_text(value: float | None) -> float | str | None:
+    """A number that JSON has, or its name."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, Any]:

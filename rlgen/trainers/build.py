@@ -19,11 +19,12 @@ from rlgen.run.checkpoint import Checkpoints, saved_processes
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json, write_json
+from rlgen.run.health import Health, rules_of
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.ladder import climb, summary
 from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
-from rlgen.trainers.loop import Trainer
+from rlgen.trainers.loop import Progress, Trainer
 from rlgen.trainers.sides import Data, load_data, open_sides
 
 
@@ -35,7 +36,7 @@ def build_trainer(
     processes: Processes,
     notices: Sequence[str] = (),
     changed_rewards: bool = False,
-) -> tuple[Trainer, int]:
+) -> tuple[Trainer, Progress]:
     """Loads data, rewards, model and engine, in the order of their cost, and checks that trainer and engine agree.
 
     Args:
@@ -44,7 +45,7 @@ def build_trainer(
         changed_rewards: the files of rewards may be others than before.
 
     Returns:
-        The trainer and the number of steps that are done.
+        The trainer and where it goes on from.
 
     Raises:
         RlgenError: whatever the parts raise; nothing has been trained.
@@ -112,10 +113,11 @@ def build_trainer(
             schedule=sides.schedule,
             directory=directory,
             checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, sides.base, recipe.trainer.kind),
+            health=Health(rules_of(recipe), directory.read_metrics() if sides.done and processes.is_main else ()),
             console=console,
         )
         undo.pop_all()
-    return trainer, sides.done
+    return trainer, Progress(sides.done, sides.position, sides.nonfinite)
 
 
 def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:

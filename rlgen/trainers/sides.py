@@ -68,6 +68,8 @@ class Sides:
     probe: Probe
     base: str | None  # digest of the frozen weights under an adapter
     done: int  # steps
+    position: int  # in the data's order: prompts taken
+    nonfinite: int  # steps in a row, up to `done`, whose update was skipped
 
     def updater(self, watch: Watch | None) -> Updater:
         """What trains the policy."""
@@ -119,7 +121,8 @@ def open_sides(
         optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
         schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
         base = base_digest(policy.model) if is_adapted(policy.model) else None
-        done = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes).step if checkpoint else 0
+        state = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes) if checkpoint else None
+        done = 0 if state is None else state.step
         dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
         probe = Probe(
             trainer=TrainerSide(policy=policy, budget=optim.micro_batch_tokens, processes=processes),
@@ -155,6 +158,8 @@ def open_sides(
             probe=probe,
             base=base,
             done=done,
+            position=0 if state is None else state.position,
+            nonfinite=0 if state is None else state.nonfinite,
         )
         undo.pop_all()
     return sides

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from rlgen.errors import DivergedError
 from rlgen.losses.correction import importance_weight, mismatch
 from rlgen.losses.inputs import LossInputs, Mean, Stats
 from rlgen.models.policy import Policy
-from rlgen.models.weights import whole
+from rlgen.models.weights import all_finite, whole
 from rlgen.processes import Processes
 from rlgen.rollout.batch import collate, pad_rows
+from rlgen.run.records import as_text
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.base import Algorithm
 from rlgen.trainers.window import Window
@@ -30,7 +31,7 @@ class Part:
 
     loss: float
     positions: int  # padding included
-    finite: bool  # every log-prob is
+    nonfinite: frozenset[int]  # rows that have a log-prob, or a micro-batch with a loss, that is not finite
     stats: Stats
     sampled_logp: dict[int, Tensor]  # [L] by row on the CPU, at the sampling temperature; of the first update
     with_gradient: frozenset[int]  # places of parameters that have one
@@ -44,11 +45,41 @@ class Part:
         return cls(
             loss=sum(part.loss for part in parts),
             positions=sum(part.positions for part in parts),
-            finite=all(part.finite for part in parts),
+            nonfinite=frozenset().union(*(part.nonfinite for part in parts)),
             stats=stats,
             sampled_logp={row: logp for part in parts for row, logp in part.sampled_logp.items()},
             with_gradient=frozenset().union(*(part.with_gradient for part in parts)),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """An update that was not made, because one of its numbers is not finite. No weight has moved, and no gradient is left."""
+
+    update: int  # of the step, from 0; those after it see the same weights and are not tried
+    loss: float
+    grad_norm: float | None  # None: not computed, the loss or a log-prob is enough
+    rows: frozenset[int]  # with a log-prob, or in a micro-batch with a loss, that is not finite
+    parameters: tuple[str, ...]  # with a gradient that is not, as far as this process holds them
+    old_logp: dict[int, Tensor]  # [L] by row, from before the first update
+
+    def words(self) -> str:
+        """`the gradient's norm is nan`"""
+        if not math.isfinite(self.loss):
+            return f"the loss is {self.loss}"
+        if self.grad_norm is None:
+            return f"log-probs of {len(self.rows)} samples are not finite"
+        return f"the gradient's norm is {self.grad_norm}, first in {next(iter(self.parameters), 'another process')}"
+
+    def verdict(self) -> dict[str, Any]:
+        """What was not finite."""
+        return {
+            "update": self.update,
+            "loss": as_text(self.loss),
+            "grad_norm": as_text(self.grad_norm),
+            "rows": sorted(self.rows),
+            "parameters": list(self.parameters),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +106,15 @@ class Updater:
     max_tokens: int
     watch: Watch | None  # None: the engine samples from a restricted distribution, which cannot be compared
 
-    def __call__(self, window: Window, step: int) -> dict[str, Any]:
-        """Trains on `window` and returns its metrics, which are those of all processes.
+    def __call__(self, window: Window, step: int) -> tuple[dict[str, Any], Skipped | None]:
+        """Trains on `window`. The metrics are those of all processes, who skip the same update or none.
+
+        Every update of the step is counted once: `updates/done`, `updates/empty` (there is nothing to learn from: no tokens, or a
+        gradient of exactly zero, on which Adam would move weights by its momentum), or `updates/skipped` (not finite).
 
         Raises:
             SentinelError: engine and trainer disagree about the rows; before any weight moves.
-            DivergedError: the loss or the gradient is not finite; before that weight moves.
+            DivergedError: an optimizer step has made weights that are not finite.
         """
         metrics: dict[str, Any] = {
             "loss": None,
@@ -88,27 +122,43 @@ class Updater:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "tokens/trained": window.totals.tokens,
             "tokens/padding": 0,
+            "updates/done": 0,
+            "updates/empty": 0,
+            "updates/skipped": 0,
         }
-        if not window.samples:  # nothing to learn from: Adam would move weights on a gradient of zero
-            return metrics
+        if not window.totals.tokens:
+            return metrics | {"updates/empty": self.updates}, None
         if self.algorithm.top_entropy < 1:
             entropy: dict[int, Tensor] = {}
             for of_process in self.processes.together(partial(self._entropy, window), talks=self.sharded):
                 entropy |= of_process
             window = window.select_tokens(entropy, self.algorithm.top_entropy)
-        parts = []
+        parts: list[Part] = []
+        skipped: Skipped | None = None
+        old_logp: dict[int, Tensor] = {}
         for update in range(self.updates):
             part = Part.sum(self.processes.together(partial(self._run, window, update), talks=self.sharded))
-            if not part.finite:  # capped ratios could hide it from the loss
-                raise DivergedError("a log-prob of the policy is not finite: its weights or activations have overflowed")
             if update == 0:
-                metrics |= self._mismatch(window, part.sampled_logp, step)
+                old_logp = part.sampled_logp
+                metrics |= self._mismatch(window, old_logp, step)
                 metrics["tokens/padding"] = window.padded(part.positions)
-            metrics["grad_norm"] = self._step(part, step)
+            norm = None if part.nonfinite else self._add_up(part)
+            size = None if norm is None else whole(norm).item()
+            if norm is None or size is None or not (math.isfinite(part.loss) and math.isfinite(size)):
+                skipped = self._skip(part, size, update, old_logp)
+                metrics["updates/skipped"] = self.updates - update
+                break
+            if size:
+                self._step(norm, step)
+            self.optimizer.zero_grad()
+            metrics["updates/done" if size else "updates/empty"] += 1
+            metrics["grad_norm"] = size
             parts.append(part)
+        if not parts:
+            return metrics | {"tokens/trained": 0}, skipped
         total = Part.sum(parts)
         metrics["loss"] = total.loss / len(parts)
-        return metrics | {name: stat.value for name, stat in total.stats.items()}
+        return metrics | {name: stat.value for name, stat in total.stats.items()}, skipped
 
     def gradient(self, window: Window) -> Tensor:
         """[N] float64 of the first update on `window`, on the CPU; no weight moves. For the sentinel, of one process."""
@@ -142,10 +192,11 @@ class Updater:
         both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
         policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach().cpu()
-        finite = bool(policy_logp.isfinite().all())
         if not batch.rows:
             (0.0 * policy_logp.sum()).backward()
-            return Part(loss=0.0, positions=batch.tokens, finite=finite, stats={}, sampled_logp={}, with_gradient=frozenset())
+            return Part(
+                loss=0.0, positions=batch.tokens, nonfinite=frozenset(), stats={}, sampled_logp={}, with_gradient=frozenset()
+            )
         sampled_logp: dict[int, Tensor] = {}
         if update == 0:
             window.freeze_old(batch, policy_logp)
@@ -171,43 +222,73 @@ class Updater:
                 epoch=window.epoch,
             )
         )
+        # A log-prob counts by itself: capped ratios could hide it from the loss.
+        finite = policy_logp.isfinite().all(dim=1) & loss.isfinite()
+        nonfinite = frozenset(row for row, is_finite in zip(batch.rows, finite.tolist(), strict=True) if not is_finite)
         # Sharded gradients are means over the processes; the loss is a sum.
         (loss * self.processes.world if self.sharded else loss).backward()
         return Part(
             loss=loss.item(),
             positions=batch.tokens,
-            finite=finite,
+            nonfinite=nonfinite,
             stats=stats,
             sampled_logp=sampled_logp,
             with_gradient=frozenset(),
         )
 
     def _mismatch(self, window: Window, sampled_logp: dict[int, Tensor], step: int) -> dict[str, Any]:
-        """The gap between engine and trainer over the whole window; the sentinel looks at every one."""
-        logp = [sampled_logp[row] for row in range(len(window.samples))]
+        """The gap between engine and trainer over the whole window; the sentinel looks at every one.
+
+        Rows whose log-probs are not numbers are left out: the policy could not compute them, which says nothing about the engine.
+        An infinite one stays: a token was sampled that the policy never samples.
+        """
+        rows = [row for row in range(len(window.samples)) if not sampled_logp[row].isnan().any()]
+        if not rows:
+            return {}
+        samples, logp = [window.samples[row] for row in rows], [sampled_logp[row] for row in rows]
         old_logp = pad_rows(logp, 0.0)
-        sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in window.samples], 0.0)
-        mask = pad_rows([torch.tensor(sample.loss_mask) for sample in window.samples], False)
+        sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in samples], 0.0)
+        mask = pad_rows([torch.tensor(sample.loss_mask) for sample in samples], False)
         correction = self.algorithm.correction
         weight = importance_weight(old_logp, sampler_logp, mask, correction)
-        measured = mismatch(old_logp, sampler_logp, weight, mask, correction)
+        measured: dict[str, Any] = dict(mismatch(old_logp, sampler_logp, weight, mask, correction))
         if self.watch is not None:
-            measured["sentinel/drift"] = self.watch(window.samples, logp, step)
+            measured["sentinel/drift"] = self.watch(samples, logp, step)
         return measured
 
-    def _step(self, part: Part, step: int) -> float:
-        """Adds up the gradient, clips it, steps, and returns the norm before clipping."""
+    def _add_up(self, part: Part) -> Tensor:
+        """The norm of the gradient over all processes, who have the same: they decide alike what is done with it."""
         if not self.sharded:
             self._add_gradients(part.with_gradient)
-        norm = whole(clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)).item()
-        if not (math.isfinite(part.loss) and math.isfinite(norm)):
-            raise DivergedError(
-                f"step {step}: loss {part.loss}, gradient norm {norm}: not finite. The weights are those before this step;"
-                " lower optim.learning_rate, or look at the samples of this step in rollouts/"
-            )
-        self.optimizer.step()
+        return get_total_norm([parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None])
+
+    def _skip(self, part: Part, norm: float | None, update: int, old_logp: dict[int, Tensor]) -> Skipped:
+        gradients = [(name, parameter.grad) for name, parameter in self.policy.named_parameters()]
+        skipped = Skipped(
+            update=update,
+            loss=part.loss,
+            grad_norm=norm,
+            rows=part.nonfinite,
+            parameters=tuple(name for name, gradient in gradients if gradient is not None and not all_finite([gradient])),
+            old_logp=old_logp,
+        )
         self.optimizer.zero_grad()
-        return norm
+        return skipped
+
+    def _step(self, norm: Tensor, step: int) -> None:
+        """One optimizer step on the gradient of this norm, clipped.
+
+        Raises:
+            DivergedError: in all processes, if a weight of one is not finite after it.
+        """
+        clip_grads_with_norm_(self.policy.parameters(), self.max_grad_norm, norm)
+        self.optimizer.step()
+        trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
+        if self.processes.any(not all_finite(trained)):
+            raise DivergedError(
+                f"step {step}: the optimizer step has made weights that are not finite. They are not saved, and the last"
+                " checkpoint is good: open it in a new run (model.path) with a lower optim.learning_rate"
+            )
 
     def _add_gradients(self, places: frozenset[int]) -> None:
         """Over all processes, of the parameters at `places`: those that have a gradient in one of them."""

@@ -166,17 +166,18 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     heard = Overheard(trainer.algorithm)
     update = replace(trainer.update, algorithm=heard, optimizer=torch.optim.SGD(policy.parameters(), lr=0.1))
     sampling = replace(trainer.sampling, stop_ids=(*trainer.sampling.stop_ids, *further_stops))
-    sampler = replace(trainer.sampler, sampling=sampling, prompts_of=lambda step: trainer.prompts.take(0, len(PROMPTS)))
+    sampler = replace(trainer.sampler, sampling=sampling)
     trainer = replace(trainer, sampling=sampling, sampler=sampler, update=update)
 
     send_weights(engine, policy.model, VERSION, Processes.alone(), hashed=True)
-    groups, dropped = trainer.sample(VERSION + 1)
+    prompts = trainer.prompts.take(0, len(PROMPTS))
+    groups, dropped = trainer.sample(VERSION + 1, prompts, last=True)
     assert dropped == 0
     samples = [sample for group in trainer.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
-    window, signal = trainer.window(samples, epoch=0.0)
+    window, signal, _ = trainer.window(samples, epoch=0.0)
     temperature = 1.0 if recipe.trainer.kind == "online_dpo" else recipe.rollout.temperature or 1.0
     logp, ref_logp = (score(model, samples, temperature, 4096, Processes.alone()) for model in (policy, reference))
-    metrics = trainer.update(window, step=VERSION + 1)
+    metrics, _ = trainer.update(window, step=VERSION + 1)
     trainer.scorer.close()
     pieces = len(window.micro_batches)
     assert pieces > 1 and len(heard.losses) == 2 * pieces

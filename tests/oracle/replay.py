@@ -100,11 +100,9 @@ class Replay:
     def parameters(self) -> list[Tensor]:
         return []
 
-    def step(self) -> None:
-        self.update += 1
-
     def zero_grad(self) -> None:
-        """Each update has log-probs, hence gradients, of its own."""
+        """The end of an update. Each has log-probs, hence gradients, of its own."""
+        self.update += 1
 
     def outcome(self) -> Outcome:
         """Of the last update."""
@@ -145,7 +143,7 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
     dtype = rollout.old_logp.dtype
     with default_dtype(dtype):
         trainer = OfflineTrainer.of(recipe, rollout, micro_batch_tokens)
-        window, signal = trainer.window(samples_of(rollout), epoch=0.0)
+        window, signal, _ = trainer.window(samples_of(rollout), epoch=0.0)
         # A window keeps them in float32; comparing in float64 would see that.
         window = replace(window, advantages=signal.advantages[signal.trained].to(dtype))
         replay = Replay([rollout.old_logp, rollout.policy_logp][: recipe.updates_per_rollout], rollout.entropy)

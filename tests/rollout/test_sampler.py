@@ -90,7 +90,8 @@ def test_strictly_on_policy_is_of_present_weights() -> None:
     assert ages(engine, sampler(engine, ahead=False)) == [[0] * 4] * STEPS
 
 
-def test_older_ones_are_dropped_and_counted() -> None:
+@pytest.mark.fault(59)
+def test_older_ones_are_dropped_and_counted(proof: Callable[[str], None]) -> None:
     engine = Scripted(age=lambda place: 2 if place == 1 else 0)
     taken = sampler(engine, ahead=True, max_staleness=2)
     engine.version = 3
@@ -100,6 +101,7 @@ def test_older_ones_are_dropped_and_counted() -> None:
     groups, dropped = taken.groups(5)  # sampled by version 3 and 1, trained by version 4: ages 1 and 3
     assert dropped == 1
     assert [[sample.sample_index for sample in group.samples] for group in groups] == [[0], [0, 1]]
+    proof("one of four samples was three versions old, two are allowed")
 
 
 def test_on_policy_an_old_sample_is_a_fault() -> None:
@@ -133,11 +135,14 @@ def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> No
         taken.groups(2)
 
 
-def test_a_step_without_samples_trains_nothing_and_is_counted(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(59)
+def test_a_step_without_samples_trains_nothing_and_is_counted(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]
+) -> None:
     real = build.Sampler.groups
 
-    def groups(taken: Sampler, step: int) -> tuple[list[Group], int]:
-        found, dropped = real(taken, step)
+    def groups(taken: Sampler, step: int, prompts: Sequence[Prompt]) -> tuple[list[Group], int]:
+        found, dropped = real(taken, step, prompts)
         if step == 2:
             return [replace(group, samples=()) for group in found], sum(len(group.samples) for group in found)
         return found, dropped
@@ -148,4 +153,6 @@ def test_a_step_without_samples_trains_nothing_and_is_counted(recipe_file: Path,
     first, empty, third = read_jsonl(run / "metrics.jsonl")
     assert empty["rollout/dropped_stale"] == 16 and empty["loss"] is None and empty["grad_norm"] is None
     assert empty["tokens/trained"] == empty["tokens/generated"] == 0 and empty["reward/mean"] is None
+    assert (empty["updates/empty"], empty["updates/done"], third["updates/done"]) == (1, 0, 1)
     assert first["loss"] is not None and third["loss"] is not None and third["sampler/delta_max"] < 1e-4
+    proof("all 16 samples of step 2 were too old: dropped, nothing trained, the run went on")
