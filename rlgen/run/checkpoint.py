@@ -75,6 +75,10 @@ class Checkpoints:
         complete = [path for path in self.folder.glob("step_*") if (path / "state" / "state.json").is_file()]
         return max(complete, default=None)
 
+    def oldest(self) -> int:
+        """The step of the first checkpoint that is kept; 0: there is none."""
+        return min((int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*")), default=0)
+
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` is there."""
         return (self.folder / f"step_{step:06d}").exists()
@@ -325,7 +329,7 @@ def set_random(states: dict[str, Tensor]) -> None:
 
 
 def seed_random(place: str) -> None:
-    """Random states from where the run stands, for a process without saved ones."""
+    """Random states from where the run stands, for one that starts, or a process without saved ones."""
     seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:4])
     random.seed(seed)
     numpy.random.seed(seed)

@@ -14,10 +14,12 @@ from rlgen.engines import Engine
 from rlgen.errors import EngineError, SentinelError, Stopped
 from rlgen.losses.kl import reward_kl
 from rlgen.models.policy import Policy
+from rlgen.models.weights import bits
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
 from rlgen.rewards import Scorer
 from rlgen.rollout.batch import pad_rows
+from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.score import score
 from rlgen.run.checkpoint import Checkpoints
@@ -49,6 +51,7 @@ class Trainer:
     scorer: Scorer
     engine: Engine
     sampler: Sampler
+    journal: Journal
     sampling: Sampling
     policy: Policy
     reference: Policy | None
@@ -67,8 +70,8 @@ class Trainer:
             RlgenError: as its parts raise, in all processes; the last checkpoint stands.
         """
         recipe, processes, count = self.recipe, self.processes, self.recipe.rollout.prompts_per_step
+        clock = Clock()
         for step in range(done + 1, recipe.run.steps + 1):
-            clock = Clock()
             try:
                 with clock("generate"):
                     groups, dropped = processes.agreed(partial(self.sample, step), talks=self.seat.shared)
@@ -78,7 +81,8 @@ class Trainer:
                     window, signal = self.window(samples, epoch=(step - 1) * count / len(self.prompts.entries))
                     learned = self.update(window, step)
                     self.schedule.step()
-            except SentinelError:  # nothing of this step was trained on
+            except SentinelError:  # nothing of this step was trained on, nor shall it be when the run goes on
+                self.journal.distrust(step)
                 if recipe.sentinel.on_drift == "checkpoint_and_stop" and step - 1 > done:
                     self.save(step - 1)
                 raise
@@ -87,15 +91,17 @@ class Trainer:
             with clock("sync"):
                 refused, probed = self.sync(step)
             stopping = processes.any(stop.requested)  # read once: a request that comes later waits for the next step
-            with clock("save"):
-                if processes.is_main:
+            if processes.is_main:
+                with clock("save"):
                     self.directory.write_rollouts(
                         step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
                     )
+                self.report(step, samples, {**learned, **probed, **staleness_metrics(samples, step - 1, dropped)}, clock)
+            # After the metrics: those of a step whose checkpoint is there are there too. Its time counts to the next step.
+            clock = Clock()
+            with clock("save"):
                 if stopping or refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
-            if processes.is_main:
-                self.report(step, samples, {**learned, **probed, **staleness_metrics(samples, step - 1, dropped)}, clock)
             if refused:
                 raise refused
             if stopping and step < recipe.run.steps:
@@ -111,7 +117,8 @@ class Trainer:
         """All samples of the step with their rewards, in the order of the prompts, from all processes to all."""
 
         def score_own() -> list[Sample]:
-            scored = self.scorer.score(groups, step) if self.seat.speaks else []
+            score = partial(self.scorer.score, step=step)
+            scored = self.journal.score(step, groups, score) if self.seat.speaks else []
             return [sample for group in scored for sample in group.samples]
 
         return [sample for samples in self.processes.together(score_own) for sample in samples]
@@ -122,11 +129,15 @@ class Trainer:
         An engine that does not confirm them, or has others, ends the run, but the step is trained and is kept.
         """
         probed: dict[str, Any] = {}
+        watch = self.update.watch
+        self.journal.starts_from(step, bits(self.policy.model, self.processes), watch.means if watch else ())
         try:
             send_weights(self.engine, self.policy.model, step, self.processes)
-            if self.update.watch is not None:
-                probed = self.update.watch.after_sync(step)
+            if watch is not None:
+                probed = watch.after_sync(step)
         except EngineError as error:
+            if isinstance(error, SentinelError):
+                self.journal.distrust(step + 1)
             return error, probed
         return None, probed
 
@@ -176,6 +187,7 @@ class Trainer:
         """Unless it is saved already."""
         if self.processes.on_main(lambda: self.checkpoints.has(step)):
             return
+        self.processes.patiently(self.sampler.settle)
         self.checkpoints.save(
             step,
             step * self.recipe.rollout.prompts_per_step,
@@ -184,6 +196,8 @@ class Trainer:
             self.update.optimizer,
             self.schedule,
         )
+        if self.processes.is_main:
+            self.journal.drop(0, self.checkpoints.oldest())
 
     def report(self, step: int, samples: Sequence[Sample], learned: dict[str, Any], clock: Clock) -> None:
         """One object in metrics.jsonl, one line on the console, and the status."""
