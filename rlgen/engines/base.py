@@ -1,14 +1,17 @@
 """What every engine promises."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rlgen.types import Completion, Request, Sampling
+
+# Receives each completion when it is finished, with the place of its request in the call.
+Finished: TypeAlias = Callable[[int, Completion], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +100,16 @@ class Engine(Protocol):
         """What the engine is, read from the engine itself and not from what it was asked to be."""
         ...
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         """One completion for each request, in the order of the requests; `rollout.answers` checks that.
 
         The distribution is softmax(logits / temperature) over the whole vocabulary; at temperature 0 the most probable id is
         taken, of equal ones the lowest. Log-probs are those at `Sampling.logp_temperature`. A completion depends on its
         request and on the weights, not on the other requests of the call; no requests, no answers.
+
+        Args:
+            finished: told of each completion as soon as it is there, once, in the process that talks to the engine, perhaps in
+                another thread.
 
         Raises:
             EngineError: the engine failed, or answered for another prompt than it was asked for.

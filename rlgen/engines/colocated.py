@@ -2,15 +2,16 @@
 
 import gc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.base import Facts, Ledger, Receipt
-from rlgen.errors import EngineError, SetupError
+from rlgen.engines.base import Facts, Finished, Ledger, Receipt
+from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.types import Completion, Request, Sampling
 
 
@@ -102,18 +103,24 @@ class ColocatedEngine:
         engine = self._llm.llm_engine
         return vllm_compat.facts(self._vllm, engine.model_config, engine.vllm_config.cache_config)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
         with vllm_compat.process_kept_as_is():
             params = [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
-            outputs = self._run(prompts, params)
+            tell = (lambda place, output: finished(place, self._completion(output))) if finished else None
+            outputs = self._run(prompts, params, tell)
         return [self._completion(output) for output in outputs]
 
-    def _run(self, prompts: list[dict[str, Any]], params: list[Any]) -> list[Any]:
+    def _run(
+        self, prompts: list[dict[str, Any]], params: list[Any], finished: Callable[[int, Any], None] | None = None
+    ) -> list[Any]:
         if self._asleep:  # vLLM would queue the requests and wait for ever
             raise EngineError("the engine sleeps, its weights are gone: only a weight sync wakes it")
         try:
-            outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
+            with vllm_compat.each_as_it_finishes(self._llm, finished) if finished else nullcontext():
+                outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
+        except RlgenError:
+            raise
         except Exception as error:  # vLLM raises whatever its parts raise
             raise EngineError(f"vLLM failed while working on {len(prompts)} requests: {error}") from error
         return outputs

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from rlgen.engines.base import Facts, Receipt
+from rlgen.engines.base import Facts, Finished, Receipt
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, ServerProcess
 from rlgen.engines.nccl import Broadcast
@@ -139,13 +139,15 @@ class ServerEngine:
     def facts(self) -> Facts:
         return self._facts
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         waiting = dict(enumerate(requests))
         answers: dict[int, Completion] = {}
 
         def arrived(place: int, answer: Completion) -> None:
             answers[place] = answer
             del waiting[place]
+            if finished:
+                finished(place, answer)
 
         while waiting:
             before = self._brought_back.copy()
@@ -186,9 +188,11 @@ class ServerEngine:
         while not self._closed.is_set():
             await asyncio.sleep(CLOSING_SECONDS)
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
+    def submit(
+        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+    ) -> Future[list[Completion]]:
         """`generate`, while the caller does something else. One at a time."""
-        return self._background.submit(self.generate, requests, sampling)
+        return self._background.submit(self.generate, requests, sampling, finished)
 
     def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         turns = len(self._members)

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from rlgen.engines.base import Facts, Pending, Receipt
+from rlgen.engines.base import Facts, Finished, Pending, Receipt
 from rlgen.engines.server import ServerEngine
 from rlgen.processes import Processes
 from rlgen.types import Completion, Request, Sampling
@@ -38,11 +38,11 @@ class SharedEngine:
     def facts(self) -> Facts:
         return self._facts
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._processes.patiently(lambda: self._engine.generate(requests, sampling) if self._engine else [])
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
+        return self._processes.patiently(lambda: self._engine.generate(requests, sampling, finished) if self._engine else [])
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Pending:
-        future = self._engine.submit(requests, sampling) if self._engine else None
+    def submit(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Pending:
+        future = self._engine.submit(requests, sampling, finished) if self._engine else None
         return SharedAnswers(self._processes, future)
 
     def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlgen.engines.base import Facts, Ledger, Receipt, Settings
+from rlgen.engines.base import Facts, Finished, Ledger, Receipt, Settings
 from rlgen.errors import EngineError
 from rlgen.losses.logp import head_dtype
 from rlgen.models.policy import Head
@@ -55,17 +55,23 @@ class TransformersEngine:
         )
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         # Prompts of like length share a batch: the padding is on the left here, and costs.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
         completions: dict[int, Completion] = {}
         for start in range(0, len(order), self._max_num_seqs):
             rows = order[start : start + self._max_num_seqs]
-            answers = self._decode([requests[i] for i in rows], sampling)
-            completions.update(zip(rows, answers, strict=True))
+
+            def ended(row: int, answer: Completion, rows: list[int] = rows) -> None:
+                completions[rows[row]] = answer
+                if finished:
+                    finished(rows[row], answer)
+
+            self._decode([requests[i] for i in rows], sampling, ended)
         return [completions[i] for i in range(len(requests))]
 
-    def _decode(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+    def _decode(self, requests: list[Request], sampling: Sampling, ended: Finished) -> None:
+        """Hands over each row's completion when it has ended."""
         device = self._model.device
         width = max(len(request.prompt_ids) for request in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
@@ -79,7 +85,19 @@ class TransformersEngine:
 
         tokens: list[list[int]] = [[] for _ in requests]
         logps: list[list[float]] = [[] for _ in requests]
-        reasons: list[FinishReason] = ["length"] * len(requests)
+
+        def end(row: int, reason: FinishReason) -> None:
+            ended(
+                row,
+                Completion(
+                    token_ids=tuple(tokens[row]),
+                    logp=tuple(logps[row]),
+                    finish_reason=reason,
+                    weight_version=self._version,
+                    prompt_ids=requests[row].prompt_ids,
+                ),
+            )
+
         running = torch.arange(len(requests), device=device)  # rows that still decode; finished ones leave the batch
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config)
@@ -99,26 +117,18 @@ class TransformersEngine:
                 tokens[row].append(token)
                 logps[row].append(value)
                 if ends:
-                    reasons[row] = "stop"
+                    end(row, "stop")
             keep = (~stopped).nonzero()[:, 0]
             if len(keep) == 0:
-                break
+                return
             if len(keep) < len(running):
                 cache.batch_select_indices(keep)
                 running, attended, positions, chosen = running[keep], attended[keep], positions[keep], chosen[keep]
             ids = chosen[:, None]
             attended = torch.cat([attended, attended.new_ones(len(running), 1)], dim=-1)
             positions = positions[:, -1:] + 1
-        return [
-            Completion(
-                token_ids=tuple(tokens[row]),
-                logp=tuple(logps[row]),
-                finish_reason=reasons[row],
-                weight_version=self._version,
-                prompt_ids=request.prompt_ids,
-            )
-            for row, request in enumerate(requests)
-        ]
+        for row in running.tolist():
+            end(row, "length")
 
     @torch.no_grad()
     def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:

@@ -286,6 +286,27 @@ def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
     )
 
 
+@contextmanager
+def each_as_it_finishes(llm: Any, finished: Callable[[int, Any], None]) -> Iterator[None]:
+    """For one `llm.generate` inside the block: `finished` receives place and output of each request, when vLLM has it."""
+    engine = llm.llm_engine
+    step = engine.step
+    first = next(llm.request_counter) + 1  # requests are numbered in the order of the prompts
+
+    def listening() -> list[Any]:
+        outputs: list[Any] = step()
+        for output in outputs:
+            if output.finished:
+                finished(int(output.request_id) - first, output)
+        return outputs
+
+    engine.step = listening
+    try:
+        yield
+    finally:
+        del engine.step
+
+
 def prefill_params(vllm: Any) -> Any:
     """vLLM's settings for the log-probs of a prompt. It reports them at temperature 1, and must decode one token to do so."""
     return vllm.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)

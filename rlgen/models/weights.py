@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from rlgen.models.lora import adapted_layers, base_name, in_adapter, is_packed, merged_weight
+from rlgen.processes import Processes
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -69,6 +70,21 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     held = [part(tensor.detach()) for tensor in tensors]
     largest = [vector_norm(tensor, torch.inf).double().cpu() for tensor in held if tensor.numel()]
     return not largest or bool(torch.stack(largest).isfinite().all())
+
+
+def bits(model: PreTrainedModel, processes: Processes) -> str:
+    """A digest of the trained parameters, the same however they are sharded: the sum of each one's bits, read as integers.
+
+    Made to notice that weights are not the same to the last bit, after every step; not against somebody who wants to deceive.
+    """
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    own = [part(tensor).reshape(-1).view(integers[tensor.itemsize]).sum(dtype=torch.int64) for tensor in trained.values()]
+    sums = [torch.stack(own).cpu()] if own else []
+    if any(isinstance(tensor, DTensor) for tensor in trained.values()):
+        sums = processes.gather(sums)
+    total = torch.stack(sums).sum(0).tolist() if sums else []
+    return hashlib.sha256(repr(list(zip(trained, total, strict=True))).encode()).hexdigest()[:16]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -89,6 +89,10 @@ class Checkpoints:
         """The last complete checkpoint, or None."""
         return max(self.shelf.complete(), default=None)
 
+    def oldest(self) -> int:
+        """The step of the first checkpoint that is kept; 0: there is none."""
+        return min(self.shelf.steps(), default=0)
+
     def has(self, step: int) -> bool:
         """Whether a complete checkpoint of `step` is there."""
         return self.shelf.has(step)

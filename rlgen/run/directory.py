@@ -4,6 +4,7 @@ recipe.yaml      verbatim            status.json    state, step, process
 resolved.yaml    every value         metrics.jsonl  one object a step
 provenance.json  versions, hashes    rollouts/      step_000012.jsonl, one object a sample
 nonfinite/       step_000012.jsonl, batches that were not trained on because a number was not finite
+journal/         what was sampled and scored since the last checkpoint, see rollout/journal.py
 logs/            of this attempt and, under attempt_K, of those before
 checkpoints/     step_000020/
 """
@@ -45,6 +46,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.rollouts = path / "rollouts"
         self.nonfinite = path / "nonfinite"
+        self.journal = path / "journal"
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
         self.status_file = path / "status.json"
@@ -152,22 +154,29 @@ class RunDirectory:
     def cut(self, step: int) -> None:
         """Moves metrics, rollouts and logs of the attempts before to `logs/attempt_K`, except what belongs to steps 1 to `step`.
 
-        A run that is resumed from a checkpoint samples the later steps anew; their first samples were trained into weights
-        that no longer exist.
+        They were trained into weights that no longer exist. A run that is resumed trains the later steps again, on the same
+        samples as far as the journal has them, and writes them again.
         """
-        attempt = self.logs / f"attempt_{len(list(self.logs.glob('attempt_*'))) + 1}"
+        before = [path.name.removeprefix("attempt_") for path in self.logs.glob("attempt_*")]
+        attempt = self.logs / f"attempt_{max([int(number) for number in before if number.isdecimal()], default=0) + 1}"
         attempt.mkdir()
+        for left in self.path.glob(".*.json*.*"):  # half-written by a process that was killed, see `write_text`
+            left.unlink()
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
         if self.metrics.exists():
             lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) is not None and (_step_of(line) or 0) <= step]
-            if len(kept) < len(lines):
-                write_text(attempt / "metrics.jsonl", "".join(line for line in lines if line not in kept))
-                write_text(self.metrics, "".join(kept))
+            steps = [_step_of(line) for line in lines]
+            belongs = [of is not None and of <= step for of in steps]
+            if not all(belongs):
+                write_text(
+                    attempt / "metrics.jsonl", "".join(line for line, keep in zip(lines, belongs, strict=True) if not keep)
+                )
+                write_text(self.metrics, "".join(line for line, keep in zip(lines, belongs, strict=True) if keep))
         for folder in (self.rollouts, self.nonfinite):
-            for file in folder.iterdir() if folder.exists() else ():
-                if file.name.startswith(".") or int(file.stem.removeprefix("step_")) > step:
+            for file in list(folder.iterdir()) if folder.exists() else ():
+                number = file.stem.removeprefix("step_")
+                if not number.isdecimal() or int(number) > step:
                     (attempt / folder.name).mkdir(exist_ok=True)
                     shutil.move(file, attempt / folder.name / file.name)
 

@@ -59,16 +59,21 @@ class Watch:
     def after_sync(self, step: int) -> dict[str, Any]:
         """Compares a few completions of the weights that the sync of `step` brought, if it is their turn.
 
+        The first sync of a run that is resumed is looked at too, but what is written depends on the step alone.
+
         Raises:
             SentinelError: as for a batch.
         """
-        if self.probe_every is None or (step != self.probe.version + 1 and step % self.probe_every):
+        if self.probe_every is None:
+            return {}
+        due = step == 1 or step % self.probe_every == 0
+        if not due and step != self.probe.version + 1:
             return {}
         probe, temperature = replace(self.probe, version=step), self.probe.sampling.logp_temperature
         samples = probe.sample(temperature, FEWER_TOKENS, probe.prompts[:PROBED])
         logp = probe.trainer.logp(samples, temperature)
         drifted = self.drifted(samples, logp, step + 1, f"weight sync of step {step}")
-        return {"sentinel/probe_delta": compare(samples, logp).max_delta, "sentinel/drift": drifted}
+        return {"sentinel/probe_delta": compare(samples, logp).max_delta, "sentinel/drift": drifted} if due else {}
 
     def drifted(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int, where: str) -> bool:
         """Whether engine and trainer differ on samples of the weights before `step`, and what that leads to."""

@@ -10,12 +10,14 @@ from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared import SharedEngine
 from rlgen.errors import UsageError
 from rlgen.models.lora import describe
+from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
 from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
-from rlgen.run.checkpoint import Checkpoints, saved_processes
+from rlgen.run.checkpoint import Checkpoints, saved_processes, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json, write_json
@@ -50,6 +52,7 @@ def build_trainer(
     Raises:
         RlgenError: whatever the parts raise; nothing has been trained.
     """
+    seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint brings its own states
     data = processes.main_first(lambda: load_data(recipe))
     scorer = processes.agreed(lambda: build_scorer(recipe, data.rows, directory, processes.rank))
     for reward in scorer.rewards:
@@ -75,6 +78,8 @@ def build_trainer(
             record_attempt(directory, data, scorer, rungs, sides.done, notices)
         count = recipe.rollout.prompts_per_step
         engine = sides.probe.engine
+        judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
+        journal = Journal.open(directory.journal, sides.done, processes, engine.facts(), judge, console.say)
         sampler = Sampler(
             engine=engine,
             prompts_of=lambda step: sides.probe.seat.share(
@@ -87,6 +92,10 @@ def build_trainer(
             submit_to=engine.submit if recipe.rollout.ahead and isinstance(engine, ServerEngine | SharedEngine) else None,
             max_staleness=recipe.rollout.max_staleness,
             in_flight=isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.in_flight,
+            journal=journal,
+            journals=sides.probe.seat.speaks,
+            all_or_none=recipe.engine.kind == "transformers",
+            say=console.say,
         )
         watch = Watch(
             probe=sides.probe,
@@ -96,6 +105,7 @@ def build_trainer(
             rest=sampler.rest,
             say=console.say,
         )
+        watch.means.extend(journal.starts_from(sides.done, bits(sides.probe.policy.model, processes), ()))
         trainer = Trainer(
             recipe=recipe,
             processes=processes,
@@ -105,6 +115,7 @@ def build_trainer(
             scorer=scorer,
             engine=sides.probe.engine,
             sampler=sampler,
+            journal=journal,
             sampling=sides.probe.sampling,
             policy=sides.probe.policy,
             reference=sides.reference,

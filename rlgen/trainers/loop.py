@@ -14,10 +14,12 @@ from rlgen.engines import Engine
 from rlgen.errors import DivergedError, EngineError, SentinelError, Stopped
 from rlgen.losses.kl import reward_kl
 from rlgen.models.policy import Policy
+from rlgen.models.weights import bits
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.batch import pad_rows
+from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.score import score
 from rlgen.run.checkpoint import Checkpoints
@@ -69,6 +71,7 @@ class Trainer:
     scorer: Scorer
     engine: Engine
     sampler: Sampler
+    journal: Journal
     sampling: Sampling
     policy: Policy
     reference: Policy | None
@@ -88,15 +91,16 @@ class Trainer:
             RlgenError: as its parts raise, in all processes; the last checkpoint stands.
         """
         recipe, processes, at = self.recipe, self.processes, start
+        clock = Clock()
         for step in range(start.step + 1, recipe.run.steps + 1):
-            clock = Clock()
             try:
                 got = self.collect(step, at.position, clock)
                 with clock("train"):
                     window, signal, measured = self.window(got.samples, epoch=at.position / len(self.prompts.entries))
                     learned, skipped = self.update(window, step)
                     self.schedule.step()
-            except SentinelError:  # nothing of this step was trained on
+            except SentinelError:  # nothing of this step was trained on, nor shall it be when the run goes on
+                self.journal.distrust(step)
                 if recipe.sentinel.on_drift == "checkpoint_and_stop" and at != start:
                     self.save(at)
                 raise
@@ -112,14 +116,16 @@ class Trainer:
             with clock("save"):
                 records = self.rollouts(step, got, signal, skipped)
                 processes.on_main(partial(self.directory.write_rollouts, step, records))
-                if stopping or refused or asked or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
-                    self.save(at)
             checkup = processes.on_main(partial(self.report, step, got, {**measured, **learned, **probed}, clock))
+            # After the metrics: those of a step whose checkpoint is there are there too. Its time counts to the next step.
+            clock = Clock()
+            saves = stopping or refused or asked or checkup.saves or step == recipe.run.steps
+            if saves or step % recipe.checkpoint.every == 0:
+                with clock("save"):
+                    self.save(at)
             if refused:
                 raise refused
             if checkup.ends:
-                if checkup.saves:
-                    self.save(at)
                 raise checkup.ends
             if stopping and step < recipe.run.steps:
                 raise Stopped(f"stopped on request after step {step} of {recipe.run.steps}; go on with --resume")
@@ -167,7 +173,8 @@ class Trainer:
         """All samples of the step with their rewards, in the order of the prompts, from all processes to all."""
 
         def score_own() -> list[Sample]:
-            scored = self.scorer.score(groups, step) if self.seat.speaks else []
+            score = partial(self.scorer.score, step=step)
+            scored = self.journal.score(step, groups, score) if self.seat.speaks else []
             return [sample for group in scored for sample in group.samples]
 
         return [sample for samples in self.processes.together(score_own) for sample in samples]
@@ -178,11 +185,15 @@ class Trainer:
         An engine that does not confirm them, or has others, ends the run, but the step is trained and is kept.
         """
         probed: dict[str, Any] = {}
+        watch = self.update.watch
+        self.journal.starts_from(step, bits(self.policy.model, self.processes), watch.means if watch else ())
         try:
             send_weights(self.engine, self.policy.model, step, self.processes)
-            if self.update.watch is not None:
-                probed = self.update.watch.after_sync(step)
+            if watch is not None:
+                probed = watch.after_sync(step)
         except EngineError as error:
+            if isinstance(error, SentinelError):
+                self.journal.distrust(step + 1)
             return error, probed
         return None, probed
 
@@ -268,9 +279,12 @@ class Trainer:
         """Unless it is saved already."""
         if self.processes.on_main(lambda: self.checkpoints.has(at.step)):
             return
+        self.processes.patiently(self.sampler.settle)
         self.checkpoints.save(
             at.step, at.position, self.policy.model, self.tokenizer, self.update.optimizer, self.schedule, at.nonfinite
         )
+        if self.processes.is_main:
+            self.journal.drop(0, self.checkpoints.oldest())
 
     def rollouts(self, step: int, got: Collected, signal: Signal, skipped: Skipped | None) -> list[dict[str, Any]]:
         """All samples of a step, in the order of their groups. An update that was skipped has trained on none."""

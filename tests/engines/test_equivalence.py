@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlgen.engines import Engine, build_engine
+from rlgen.engines.base import Finished
 from rlgen.models.load import locate
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
@@ -108,7 +109,7 @@ class OtherOrder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         backwards = list(requests)[::-1]
         answers = [self.engine.generate(backwards[start : start + 3], sampling) for start in range(0, len(backwards), 3)]
         return [answer for few in answers for answer in few][::-1]

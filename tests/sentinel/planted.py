@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlgen.engines import build_engine, vllm_compat
-from rlgen.engines.base import Facts, Receipt
+from rlgen.engines.base import Facts, Finished, Receipt
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.losses import policy as policy_module
@@ -225,7 +225,7 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Answers:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
         answers = self._engine.generate(requests, sampling)
         changed = self._change(requests, list(answers))
         if changed != answers:
@@ -325,7 +325,7 @@ def noisy_after_a_sync(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired.append("sync")
         return sync(self, weights, version, hashed)
 
-    def generated(self: Any, requests: Sequence[Request], sampling: Sampling) -> Answers:
+    def generated(self: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
         return [noisy(answer) if fired else answer for answer in generate(self, requests, sampling)]
 
     monkeypatch.setattr(TransformersEngine, "sync", synced)

@@ -1,0 +1,260 @@
+"""What was sampled and scored since the last checkpoint: a run that is killed samples none of it again.
+
+`journal/step_000013.jsonl` has one line for each answer, written when it is finished, one for each group that was scored, and
+one for the weights that the step starts from. Of several processes each writes its own, `step_000013.rank1.jsonl`.
+
+A line is in the hands of the system when `append` returns: a killed process loses none, and half a line, which ends the file of
+one that was killed while it wrote, is left out. A power cut may lose what was not flushed: it is sampled again. What a checkpoint
+relies on is flushed before it is written (`flush`).
+
+An answer is taken from the journal when it was given to the same request (prompt, seed, sampling settings) by an engine of the
+same kind, version and settings with the same weights, bit for bit. All else is sampled anew, and said.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rlgen.engines.base import Facts
+from rlgen.errors import CheckpointError
+from rlgen.processes import Processes
+from rlgen.types import Completion, Group, Request, Sample, Sampling
+
+ANSWER = [name.name for name in fields(Completion) if name.name != "prompt_ids"]  # those are in the request
+
+Line = dict[str, Any]
+Key = tuple[int, int, int]  # step, group, place in the group
+
+
+@dataclass(slots=True, kw_only=True)
+class Journal:
+    """The journal of one process. What others have written is read once, when it is opened, and is the same for all."""
+
+    folder: Path
+    rank: int
+    engine: str  # digest of what decides how ids become log-probs
+    judge: str  # digest of the rewards
+    say: Callable[[str], None]
+    answers: dict[Key, list[Line]] = field(default_factory=dict)  # of earlier attempts, the last one last
+    scores: dict[tuple[int, int], list[Line]] = field(default_factory=dict)  # by step and group
+    starts: list[Line] = field(default_factory=list)  # weights, and what they came from
+    weights: dict[int, str] = field(default_factory=dict)  # digests by version
+    whole: set[int] = field(default_factory=set)  # steps whose file of this process ends with a whole line
+    closed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)  # answers come in another thread
+
+    @classmethod
+    def open(
+        cls, folder: Path, done: int, processes: Processes, engine: Facts, judge: Sequence[object], say: Callable[[str], None]
+    ) -> "Journal":
+        """Reads what is there of the steps after `done`."""
+
+        def read() -> list[tuple[int, Line]]:
+            folder.mkdir(exist_ok=True)
+            files = [(step, path) for path in sorted(folder.iterdir()) if (step := step_of(path)) is not None and step > done]
+            return [(step, line) for step, path in files for line in whole_lines(path)]
+
+        described = {name: value for name, value in asdict(engine).items() if name not in ("max_model_len", "cache_block")}
+        journal = cls(
+            folder=folder,
+            rank=processes.rank,
+            engine=digest(sorted(described.items()), processes.device.type),
+            judge=digest(*judge),
+            say=say,
+        )
+        for step, line in processes.on_main(read):
+            if line["kind"] == "answer":
+                journal.answers.setdefault((step, line["group_id"], line["sample_index"]), []).append(line)
+            elif line["kind"] == "rewards":
+                journal.scores.setdefault((step, line["group_id"]), []).append(line)
+            elif line["kind"] == "start":
+                journal.starts.append(line)
+        return journal
+
+    def starts_from(self, version: int, weights: str, gaps: Sequence[float]) -> Sequence[float]:
+        """Takes down the weights that step `version` + 1 starts from; the main process writes them.
+
+        Args:
+            weights: their digest, see `models.weights.bits`.
+            gaps: what the sentinel remembers of the batches before.
+
+        Returns:
+            What it remembered when an earlier attempt had these weights, or `gaps`.
+        """
+        before = self.weights.get(version - 1)
+        for line in self.starts:
+            if (line["version"], line["weights"]) == (version, weights) and before is None:
+                before, gaps = line["before"], line["gaps"]
+                if before is not None:
+                    self.weights[version - 1] = before
+        self.weights[version] = weights
+        if self.rank == 0:
+            self.append(
+                version + 1,
+                {"kind": "start", "version": version, "weights": weights, "before": before, "gaps": list(gaps)},
+            )
+        return gaps
+
+    def answered(self, step: int, group_id: int, sample_index: int, request: Request, sampling: Sampling, c: Completion) -> None:
+        """Writes one answer."""
+        self.append(
+            step,
+            {
+                "kind": "answer",
+                "group_id": group_id,
+                "sample_index": sample_index,
+                "asked": digest(c.prompt_ids, request.seed, sampling),  # the prompt that was answered, says the engine
+                "engine": self.engine,
+                "weights": self.weights.get(c.weight_version),
+                **{name: getattr(c, name) for name in ANSWER},
+            },
+        )
+
+    def found(
+        self, step: int, places: Sequence[tuple[int, int]], requests: Sequence[Request], sampling: Sampling, oldest: int
+    ) -> dict[int, Completion]:
+        """Answers by place in the call, of weights from version `oldest` on."""
+        found: dict[int, Completion] = {}
+        refused: dict[str, int] = {}
+        for place, (at, request) in enumerate(zip(places, requests, strict=True)):
+            why = None
+            for line in reversed(self.answers.pop((step, *at), [])):
+                why = self.differs(line, digest(request.prompt_ids, request.seed, sampling), oldest)
+                if why is None:
+                    found[place] = completion_of(line, request)
+                    break
+            if why is not None:
+                refused[why] = refused.get(why, 0) + 1
+        for why, count in refused.items():
+            self.say(f"journal: {count} of {len(requests)} answers of step {step} are {why}: sampled anew")
+        return found
+
+    def differs(self, line: Line, asked: str, oldest: int) -> str | None:
+        """Why an answer is not one to what is asked now."""
+        if line["asked"] != asked:
+            return "to other prompts, seeds or sampling settings"
+        if line["engine"] != self.engine:
+            return "by an engine of another kind, version or settings"
+        version = line["weight_version"]
+        if version < oldest or line["weights"] is None or line["weights"] != self.weights.get(version):
+            return "by other weights: training did not come to the same bits here"
+        return None
+
+    def score(self, step: int, groups: Sequence[Group], scorer: Callable[[list[Group]], list[Group]]) -> list[Group]:
+        """The groups with their rewards: from the journal if the same completions were scored, else from `scorer`."""
+        known = {group.group_id: scored for group in groups if (scored := self.scored(step, group)) is not None}
+        fresh = [group for group in groups if group.group_id not in known]
+        for group, scored in zip(fresh, scorer(fresh) if fresh else [], strict=True):
+            self.append(
+                step,
+                {
+                    "kind": "rewards",
+                    "group_id": group.group_id,
+                    "of": self.digest_of(group),
+                    "samples": [changed(*pair) for pair in zip(group.samples, scored.samples, strict=True)],
+                },
+            )
+            known[group.group_id] = scored
+        return [known[group.group_id] for group in groups]
+
+    def scored(self, step: int, group: Group) -> Group | None:
+        for line in reversed(self.scores.pop((step, group.group_id), [])):
+            if line["of"] == self.digest_of(group):
+                pairs = zip(group.samples, line["samples"], strict=True)
+                return replace(group, samples=tuple(replace(sample, **values) for sample, values in pairs))
+        return None
+
+    def digest_of(self, group: Group) -> str:
+        """Of all that rewards depend on: those of one sample may depend on its neighbours."""
+        return digest(self.judge, [(s.sample_index, s.prompt_ids, s.completion_ids, s.finish_reason) for s in group.samples])
+
+    def append(self, step: int, line: Line) -> None:
+        """Raises CheckpointError."""
+        path = self.path(step)
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        try:
+            with self.lock:
+                if not self.closed:
+                    self.write(path, step, text)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}; free space or change run.dir") from error
+
+    def write(self, path: Path, step: int, text: str) -> None:
+        with path.open("ab") as file:
+            if step not in self.whole:
+                if not ends_whole(path):
+                    text = "\n" + text
+                self.whole.add(step)
+            file.write(text.encode())
+
+    def flush(self, step: int) -> None:
+        """Waits until what this process has written of `step` is on disk."""
+        path = self.path(step)
+        for place in (path, self.folder) if path.exists() else ():
+            descriptor = os.open(place, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def distrust(self, step: int) -> None:
+        """Forgets all from `step` on, and takes down no more: it was sampled by an engine that the sentinel has caught."""
+        with self.lock:
+            self.closed = True
+        self.drop(step, sys.maxsize)
+
+    def drop(self, first: int, last: int) -> None:
+        """Removes what there is of the steps from `first` to `last`."""
+        for path in list(self.folder.iterdir()):
+            step = step_of(path)
+            if step is not None and first <= step <= last:
+                path.unlink(missing_ok=True)
+        self.whole = {step for step in self.whole if not first <= step <= last}
+
+    def path(self, step: int) -> Path:
+        return self.folder / (f"step_{step:06d}.rank{self.rank}.jsonl" if self.rank else f"step_{step:06d}.jsonl")
+
+
+def step_of(path: Path) -> int | None:
+    number = path.name.partition(".")[0].removeprefix("step_")
+    return int(number) if path.suffix == ".jsonl" and number.isdecimal() else None
+
+
+def whole_lines(path: Path) -> Iterator[Line]:
+    """Without what was cut off by a crash."""
+    for text in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "kind" in line:
+            yield line
+
+
+def ends_whole(path: Path) -> bool:
+    """Whether nothing, or a whole line, ends the file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        return size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n"
+
+
+def completion_of(line: Line, request: Request) -> Completion:
+    values: Any = {name: tuple(value) if isinstance(value := line[name], list) else value for name in ANSWER}
+    return Completion(prompt_ids=request.prompt_ids, **values)
+
+
+def changed(before: Sample, after: Sample) -> Line:
+    """What scoring has filled in, whatever fields that are."""
+    pairs = {name.name: (getattr(before, name.name), getattr(after, name.name)) for name in fields(Sample)}
+    return {name: new for name, (old, new) in pairs.items() if old != new}
+
+
+def digest(*things: object) -> str:
+    """Of values whose `repr` says all there is to them: numbers, texts, tuples, dataclasses."""
+    return hashlib.sha256(repr(things).encode()).hexdigest()[:16]
