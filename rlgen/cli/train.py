@@ -2,8 +2,9 @@
 
 import logging
 import os
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,17 +14,19 @@ import yaml
 
 from rlgen.errors import RlgenError, Stopped, UsageError
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
+from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
+from rlgen.run.deadline import Deadline
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import write_text
-from rlgen.run.launch import Launch, check_launch, parents
-from rlgen.run.signals import StopRequest
+from rlgen.run.launch import Launch, check_launch, parents, restarted
+from rlgen.run.signals import StopNow, StopRequest
 
 if TYPE_CHECKING:
     from rlgen.processes import Processes
 
 # What may change between the attempts of one run.
-MAY_CHANGE = ("run.steps", "run.dir", "run.name", "checkpoint.", "sentinel.", "engine.", "processes.")
+MAY_CHANGE = ("run.steps", "run.dir", "run.name", "run.must_save_by", "checkpoint.", "sentinel.", "engine.", "processes.")
 
 
 def train_command(
@@ -34,8 +37,8 @@ def train_command(
     Raises:
         RlgenError: with its exit code, which `status.json` holds too.
     """
-    launch = Launch.of(os.environ)
-    load = partial(load_checked, launch, recipe, overrides, max_steps, run_dir)
+    launch, began = Launch.of(os.environ), time.time()
+    load = partial(load_checked, launch, recipe, overrides, max_steps, run_dir, began)
     if dry_run:
         if launch.rank == 0:
             write_resolved(load())
@@ -43,10 +46,14 @@ def train_command(
     with StopRequest(launched=launch.world > 1).listening() as stop:
         if launch.world == 1:
             loaded = load()
+            stop.deadline = deadline_of(loaded.recipe, began)
+            resume = resume or goes_on(loaded.recipe.run_path, os.environ)
             train(loaded, open_directory(loaded, resume), resume, None, stop)
             return
         processes, loaded = meet(load)
+        stop.deadline = deadline_of(loaded.recipe, began)
         with processes.said_once():
+            resume = processes.on_main(lambda: resume or goes_on(loaded.recipe.run_path, os.environ))
             directory = processes.main_first(
                 lambda: open_directory(loaded, resume) if processes.is_main else join_directory(loaded)
             )
@@ -54,11 +61,14 @@ def train_command(
         processes.close()
 
 
-def load_checked(launch: Launch, recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> LoadedRecipe:
-    """The recipe, for the processes that run.
+def load_checked(
+    launch: Launch, recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None, began: float
+) -> LoadedRecipe:
+    """The recipe, for the processes that run and began at `began`.
 
     Raises:
         RecipeError: it has mistakes.
+        UsageError: its deadline has passed.
         ProcessError: it asks for other processes, or the launcher was asked for others.
     """
     if max_steps is not None:
@@ -68,10 +78,29 @@ def load_checked(launch: Launch, recipe: Path, overrides: list[str], max_steps: 
         overrides = [*overrides, f"run.dir='{place.parent}'", f"run.name='{place.name}'"]
     loaded = load_recipe(recipe, overrides)
     check_launch(launch, loaded.recipe.processes.count, os.environ, parents())
+    deadline = deadline_of(loaded.recipe, began)
+    if deadline is not None and deadline.at <= began:
+        raise UsageError(
+            f"run.must_save_by {loaded.recipe.run.must_save_by} has passed: nothing could be trained; set a later time, or a"
+            " duration such as 3h50m, or remove it"
+        )
     if launch.rank == 0:
         for notice in loaded.notices:
             print_line(f"note: {notice}")
     return loaded
+
+
+def deadline_of(recipe: Recipe, began: float) -> Deadline | None:
+    """`run.must_save_by`, for an attempt that began at `began`."""
+    return None if recipe.run.must_save_by is None else Deadline(moment(recipe.run.must_save_by, began))
+
+
+def goes_on(path: Path, environment: Mapping[str, str]) -> bool:
+    """Whether torchrun starts this anew (`--max-restarts`) after an attempt that had begun the run at `path`.
+
+    A run that was there before this launch is another one, which only --resume goes on with.
+    """
+    return restarted(environment) and RunDirectory.look(path).get("launcher") == os.getppid()
 
 
 def write_resolved(loaded: LoadedRecipe) -> None:
@@ -127,8 +156,9 @@ def train(loaded: LoadedRecipe, directory: RunDirectory, resume: bool, processes
     except BaseException as error:
         code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
+        message = str(error) or ("stopped at once; --resume goes on from the last checkpoint" if code == 130 else "")
         if is_main:
-            directory.write_status(state, int(directory.status().get("step", 0)), steps, code, str(error))
+            directory.write_status(state, int(directory.status().get("step", 0)), steps, code, message)
         raise
     finally:
         directory.close()
@@ -177,7 +207,13 @@ def run(recipe: Recipe, directory: RunDirectory, resume: bool, launched: "Proces
     from rlgen.trainers.build import build_trainer
 
     with console:
-        trainer, done = build_trainer(recipe, directory, checkpoint, console, processes)
+        try:
+            with stop.at_once(processes):
+                trainer, done = build_trainer(
+                    recipe, directory, checkpoint, console, processes, between=lambda: stop.check(processes)
+                )
+        except StopNow:
+            raise Stopped(f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume") from None
         try:
             trainer.run(done, stop)
         finally:

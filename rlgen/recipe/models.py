@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
-from rlgen.recipe.fields import Count, Dtype, Number, Scalar, Strict, Text
+from rlgen.recipe.fields import Count, Dtype, Moment, Number, Scalar, Strict, Text
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
 
 
@@ -21,6 +21,8 @@ class RunRecipe(Strict):
     """Every random choice follows from it and from a position."""
     steps: Count = 100
     """Rollouts to sample and train on."""
+    must_save_by: Moment | None = None
+    """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m."""
 
 
 class LoraRecipe(Strict):

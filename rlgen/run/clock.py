@@ -20,6 +20,10 @@ class Clock:
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
+    def spent(self, phase: str) -> tuple[float, float]:
+        """Seconds since the clock was made, and of them those in `phase`."""
+        return time.perf_counter() - self._start, self._phases.get(phase, 0.0)
+
     def metrics(self) -> dict[str, float]:
         """{"time/step": 1.2, "time/generate": 0.8, ...}: seconds since the clock was made, and of each phase."""
         times = {f"time/{phase}": round(seconds, 6) for phase, seconds in self._phases.items()}

@@ -77,6 +77,12 @@ class RunDirectory:
             raise UsageError(f"{path} is not seen by every process; set run.dir to a folder that all machines share")
         return cls(path, None)
 
+    @staticmethod
+    def look(path: Path) -> dict[str, Any]:
+        """What the run at `path` says of itself; {}: nothing, or no run is there."""
+        file = path / "status.json"
+        return read_json(file) if file.is_file() else {}
+
     def cut(self, step: int) -> None:
         """Moves metrics, rollouts and logs of the attempts before to `logs/attempt_K`, except what belongs to steps 1 to `step`.
 
@@ -121,12 +127,13 @@ class RunDirectory:
                 "exit_code": exit_code,
                 "message": message,
                 "pid": os.getpid(),
+                "launcher": os.getppid(),
                 "time": time.time(),
             },
         )
 
     def status(self) -> dict[str, Any]:
-        return read_json(self.status_file) if self.status_file.exists() else {}
+        return self.look(self.path)
 
     def close(self) -> None:
         if self._lock is not None:

@@ -1,6 +1,6 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,12 +26,18 @@ from rlgen.trainers.sides import Data, load_data, open_sides
 
 
 def build_trainer(
-    recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, console: Console, processes: Processes
+    recipe: Recipe,
+    directory: RunDirectory,
+    checkpoint: Path | None,
+    console: Console,
+    processes: Processes,
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[Trainer, int]:
     """Loads data, rewards, model and engine, in the order of their cost, and checks that trainer and engine agree.
 
     Args:
         checkpoint: to go on from, or None.
+        between: called by all processes between one part and the next; it may raise, such as StopNow.
 
     Returns:
         The trainer and the number of steps that are done.
@@ -40,6 +46,7 @@ def build_trainer(
         RlgenError: whatever the parts raise; nothing has been trained.
     """
     data = processes.main_first(lambda: load_data(recipe))
+    between()
     scorer = processes.agreed(lambda: build_scorer(recipe, data.rows))
     console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
     console.say(f"model: {data.location}; opening the engine")
@@ -49,7 +56,11 @@ def build_trainer(
         undo.callback(sides.probe.engine.close)
         if checkpoint and (stored := saved_processes(checkpoint)) != processes.world:
             console.say(f"the checkpoint is of {stored} processes and {processes.world} run: some random states are made anew")
-        rungs = list(climb(sides.probe))
+        between()
+        rungs = []
+        for rung in climb(sides.probe):
+            rungs.append(rung)
+            between()
         if wrong := failed(rungs):
             raise wrong.error()
         if recipe.model.lora is not None:

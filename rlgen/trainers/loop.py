@@ -20,12 +20,12 @@ from rlgen.rewards import Scorer
 from rlgen.rollout.batch import pad_rows
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.score import score
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, random_tensors, set_random
 from rlgen.run.clock import Clock
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.records import rollout_records, sample_metrics, staleness_metrics
-from rlgen.run.signals import StopRequest
+from rlgen.run.signals import StopNow, StopRequest
 from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.base import Algorithm, Scores, Signal
 from rlgen.trainers.update import Updater
@@ -63,17 +63,20 @@ class Trainer:
         """Trains from step `done` + 1 to `run.steps`.
 
         Raises:
-            Stopped: `stop` was requested of one process; a checkpoint of the last step is written.
+            Stopped: `stop` was requested of one process; a checkpoint of the last step that was trained is written.
             RlgenError: as its parts raise, in all processes; the last checkpoint stands.
         """
         recipe, processes, count = self.recipe, self.processes, self.recipe.rollout.prompts_per_step
         for step in range(done + 1, recipe.run.steps + 1):
-            clock = Clock()
+            clock, draws = Clock(), random_tensors()
             try:
-                with clock("generate"):
+                stop.check(processes, before_step=True)
+                with clock("generate"), stop.at_once(processes):
                     groups, dropped = processes.agreed(partial(self.sample, step), talks=self.seat.shared)
-                with clock("reward"):
+                stop.check(processes)
+                with clock("reward"), stop.at_once(processes):
                     samples = self.rewarded(groups, step)
+                stop.check(processes)
                 with clock("train"):
                     window, signal = self.window(samples, epoch=(step - 1) * count / len(self.prompts.entries))
                     learned = self.update(window, step)
@@ -82,24 +85,25 @@ class Trainer:
                 if recipe.sentinel.on_drift == "checkpoint_and_stop" and step - 1 > done:
                     self.save(step - 1)
                 raise
+            except StopNow:  # nor here
+                raise self.stopped(step - 1, draws, stop.why) from None
             with clock("generate"):
                 self.sampler.before_sync()
             with clock("sync"):
                 refused, probed = self.sync(step)
-            stopping = processes.any(stop.requested)  # read once: a request that comes later waits for the next step
             with clock("save"):
                 if processes.is_main:
                     self.directory.write_rollouts(
                         step, rollout_records(step, samples, signal.advantages.tolist(), signal.trained.tolist())
                     )
-                if stopping or refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
+                if refused or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                     self.save(step)
             if processes.is_main:
                 self.report(step, samples, {**learned, **probed, **staleness_metrics(samples, step - 1, dropped)}, clock)
             if refused:
                 raise refused
-            if stopping and step < recipe.run.steps:
-                raise Stopped(f"stopped on request after step {step} of {recipe.run.steps}; go on with --resume")
+            if stop.deadline is not None:
+                stop.deadline.took(*clock.spent("save"))
 
     def sample(self, step: int) -> tuple[list[Group], int]:
         """The groups of a step and the number of samples dropped for their age; the engine rests after it."""
@@ -184,6 +188,13 @@ class Trainer:
             self.update.optimizer,
             self.schedule,
         )
+
+    def stopped(self, step: int, draws: dict[str, torch.Tensor], why: str) -> Stopped:
+        """Saves the state after `step`, with the random states that it had then."""
+        if step:
+            set_random(draws)  # rewards of the step that was given up may have drawn
+            self.save(step)
+        return Stopped(f"stopped {why} after step {step} of {self.recipe.run.steps}; go on with --resume")
 
     def report(self, step: int, samples: Sequence[Sample], learned: dict[str, Any], clock: Clock) -> None:
         """One object in metrics.jsonl, one line on the console, and the status."""
