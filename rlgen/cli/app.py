@@ -98,6 +98,17 @@ def serve(
 
 
 @app.command()
+def status(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say how a run stands or how it ended; also of one that was killed and could not say it."""
+    from rlgen.cli.status import status_command
+
+    status_command(path, as_json)
+
+
+@app.command()
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],

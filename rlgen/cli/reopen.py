@@ -14,7 +14,7 @@ from rlgen.run.files import read_text, write_text
 # What may change between the attempts of one run. Steps: only with a constant schedule, which does not depend on their number.
 STEPS = "run.steps"
 MAY_CHANGE = (
-    *("run.dir", "run.name", "run.probe_max", "optim.max_nonfinite"),
+    *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
     *("checkpoint.", "sentinel.", "engine.", "processes.", "scoring.", "health."),
 )
 

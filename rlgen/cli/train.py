@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +16,13 @@ from rlgen.cli.output import echo
 from rlgen.cli.reopen import Again, reopen
 from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
+from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
+from rlgen.run.deadline import Deadline
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import LogFile, private_files, write_text, written
-from rlgen.run.launch import Launch, check_launch, parents
-from rlgen.run.signals import StopRequest
+from rlgen.run.launch import Launch, check_launch, parents, restarted
+from rlgen.run.signals import StopNow, StopRequest
 
 if TYPE_CHECKING:
     from rlgen.processes import Processes
@@ -47,8 +51,8 @@ def train_command(
 
 def start(recipe: Path, overrides: list[str], again: Again, dry_run: bool, max_steps: int | None, run_dir: Path | None) -> None:
     """As `train_command`."""
-    launch = Launch.of(os.environ)
-    load = partial(load_checked, launch, recipe, overrides, max_steps, run_dir)
+    launch, began = Launch.of(os.environ), time.time()
+    load = partial(load_checked, launch, recipe, overrides, max_steps, run_dir, began)
     if dry_run:
         if launch.rank == 0:
             write_resolved(load())
@@ -56,10 +60,14 @@ def start(recipe: Path, overrides: list[str], again: Again, dry_run: bool, max_s
     with StopRequest(launched=launch.world > 1).listening() as stop:
         if launch.world == 1:
             loaded = load()
+            stop.deadline = deadline_of(loaded.recipe, began)
+            again = again_of(loaded.recipe.run_path, again)
             train(loaded, open_directory(loaded, again), again, None, stop)
             return
         processes, loaded = meet(load)
+        stop.deadline = deadline_of(loaded.recipe, began)
         with processes.said_once():
+            again = processes.on_main(lambda: again_of(loaded.recipe.run_path, again))
             directory = processes.main_first(
                 lambda: open_directory(loaded, again) if processes.is_main else join_directory(loaded)
             )
@@ -67,11 +75,14 @@ def start(recipe: Path, overrides: list[str], again: Again, dry_run: bool, max_s
         processes.close()
 
 
-def load_checked(launch: Launch, recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> LoadedRecipe:
-    """The recipe, for the processes that run.
+def load_checked(
+    launch: Launch, recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None, began: float
+) -> LoadedRecipe:
+    """The recipe, for the processes that run and began at `began`.
 
     Raises:
         RecipeError: it has mistakes.
+        UsageError: its deadline has passed.
         ProcessError: it asks for other processes, or the launcher was asked for others.
     """
     if max_steps is not None:
@@ -81,10 +92,30 @@ def load_checked(launch: Launch, recipe: Path, overrides: list[str], max_steps: 
         overrides = [*overrides, f"run.dir={json.dumps(str(place.parent))}", f"run.name={json.dumps(place.name)}"]
     loaded = load_recipe(recipe, overrides)
     check_launch(launch, loaded.recipe.processes.count, os.environ, parents())
+    deadline = deadline_of(loaded.recipe, began)
+    if deadline is not None and deadline.at <= began:
+        raise UsageError(
+            f"run.must_save_by {loaded.recipe.run.must_save_by} has passed: nothing could be trained; set a later time, or a"
+            " duration such as 3h50m, or remove it"
+        )
     if launch.rank == 0:
         for notice in loaded.notices:
             print_line(f"note: {notice}")
     return loaded
+
+
+def deadline_of(recipe: Recipe, began: float) -> Deadline | None:
+    """`run.must_save_by`, for an attempt that began at `began`."""
+    return None if recipe.run.must_save_by is None else Deadline(moment(recipe.run.must_save_by, began))
+
+
+def again_of(path: Path, again: Again) -> Again:
+    """As asked for; or resumed, where torchrun starts this anew (`--max-restarts`) after an attempt that had begun the run.
+
+    A run that was there before this launch is another one, which only --resume goes on with.
+    """
+    goes_on = restarted(os.environ) and RunDirectory.look(path).get("launcher") == os.getppid()
+    return replace(again, resume=True, clean=False) if goes_on else again
 
 
 def write_resolved(loaded: LoadedRecipe) -> None:
@@ -145,9 +176,10 @@ def train(loaded: LoadedRecipe, directory: RunDirectory, again: Again, processes
     except BaseException as error:
         code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
+        message = str(error) or ("stopped at once; --resume goes on from the last checkpoint" if code == 130 else "")
         if is_main:
             with suppress(CheckpointError):  # a disk too full for this is what `error` says already
-                directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(str(error)))
+                directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(message))
         raise
     finally:
         directory.close()
@@ -186,7 +218,20 @@ def run(recipe: Recipe, directory: RunDirectory, again: Again, launched: "Proces
     from rlgen.trainers.build import build_trainer
 
     with console:
-        trainer, start = build_trainer(recipe, directory, choice.path, console, processes, choice.notices, again.changed_rewards)
+        try:
+            with stop.at_once(processes):
+                trainer, start = build_trainer(
+                    recipe,
+                    directory,
+                    choice.path,
+                    console,
+                    processes,
+                    notices=choice.notices,
+                    changed_rewards=again.changed_rewards,
+                    between=lambda: stop.check(processes),
+                )
+        except StopNow:
+            raise Stopped(f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume") from None
         try:
             trainer.run(start, stop)
         finally:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -138,10 +137,13 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 class ServerProcess:
     """A vLLM server of ours, with all its processes. It ends with this process, however that ends."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", plan: ServerPlan, token: str, log: Path, folder: Path) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", plan: ServerPlan, token: str, log: Path, folder: Path, lock: int
+    ) -> None:
         self.plan = plan  # with the port that it has
         self.log = log
         self._process, self._token, self._folder = process, token, folder
+        self._lock: int | None = lock  # held as long as the server may live
 
     @classmethod
     def start(cls, plan: ServerPlan, token: str, log: Path) -> "ServerProcess":
@@ -156,9 +158,12 @@ class ServerProcess:
         environment = plan.environment(token)
         # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
         parent = tempfile.gettempdir()
-        folder = Path(tempfile.mkdtemp(prefix="rlgen-", dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))
+        parent = parent if len(parent) <= LONGEST_PARENT else "/tmp"
+        guard.sweep(parent)
+        folder = Path(tempfile.mkdtemp(prefix="rlgen-", dir=parent))
+        lock = guard.locked(str(folder))
         environment |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
-        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *plan.command()]
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(lock), str(folder), *plan.command()]
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o640)) as output:
             process = subprocess.Popen(
                 command,
@@ -167,8 +172,9 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the terminal's Ctrl-C is for us to handle
+                pass_fds=[lock],
             )
-        return cls(process, plan, token, log, folder)
+        return cls(process, plan, token, log, folder, lock)
 
     @property
     def url(self) -> str:
@@ -223,7 +229,10 @@ class ServerProcess:
                 process.kill()
         self._process.wait()
         psutil.wait_procs(family, timeout=5)
-        shutil.rmtree(self._folder, ignore_errors=True)  # the guard's work, were it not killed
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+            guard.sweep(str(self._folder.parent))  # the guard's work, were it not killed
 
     def processes(self) -> list[psutil.Process]:
         """The server's processes: guard, HTTP server, engine, workers."""

@@ -1,8 +1,13 @@
 """What all parts of a recipe are made of."""
 
+import re
+from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
+LONGEST = 3650 * 86400  # seconds of a duration
 
 
 class Strict(BaseModel):
@@ -16,3 +21,33 @@ Count = Annotated[StrictInt, Field(ge=1, le=10**9)]
 Scalar = StrictBool | StrictInt | Annotated[float, Field(strict=True)] | StrictStr
 Number = Annotated[float, Field(strict=True, ge=-1e6, le=1e6)]
 Dtype = Literal["float32", "bfloat16"]
+
+
+def moment(text: str, began: float) -> float:
+    """Seconds since 1970 of "2026-11-22T03:50:00+01:00", or of "3h50m" after `began`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = DURATION.fullmatch(text)
+    if found and text:
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        length = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+        if not 0 < length <= LONGEST:
+            raise ValueError("must be longer than 0s and at most 3650d")
+        return began + length
+    try:
+        at = datetime.fromisoformat(text)
+        if at.tzinfo is not None:
+            return at.timestamp()
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError("must be a duration such as 3h50m, or a time with its zone such as 2026-11-22T03:50:00+01:00")
+
+
+def is_moment(text: str) -> str:
+    moment(text, 0.0)
+    return text
+
+
+Moment = Annotated[StrictStr, Field(max_length=100), AfterValidator(is_moment)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from rlgen.recipe.fields import Count, Dtype, Number, Scalar, Strict, Text
+from rlgen.recipe.fields import Count, Dtype, Moment, Number, Scalar, Strict, Text
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
 
 
@@ -23,6 +23,8 @@ class RunRecipe(Strict):
     """Rollouts to sample and train on."""
     probe_max: StrictBool = False
     """Before step 1: one micro-batch of the longest rows forward and backward, so that too little memory shows at once."""
+    must_save_by: Moment | None = None
+    """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m."""
 
 
 class LoraRecipe(Strict):

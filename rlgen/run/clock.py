@@ -20,7 +20,12 @@ class Clock:
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
+    @property
+    def seconds(self) -> float:
+        """Since the clock was made."""
+        return time.perf_counter() - self._start
+
     def metrics(self) -> dict[str, float]:
         """{"time/step": 1.2, "time/generate": 0.8, ...}: seconds since the clock was made, and of each phase."""
         times = {f"time/{phase}": round(seconds, 6) for phase, seconds in self._phases.items()}
-        return {"time/step": round(time.perf_counter() - self._start, 6), **times}
+        return {"time/step": round(self.seconds, 6), **times}

@@ -112,6 +112,12 @@ class RunDirectory:
         return cls(path, None)
 
     @staticmethod
+    def look(path: Path) -> dict[str, Any]:
+        """What the run at `path` says of itself; {}: nothing, or no run is there."""
+        file = path / "status.json"
+        return read_json(file) if file.is_file() else {}
+
+    @staticmethod
     def clean(path: Path) -> None:
         """Deletes what the run in `path` left, and nothing else: links are removed, never followed. The folder itself stays.
 
@@ -227,6 +233,7 @@ class RunDirectory:
             "message": message,
             "health": list(self.status().get("health", []) if health is None else health),
             "pid": os.getpid(),
+            "launcher": os.getppid(),
             "time": time.time(),
         }
         try:
@@ -246,7 +253,7 @@ class RunDirectory:
         return True
 
     def status(self) -> dict[str, Any]:
-        return read_json(self.status_file) if self.status_file.exists() else {}
+        return self.look(self.path)
 
     def close(self) -> None:
         if self._lock is not None:

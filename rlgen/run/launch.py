@@ -74,6 +74,11 @@ def check_launch(launch: Launch, count: int | None, environment: Mapping[str, st
         raise ProcessError(f"processes.count is {count}, but {launch.world} run; {how}, or change it")
 
 
+def restarted(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun has started these processes before, and they failed."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def parents() -> list[list[str]]:
     """Command lines of the processes above this one, the nearest first."""
     lines = []

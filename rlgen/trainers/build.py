@@ -1,6 +1,6 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ def build_trainer(
     processes: Processes,
     notices: Sequence[str] = (),
     changed_rewards: bool = False,
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[Trainer, Progress]:
     """Loads data, rewards, model and engine, in the order of their cost, and checks that trainer and engine agree.
 
@@ -45,6 +46,7 @@ def build_trainer(
         checkpoint: to go on from, or None.
         notices: what was said about the choice of it.
         changed_rewards: the files of rewards may be others than before.
+        between: called by all processes between one part and the next; it may raise, such as StopNow.
 
     Returns:
         The trainer and where it goes on from.
@@ -54,6 +56,7 @@ def build_trainer(
     """
     seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint brings its own states
     data = processes.main_first(lambda: load_data(recipe))
+    between()
     scorer = processes.agreed(lambda: build_scorer(recipe, data.rows, directory, processes.rank))
     for reward in scorer.rewards:
         if reward.sha256 is not None:
@@ -68,7 +71,11 @@ def build_trainer(
         undo.callback(sides.probe.engine.close)
         if checkpoint and (stored := saved_processes(checkpoint)) != processes.world:
             console.say(f"the checkpoint is of {stored} processes and {processes.world} run: some random states are made anew")
-        rungs = list(climb(sides.probe))
+        between()
+        rungs = []
+        for rung in climb(sides.probe):
+            rungs.append(rung)
+            between()
         if wrong := failed(rungs):
             raise wrong.error()
         if recipe.model.lora is not None:

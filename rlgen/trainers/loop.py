@@ -28,7 +28,7 @@ from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.health import Checkup, Health
 from rlgen.run.records import nonfinite_records, rollout_records, sample_metrics, staleness_metrics
-from rlgen.run.signals import StopRequest
+from rlgen.run.signals import StopNow, StopRequest
 from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.base import Algorithm, Scores, Signal
 from rlgen.trainers.update import Skipped, Updater
@@ -87,14 +87,16 @@ class Trainer:
         """Trains from where `start` is to step `run.steps`.
 
         Raises:
-            Stopped: `stop` was requested of one process; a checkpoint of the last step is written.
+            Stopped: `stop` was requested of one process; a checkpoint of the last step that was trained is written.
             RlgenError: as its parts raise, in all processes; the last checkpoint stands.
         """
         recipe, processes, at = self.recipe, self.processes, start
         clock = Clock()
         for step in range(start.step + 1, recipe.run.steps + 1):
             try:
-                got = self.collect(step, at.position, clock)
+                stop.check(processes, before_step=True)
+                with stop.at_once(processes):
+                    got = self.collect(step, at.position, clock, stop)
                 with clock("train"):
                     window, signal, measured = self.window(got.samples, epoch=at.position / len(self.prompts.entries))
                     learned, skipped = self.update(window, step)
@@ -104,6 +106,8 @@ class Trainer:
                 if recipe.sentinel.on_drift == "checkpoint_and_stop" and at != start:
                     self.save(at)
                 raise
+            except StopNow:  # nor here
+                raise self.stopped(at, stop.why) from None
             at = Progress(step, at.position + got.prompts, at.nonfinite + 1 if skipped else 0)
             if skipped:
                 self.tolerate(skipped, window, at)
@@ -111,26 +115,24 @@ class Trainer:
                 self.sampler.before_sync()
             with clock("sync"):
                 refused, probed = self.sync(step)
-            stopping = processes.any(stop.requested)  # read once: a request that comes later waits for the next step
-            asked = processes.on_main(self.directory.asked_to_save)
             with clock("save"):
                 records = self.rollouts(step, got, signal, skipped)
                 processes.on_main(partial(self.directory.write_rollouts, step, records))
             checkup = processes.on_main(partial(self.report, step, got, {**measured, **learned, **probed}, clock))
+            seconds, clock = clock.seconds, Clock()
             # After the metrics: those of a step whose checkpoint is there are there too. Its time counts to the next step.
-            clock = Clock()
-            saves = stopping or refused or asked or checkup.saves or step == recipe.run.steps
-            if saves or step % recipe.checkpoint.every == 0:
+            asked = processes.on_main(self.directory.asked_to_save)
+            if refused or asked or checkup.saves or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                 with clock("save"):
                     self.save(at)
             if refused:
                 raise refused
             if checkup.ends:
                 raise checkup.ends
-            if stopping and step < recipe.run.steps:
-                raise Stopped(f"stopped on request after step {step} of {recipe.run.steps}; go on with --resume")
+            if stop.deadline is not None:
+                stop.deadline.took(seconds, clock.seconds)
 
-    def collect(self, step: int, position: int, clock: Clock) -> Collected:
+    def collect(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
         """Samples the prompts from `position` on; groups without signal give their places to further prompts, if the recipe says.
 
         All processes see all rewards, and so ask for the same number of further prompts.
@@ -141,8 +143,10 @@ class Trainer:
             prompts = self.seat.share(self.prompts.take(position + got.prompts, wanted))
             with clock("generate"):
                 groups, dropped = self.processes.agreed(partial(self.sample, step, prompts, not left), talks=self.seat.shared)
+            stop.check(self.processes)
             with clock("reward"):
                 samples = self.rewarded(groups, step)
+            stop.check(self.processes)
             silent = self.silent(samples) if left else frozenset()
             got = Collected(
                 samples=got.samples + [sample for sample in samples if sample.group_id not in silent],
@@ -285,6 +289,12 @@ class Trainer:
         )
         if self.processes.is_main:
             self.journal.drop(0, self.checkpoints.oldest())
+
+    def stopped(self, at: Progress, why: str) -> Stopped:
+        """Saves what was trained last."""
+        if at.step:
+            self.save(at)
+        return Stopped(f"stopped {why} after step {at.step} of {self.recipe.run.steps}; go on with --resume")
 
     def rollouts(self, step: int, got: Collected, signal: Signal, skipped: Skipped | None) -> list[dict[str, Any]]:
         """All samples of a step, in the order of their groups. An update that was skipped has trained on none."""

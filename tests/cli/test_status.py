@@ -1,0 +1,56 @@
+"""How a run stands, whoever ended it."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlgen.cli.app import app
+from rlgen.cli.status import status_of
+from rlgen.errors import UsageError
+from rlgen.run.directory import RunDirectory
+
+
+def test_a_run_that_lives_ends_or_is_killed(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
+    path = directory.path
+    assert status_of(path)["state"] == "starting", "nothing is written yet"
+    directory.write_metrics({"step": 1, "loss": 0.5})
+    directory.write_status("running", 1, 9)
+    with directory.metrics.open("a") as file:
+        file.write('{"step": 2, "lo')
+    found = status_of(path)
+    assert (found["state"], found["alive"], found["pid"], found["last"]) == (
+        "running",
+        True,
+        os.getpid(),
+        {"step": 1, "loss": 0.5},
+    )
+    directory.close()  # as the kernel does for a process that was killed
+    found = status_of(path)
+    assert (found["state"], found["alive"], found["exit_code"]) == ("killed", False, None) and "--resume" in found["message"]
+    shown = CliRunner().invoke(app, ["status", str(path)])
+    assert shown.exit_code == 0 and "killed" in shown.stdout and "step 1 of 9" in shown.stdout and "loss 0.5" in shown.stdout
+    again = RunDirectory.reopen(path)
+    again.write_status("stopped", 3, 9, 75, "stopped on request")
+    again.close()
+    found = json.loads(CliRunner().invoke(app, ["status", str(path), "--json"]).stdout)
+    assert (found["state"], found["exit_code"], found["message"], found["alive"]) == ("stopped", 75, "stopped on request", False)
+
+
+def test_looking_takes_no_run_its_lock(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
+    directory.close()
+    status_of(directory.path)
+    RunDirectory.reopen(directory.path).close()
+    with (directory.path / ".lock").open() as other:  # somebody else looks at the same time
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert status_of(directory.path)["alive"] is False
+
+
+def test_where_no_run_is(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run"):
+        status_of(tmp_path)

@@ -1,0 +1,297 @@
+"""Asked to stop in any phase, a run saves what it has trained, says so, and goes on as if nobody had asked."""
+
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import read_jsonl
+
+from rlgen.cli.train import train_command
+from rlgen.errors import RlgenError, UsageError
+from rlgen.processes import Processes
+from rlgen.recipe import load_recipe
+from rlgen.recipe.fields import moment
+from rlgen.rewards import Scorer
+from rlgen.run import checkpoint
+from rlgen.run.checkpoint import seed_random
+from rlgen.run.deadline import Deadline
+from rlgen.run.files import read_json
+from rlgen.run.signals import StopNow, StopRequest
+from rlgen.trainers import build, loop, sides
+from rlgen.trainers.update import Updater
+
+Proof = Callable[[str], None]
+STEPS = 3
+# The transformers engine, so that starts are quick; a checkpoint in mid-run, whose save can be disturbed.
+SETTINGS = [
+    *("engine={kind: transformers}", f"run.steps={STEPS}", "rollout.max_completion_tokens=6", "checkpoint={every: 2}"),
+    "rewards=[{use: 'spread.py:spread'}]",
+]
+REWARD = """\
+def spread(completion_ids):
+    return sum(completion_ids) % 97 / 97
+"""
+
+# phase -> (what is called in it, its how-manieth call, steps that are trained when the run has stopped)
+PHASES: dict[str, tuple[Any, str, int, int]] = {
+    "load": (sides, "build_policy", 1, 0),
+    "engine": (sides, "build_engine", 1, 0),
+    "ladder": (build, "record_attempt", 1, 0),
+    "generation of step 1": (loop.Sampler, "groups", 1, 0),
+    "generation": (loop.Sampler, "groups", 3, 2),
+    "reward": (Scorer, "score", 2, 1),
+    "window": (loop.Window, "of", 2, 2),
+    "backward": (Updater, "_run", 2, 2),
+    "sync": (loop, "send_weights", 2, 2),
+    "save": (checkpoint, "random_name", 1, 2),
+    "last save": (checkpoint, "random_name", 2, 3),
+}
+
+
+def train(recipe: Path, directory: Path, *overrides: str, resume: bool = False) -> int:
+    """The exit code, as `status.json` and the error have it."""
+    seed_random("a program that starts")
+    recipe.with_name("spread.py").write_text(REWARD)
+    try:
+        train_command(recipe, [*SETTINGS, *overrides], resume, False, None, directory)
+        code = 0
+    except RlgenError as error:
+        code = error.exit_code
+        assert read_json(directory / "status.json")["message"] == str(error)
+    except KeyboardInterrupt:
+        code = 130
+    assert read_json(directory / "status.json")["exit_code"] == code
+    return code
+
+
+def when(monkeypatch: pytest.MonkeyPatch, phase: str, *numbers: int) -> list[int]:
+    """Sends this process signals when the phase comes; with the signals that were sent."""
+    owner, name, turn, _ = PHASES[phase]
+    real = getattr(owner, name)
+    calls: list[int] = []
+    sent: list[int] = []
+
+    def then(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == turn:
+            for number in numbers:
+                sent.append(number)
+                os.kill(os.getpid(), number)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, then)
+    return sent
+
+
+@pytest.fixture
+def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring draws from Python's random numbers: their state is part of what is resumed."""
+    score = Scorer.score
+
+    def drawn(*arguments: Any) -> Any:
+        random.random()
+        return score(*arguments)
+
+    monkeypatch.setattr(Scorer, "score", drawn)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from conftest import RECIPE
+
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        score = Scorer.score
+        patch.setattr(Scorer, "score", lambda *arguments: (random.random(), score(*arguments))[1])
+        assert train(folder / "recipe.yaml", folder / "run") == 0
+    assert all(row["grad_norm"] > 1e-3 for row in read_jsonl(folder / "run" / "metrics.jsonl"))
+    return folder / "run"
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def left(directory: Path) -> dict[str, Any]:
+    """All that a run leaves, but for times and names."""
+    last = directory / "checkpoints" / f"step_{STEPS:06d}"
+    return {
+        "metrics": [
+            {k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(directory / "metrics.jsonl")
+        ],
+        "rollouts": {path.name: digest(path) for path in (directory / "rollouts").glob("step_*.jsonl")},
+        "checkpoint": {str(path.relative_to(last)): digest(path) for path in last.rglob("*.safetensors")},
+    }
+
+
+@pytest.mark.fault(73)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stop_in_each_phase(
+    recipe_file: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, drawing: None, proof: Proof, phase: str
+) -> None:
+    directory, trained = recipe_file.parent / "run", PHASES[phase][3]
+    number = signal.SIGUSR1 if phase == "reward" else signal.SIGTERM
+    with monkeypatch.context() as patch:
+        sent = when(patch, phase, number)
+        code = train(recipe_file, directory)
+    assert sent == [number]
+    proof(f"{signal.Signals(number).name} sent to itself in {phase}")
+    status = read_json(directory / "status.json")
+    saved = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    if trained == STEPS:  # too late to be stopped
+        assert (code, status["state"]) == (0, "done")
+    else:
+        assert (code, status["state"]) == (75, "stopped") and "go on with --resume" in status["message"]
+        assert f"stopped on request ({signal.Signals(number).name})" in status["message"]
+        assert status["step"] == trained and saved == ([f"step_{trained:06d}"] if trained else []), "and nothing half-written"
+        assert train(recipe_file, directory, resume=True) == 0
+    assert left(directory) == left(undisturbed)
+
+
+@pytest.mark.fault(74)
+@pytest.mark.parametrize("phases", [("generation", "save"), ("backward", "backward"), ("save", "save"), ("load", "load")])
+def test_a_second_one_stops_at_once(
+    recipe_file: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, drawing: None, proof: Proof, phases: tuple[str, str]
+) -> None:
+    """What has been asked to stop in generation saves at once: there the second one comes."""
+    directory = recipe_file.parent / "run"
+    with monkeypatch.context() as patch:
+        twice = [signal.SIGINT] * (2 if phases[0] == phases[1] else 1)
+        sent = [when(patch, phase, *twice) for phase in dict.fromkeys(phases)]
+        code = train(recipe_file, directory, *(["checkpoint.every=3"] if phases[0] == "generation" else []))
+    status, saved = read_json(directory / "status.json"), list((directory / "checkpoints").glob("step_*"))
+    if phases[0] == "load":  # the first one has ended it: nobody is there to hear the second
+        assert (code, status["state"]) == (75, "stopped")
+    else:
+        assert sum(map(len, sent)) == 2 and (code, status["state"]) == (130, "failed")
+        assert "stopped at once; --resume goes on from the last checkpoint" in status["message"]
+        proof(f"SIGINT in {phases[0]} and again in {phases[1]}")
+    assert saved == [], "none was whole yet"
+    assert train(recipe_file, directory, resume=True) == 0
+    assert left(directory) == left(undisturbed)
+
+
+@pytest.mark.vllm
+@pytest.mark.fault(73)
+def test_a_stop_in_the_midst_of_vllms_generation(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    """vLLM has requests under way that nobody will fetch; the trainer has all that it needs."""
+    directory = recipe_file.parent / "run"
+    long = ["engine={kind: colocated}", "rollout.max_completion_tokens=3000", "data.limit=8", "optim.micro_batch_tokens=4000"]
+    real, asked = loop.Sampler.groups, []
+
+    def groups(sampler: Any, step: int) -> Any:
+        asked.append(step)
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return real(sampler, step)
+
+    monkeypatch.setattr(loop.Sampler, "groups", groups)
+    began = time.monotonic()
+    assert train(recipe_file, directory, *long) == 75
+    assert asked == [1] and time.monotonic() - began < 40
+    proof("SIGTERM one second after 16 completions of up to 3000 tokens were asked for")
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(73)
+def test_a_step_is_begun_if_it_and_its_save_fit(proof: Proof) -> None:
+    now = 1000.0
+    deadline = Deadline(at=1100.0, now=lambda: now)
+    assert deadline.fits(), "of the first step nothing is known"
+    deadline.took(step=20.0, save=0.0)
+    now = 1047.0  # a step of 20 s and a save taken for one of 20 s, with margin: 52 s
+    assert deadline.fits()
+    now = 1049.0
+    assert not deadline.fits()
+    deadline.took(step=24.0, save=4.0)  # now it is known what a save takes: 32 s with margin
+    now = 1067.0
+    assert deadline.fits()
+    now = 1069.0
+    assert not deadline.fits()
+    deadline.took(step=10.0, save=2.0)  # the longest ones count
+    assert not deadline.fits()
+    proof("a clock that a test sets, past what a step and a save need")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3h50m", 13800), ("90s", 90), ("1d", 86400), ("1970-01-01T01:00:00+01:00", -50), ("1970-01-01T00:01:40Z", 50)],
+)
+def test_times_and_durations(text: str, seconds: float) -> None:
+    assert moment(text, began=50.0) - 50.0 == seconds
+
+
+@pytest.mark.parametrize("value", ["soon", "''", "0s", "-5m", "2026-11-22T03:50:00", "99999d", "9999999999s", "5", "3.5h"])
+def test_what_is_no_deadline_is_refused(recipe_file: Path, value: str) -> None:
+    with pytest.raises(RlgenError, match="must_save_by") as caught:
+        load_recipe(recipe_file, [f"run.must_save_by={value}"])
+    assert caught.value.exit_code == 2
+
+
+def test_a_deadline_that_has_passed_is_refused(recipe_file: Path) -> None:
+    with pytest.raises(UsageError, match=r"run\.must_save_by 2020-01-01T00:00:00Z has passed") as caught:
+        train_command(recipe_file, ["run.must_save_by=2020-01-01T00:00:00Z"], False, False, None, recipe_file.parent / "run")
+    assert caught.value.exit_code == 2 and not (recipe_file.parent / "run").exists()
+
+
+@pytest.mark.fault(73)
+def test_a_run_saves_before_its_deadline(
+    recipe_file: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, drawing: None, proof: Proof
+) -> None:
+    """Steps of a second each; the deadline lets two of them be trained. The next attempt has another one."""
+    directory = recipe_file.parent / "run"
+    run = Updater._run
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(1.0)
+        return run(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "_run", slow)
+        at = time.time() + 8.0
+        text = datetime.fromtimestamp(at, UTC).isoformat()
+        code = train(recipe_file, directory, f"run.must_save_by={text}", "checkpoint.every=50", "run.steps=50")
+    assert code == 75 and at - 5.0 < time.time() < at, "neither too late nor long before"
+    status = read_json(directory / "status.json")
+    assert "stopped for run.must_save_by after step" in status["message"] and 2 <= status["step"] <= 6
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{status['step']:06d}"]
+    proof(f"stopped after step {status['step']}, {at - time.time():.1f} s before the deadline")
+
+
+# --- requests ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_launcher_repeats_itself_and_a_person_insists(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("rlgen.run.signals.time.monotonic", lambda: now)
+    stop = StopRequest(launched=True)
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        stop.handle(number, None)
+    now = 110.0
+    stop.handle(signal.SIGTERM, None)  # a process that ended first makes it stop the others
+    with pytest.raises(KeyboardInterrupt):
+        stop.handle(signal.SIGINT, None)
+
+
+def test_without_its_launcher_a_process_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launched, stops in ((True, True), (False, False)):  # a run of its own may outlive the shell that started it
+        stop = StopRequest(launched=launched)
+        stop.check(Processes.alone())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getppid", lambda: 1)
+            if stops:
+                with pytest.raises(StopNow):
+                    stop.check(Processes.alone())
+                assert stop.why == "because its launcher is gone"
+            else:
+                stop.check(Processes.alone())
