@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
@@ -86,7 +86,7 @@ def prompt_of(position: int, columns: Mapping[str, Any], prompt: Any) -> Prompt:
 def group_of(prompt: Prompt, recipe: Recipe) -> Group:
     """One answer of each kind. Token ids are bytes: there is no tokenizer without a model."""
     rng = random.Random(prompt.position)
-    noise = "".join(rng.choices(string.ascii_letters + string.digits + " .,{}\\$", k=60))
+    noise = "".join(rng.choices(string.ascii_letters + " .,{}\\$", k=60))
     texts = {"empty": "", "garbage": noise, "long": (noise * (LONG // len(noise) + 1))[:LONG]}
     if "answer" in prompt.columns:
         texts["gold"] = str(prompt.columns["answer"])
@@ -168,13 +168,15 @@ def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Ro
 
 
 def show(rows: Sequence[Row], prompts: int) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"answers to {prompts} rows of the data", title_justify="left")
+    table = Table(title=f"answers to {prompts} rows of the data", title_justify="left", box=SIMPLE_HEAD)
     for name in ("reward", "answers", "mean", "least", "most", "n/a", "failed", "ms", "slowest"):
-        table.add_column(name, justify="left" if name in ("reward", "answers") else "right", no_wrap=name != "reward")
+        side: Literal["left", "right"] = "left" if name in ("reward", "answers") else "right"
+        table.add_column(name, justify=side, no_wrap=name != "reward", overflow="fold")
     before = ""
     for row in rows:
         numbers = [fmean(row.values), min(row.values), max(row.values)] if row.values else []
