@@ -24,6 +24,8 @@ recipes = typer.Typer(help="Recipes to start from.", no_args_is_help=True, rich_
 app.add_typer(recipes, name="recipes")
 checkpoints = typer.Typer(help="What a run has saved.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(checkpoints, name="checkpoints")
+rewards = typer.Typer(help="Rewards of a recipe, without a model.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(rewards, name="rewards")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]
 Overrides = Annotated[
@@ -205,6 +207,19 @@ def prune_checkpoints(
     from rlgen.cli.checkpoints import prune_command
 
     prune_command(run, keep, as_json)
+
+
+@rewards.command("test")
+def test_rewards(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, max=1000, help="Rows of the data to answer.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Score the data's own answers, empty, garbage and very long ones, and time each call. Loads no model."""
+    from rlgen.cli.rewards import rewards_test_command
+
+    rewards_test_command(recipe, overrides or [], rows, as_json)
 
 
 def main() -> None:

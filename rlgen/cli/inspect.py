@@ -1,34 +1,41 @@
 """`rlgen validate`, `show` and `recipes`: quick answers about recipes, without torch."""
 
 import ast
+import csv
 import glob
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rlgen
 from rlgen.cli.output import echo
-from rlgen.errors import Problem, RecipeError, UsageError
+from rlgen.errors import Problem, RecipeError, RewardError, UsageError
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.load import leaves
+from rlgen.recipe.models import TASK_COLUMNS
 from rlgen.recipe.rules import is_local_source
+
+if TYPE_CHECKING:
+    from rlgen.rewards.worker import Facts
 
 
 def validate_command(path: Path, overrides: list[str], as_json: bool) -> None:
     """Raises RecipeError with everything that is wrong."""
     loaded = load_recipe(path, overrides)
-    if problems := missing_files(loaded):
-        raise RecipeError(problems)
     recipe = loaded.recipe
+    columns = None if (problems := missing_files(loaded)) else known_columns(recipe)
+    if problems := problems or unfilled_parameters(loaded, columns):
+        raise RecipeError(problems)
+    unknown = f"{recipe.data.source} is not read here; `rlgen rewards test` sees whether it has the columns that rewards need"
+    notices = [*loaded.notices, *([unknown] if columns is None else [])]
     if as_json:
-        echo(json.dumps({"valid": True, "recipe": str(path), "notices": loaded.notices, "plan": plan(recipe)}))
+        echo(json.dumps({"valid": True, "recipe": str(path), "notices": notices, "plan": plan(recipe)}))
         return
     echo(f"{path}: valid")
-    for notice in loaded.notices:
+    for notice in notices:
         echo(f"note: {notice}")
     echo(plan(recipe))
-    echo("not looked at: rows of the data, parameters of rewards, the model, the GPU; `rlgen doctor` opens all of them")
 
 
 def plan(recipe: Recipe) -> str:
@@ -62,6 +69,67 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
         if function not in {name for node in tree.body for name in defined(node)}:
             problems.append(Problem(where, f"{file} defines no `{function}`"))
     return problems
+
+
+def known_columns(recipe: Recipe) -> set[str] | None:
+    """The columns that rewards will see, where the first row tells them at once: of tasks, and of local text files. Else None."""
+    source, columns = recipe.data.source, None
+    if recipe.task is not None:
+        columns = set(TASK_COLUMNS[recipe.task])
+    elif is_local_source(source) and len(files := glob.glob(source, recursive=True)) == 1:
+        try:
+            with open(files[0], encoding="utf-8-sig", newline="") as file:
+                if source.endswith(".csv"):
+                    columns = set(next(csv.reader(file)))
+                elif source.endswith(".jsonl"):
+                    columns = set(json.loads(file.readline(1 << 20)))
+        except (OSError, ValueError, TypeError, StopIteration, csv.Error):  # reading the data says what is wrong with it
+            return None
+    return columns if columns is None or recipe.data.columns.answer is None else {*columns, "answer"}
+
+
+def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
+    """Rewards with a parameter that nobody provides, as far as it can be known without running the user's code."""
+    from rlgen.rewards.builtin import BUILTIN
+    from rlgen.rewards.resolve import resolve
+    from rlgen.rewards.worker import Source, load
+
+    problems: list[Problem] = []
+    for index, reward in enumerate(loaded.recipe.rewards):
+        if columns is None:
+            break
+        file, _, function = reward.use.rpartition(":")
+        facts = load(Source(reward.use, reward.timeout)).facts if reward.use in BUILTIN else None
+        if file.endswith(".py"):
+            facts = facts_of_source(Path(file).read_text(encoding="utf-8"), function)
+        try:
+            if facts is not None:
+                resolve(reward, facts, columns)
+        except RewardError as error:
+            problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
+    return problems
+
+
+def facts_of_source(source: str, function: str) -> "Facts | None":
+    """What a file says of a function that it defines at its top. None: decorated, imported or computed."""
+    from rlgen.rewards.worker import Facts
+
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    node = next((node for node in reversed(nodes) if node.name == function), None)
+    if node is None or node.decorator_list:
+        return None
+    given = node.args
+    first = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+    kinds = ["POSITIONAL_ONLY"] * len(given.posonlyargs) + ["POSITIONAL_OR_KEYWORD"] * len(given.args)
+    parameters = [
+        (one.arg, kind, place < first)
+        for place, (one, kind) in enumerate(zip([*given.posonlyargs, *given.args], kinds, strict=True))
+    ]
+    parameters += [
+        (one.arg, "KEYWORD_ONLY", default is None) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    parameters += [(given.kwarg.arg, "VAR_KEYWORD", True)] if given.kwarg else []
+    return Facts(tuple(parameters), isinstance(node, ast.AsyncFunctionDef), None, None)
 
 
 def defined(node: ast.stmt) -> list[str]:

@@ -123,6 +123,9 @@ TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | Countdo
     "countdown": CountdownOptions,
 }
 
+# What each row of a task has.
+TASK_COLUMNS = {name: ("prompt", "answer", *(("numbers", "target") if name == "countdown" else ())) for name in TASKS}
+
 BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify")
 
 

@@ -4,6 +4,7 @@ All but two take time linear in the length of the completion, so that they canno
 `pattern` of the user's takes the time that it takes. `math_verify` does algebra, and gives up after some seconds.
 """
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -107,7 +108,7 @@ def layout(completion: str, pattern: str | None = None) -> float:
     return float(text.startswith("<think>") and between.startswith("<answer>") and text.endswith("</answer>"))
 
 
-def math_verify(completion: str, answer: object, seconds: int = 5, longest: int = 20_000) -> float:
+def math_verify(completion: str, answer: object, seconds: int = 5, longest: int = 5_000) -> float:
     """1.0 where the completion's final answer equals the answer as mathematics (the package math-verify), else 0.0.
 
     LaTeX, \\boxed{} and plain expressions are read: \\frac{1}{2} equals 0.5, (a+b)^2 equals a^2+2ab+b^2.
@@ -124,6 +125,7 @@ def math_verify(completion: str, answer: object, seconds: int = 5, longest: int 
     # Two seconds of imports, for those who use it. Its clock is an alarm, which needs a process's main thread, as here.
     from math_verify import parse, verify
 
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it prints whole completions
     gold = str(answer).rpartition("####")[2].strip()
     expected = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=seconds)
     if not expected:

@@ -35,12 +35,12 @@ START = (
 MARK = "RLGEN_REWARD_WORKER"  # in the environment of a worker and of all that it starts
 LONGEST_CHUNK = 256  # calls
 CHUNK_SECONDS = 0.05  # that a chunk is to take: long beside the way there and back, short beside what others would wait
-GUESS = CHUNK_SECONDS / 16  # seconds of a call of a reward that was never called
+GUESS = CHUNK_SECONDS / 4  # seconds of a call of a reward that was never called
 GROW_AFTER = 0.2  # seconds that calls wait before another worker is started: most rewards are done by then
 GRACE = 0.3  # seconds that an async call has for its end beyond its deadline, before the worker is killed
 PATIENCE = 20.0  # seconds that a worker has to take a chunk, or to say that it began
 POLL = 0.1  # seconds between looks at workers that may have died without closing their line
-LAST_WORDS = 0.1  # seconds that a hanging worker has to write where it is
+LAST_WORDS = 0.2  # seconds that a hanging worker has to write where it is
 CLOSING = 1.0  # seconds that workers have to end by themselves
 LONGEST_LOG = 64 << 20  # bytes of what the user's code prints; beyond, it starts anew
 
@@ -355,8 +355,7 @@ class Pool:
             return []
         self.killed += 1
         if not worker.ready:
-            files = [source.use.rpartition(":")[0] for source in self._sources]
-            where = worker.hanging_at(next((file for file in files if file.endswith(".py")), None))
+            where = worker.hanging_at(self._file(worker, {}))
             self._end(worker)
             uses = ", ".join(source.use for source in self._sources)
             raise RewardError(
@@ -365,8 +364,7 @@ class Pool:
             )
         began = worker.began
         guilty = worker.waiting[next(iter(began))] if began else None
-        file = None if guilty is None or self._facts is None else self._facts[guilty.reward].file
-        where = worker.hanging_at(file)
+        where = worker.hanging_at(self._file(worker, began))
         self._end(worker)
         if guilty is None:
             return blame(
@@ -377,13 +375,11 @@ class Pool:
 
     def _bury(self, worker: Worker, queue: "Queue | None", lost: WorkerLost) -> list[Outcome]:
         """What follows from the death of a worker. Raises RewardError where it died while importing."""
-        file, began = None, worker.began
-        if began and self._facts is not None:
-            file = self._facts[worker.waiting[next(iter(began))].reward].file
+        began = worker.began
         deadline = time.monotonic() + POLL
         while not (ended := worker.ended()) and time.monotonic() < deadline:
             time.sleep(0.005)
-        where = worker.place(file)
+        where = worker.place(self._file(worker, began))
         self.lost += 1
         status = self._end(worker)
         how = f"{ending(status) if ended else lost} {where}".rstrip()
@@ -391,6 +387,13 @@ class Pool:
             uses = ", ".join(source.use for source in self._sources)
             raise RewardError(f"rewards: the process that imports {uses} {how}")
         return blame(worker, began, queue, Failed("died", f"the process of the reward {how}"))
+
+    def _file(self, worker: Worker, began: dict[int, float]) -> str | None:
+        """The user's file in which the worker is looked for."""
+        if worker.ready and self._facts is not None:
+            return next((self._facts[worker.waiting[call].reward].file for call in began), None)
+        files = (source.use.rpartition(":")[0] for source in self._sources)
+        return next((file for file in files if file.endswith(".py")), None)
 
     def _trim(self) -> None:
         """What the user's code prints fills no disk."""

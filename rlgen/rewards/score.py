@@ -52,14 +52,7 @@ class Scorer:
         Raises:
             RewardError: a call failed whose reward says `on_error: fail`, or more than `max_error_fraction` of a reward's calls.
         """
-        labels = [reward.label for reward in self.rewards]
-        asks = [
-            ask for group in groups for reward in self.rewards for ask in asks_of(reward, group, step, self.max_completion_tokens)
-        ]
-        calls = [
-            Call(number, labels.index(ask.reward.label), ask.arguments, len(ask.samples) if ask.reward.of_group else None)
-            for number, ask in enumerate(asks)
-        ]
+        asks, calls = self.calls(groups, step)
         budget = {
             reward.label: math.ceil(reward.max_error_fraction * sum(ask.reward is reward for ask in asks))
             for reward in self.rewards
@@ -80,6 +73,15 @@ class Scorer:
                 for sample, value in zip(ask.samples, result, strict=True):
                     values.setdefault(key(sample), {})[label] = value
         return [self.scored(group, values, errors) for group in groups]
+
+    def calls(self, groups: Sequence[Group], step: int) -> tuple[list[Ask], list[Call]]:
+        """What is asked about the groups, and the same for a worker: the id of a call is its place."""
+        labels, longest = [reward.label for reward in self.rewards], self.max_completion_tokens
+        asks = [ask for group in groups for reward in self.rewards for ask in asks_of(reward, group, step, longest)]
+        return asks, [
+            Call(number, labels.index(ask.reward.label), ask.arguments, len(ask.samples) if ask.reward.of_group else None)
+            for number, ask in enumerate(asks)
+        ]
 
     def scored(
         self,

@@ -130,7 +130,7 @@ def test_none_is_not_zero(file: str) -> None:
     "name, part",
     [
         ("needy", "needs `difficulty`, which is no column"),
-        ("wrong", "reward wrong, prompt at position 4, sample 0 returned 'high'"),
+        ("wrong", "reward wrong, prompt at position 4, sample 0: returned 'high'"),
         ("nan", "a reward is a finite number, or None"),
         ("short", "not a list of 2 rewards"),
         ("fails", r"ZeroDivisionError: division by zero \(.*mine.py:11\)"),

@@ -1,0 +1,188 @@
+"""`rlgen rewards test`: what each reward gives to answers of which one knows what they deserve. Loads no model."""
+
+import json
+import random
+import string
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import typer
+
+from rlgen.errors import DataError, RewardError
+from rlgen.recipe import Recipe, load_recipe
+from rlgen.rewards.resolve import RewardFunction
+from rlgen.rewards.score import Scorer, open_scorer, place
+from rlgen.rewards.worker import Failed
+from rlgen.types import Group, Prompt, Sample
+
+KINDS = ("gold", "empty", "garbage", "long")  # answers: the data's own, "", noise, and noise without an end
+LONG = 100_000  # characters
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """What a reward gave to answers of one kind."""
+
+    reward: str
+    answers: str
+    values: list[float] = field(default_factory=list)
+    not_applicable: int = 0
+    failed: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of each call
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "mean": fmean(self.values) if self.values else None}
+
+
+def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: bool) -> None:
+    """Scores answers to `count` rows of the data.
+
+    Raises:
+        RewardError: a reward fails or hangs on one of them, or gives right answers what it gives to wrong ones.
+    """
+    recipe = load_recipe(path, overrides).recipe
+    from rlgen.data.prompts import with_answer
+    from rlgen.data.source import load_rows
+
+    rows = load_rows(recipe.data, recipe.run.seed)
+    columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
+    prompts: list[Prompt] = []
+    for number in range(len(rows.rows)):
+        row = with_answer(rows.rows[number], recipe.data.columns.answer)
+        if row[recipe.data.columns.prompt] and row.get("answer", "") is not None:
+            prompts.append(prompt_of(number, row, row[recipe.data.columns.prompt]))
+        if len(prompts) == count:
+            break
+    if not prompts:
+        raise DataError(f"data.source: {rows.source}: no row has a prompt and an answer")
+    # Whatever fails is counted here: what becomes of it in a run is not the question.
+    entries = [entry.model_copy(update={"on_error": "skip"}) for entry in recipe.rewards]
+    scorer = open_scorer(entries, columns, recipe.rollout.max_completion_tokens, recipe.scoring)
+    with closing(scorer):
+        table = tried(scorer, [group_of(prompt, recipe) for prompt in prompts])
+    problems, warnings = judged(scorer.rewards, table)
+    if as_json:
+        found = {"rewards": [row.as_json() for row in table.values()], "problems": problems, "warnings": warnings}
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        show(list(table.values()), len(prompts))
+        for warning in warnings:
+            typer.echo(f"warning: {warning}")
+    if problems:
+        raise RewardError("; ".join(problems))
+
+
+def prompt_of(position: int, columns: Mapping[str, Any], prompt: Any) -> Prompt:
+    """A row before any template; a chat as the text of its messages."""
+    text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    return Prompt(position=position, row=position, text=text, prompt_ids=tuple(text.encode()), columns=columns)
+
+
+def group_of(prompt: Prompt, recipe: Recipe) -> Group:
+    """One answer of each kind. Token ids are bytes: there is no tokenizer without a model."""
+    rng = random.Random(prompt.position)
+    noise = "".join(rng.choices(string.ascii_letters + " .,{}\\$", k=60))
+    texts = {"empty": "", "garbage": noise, "long": (noise * (LONG // len(noise) + 1))[:LONG]}
+    if "answer" in prompt.columns:
+        texts["gold"] = str(prompt.columns["answer"])
+    samples = []
+    for index, kind in enumerate(KINDS):
+        if kind not in texts:
+            continue
+        ids = tuple(texts[kind].encode()[: recipe.rollout.max_completion_tokens])
+        samples.append(
+            Sample(
+                group_id=prompt.position,
+                sample_index=index,
+                prompt_ids=prompt.prompt_ids,
+                completion_ids=ids,
+                sampler_logp=(0.0,) * len(ids),
+                loss_mask=(True,) * len(ids),
+                finish_reason="length" if kind == "long" else "stop",
+                weight_version=0,
+                seed=0,
+                completion=texts[kind],
+                rewards={},
+                reward=None,
+            )
+        )
+    return Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples))
+
+
+def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]:
+    """What each reward gives, by its name and the kind of answer."""
+    table: dict[tuple[str, str], Row] = {}
+    kinds = [kind for index, kind in enumerate(KINDS) if any(s.sample_index == index for s in groups[0].samples)]
+    for reward in scorer.rewards:
+        for kind in kinds:
+            table[reward.label, kind] = Row(reward=reward.label, answers=kind)
+    asks, calls = scorer.calls(groups, step=0)
+    with closing(scorer.pool.run(calls)) as outcomes:
+        for outcome in outcomes:
+            ask = asks[outcome.id]
+            result = outcome.values
+            for place_of, sample in enumerate(ask.samples):
+                row = table[ask.reward.label, KINDS[sample.sample_index]]
+                row.seconds.append(outcome.seconds)
+                if isinstance(result, Failed):
+                    row.failed.append(f"{place(ask)}: {result.message}")
+                elif (value := result[place_of]) is None:
+                    row.not_applicable += 1
+                else:
+                    row.values.append(value)
+    return table
+
+
+def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Row]) -> tuple[list[str], list[str]]:
+    """What is wrong with the rewards, and what may be."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for (label, _), row in table.items():
+        rows[label].append(row)
+    for reward in rewards:
+        own = rows[reward.label]
+        failed = [(row.answers, row.failed) for row in own if row.failed]
+        problems += [f"{texts[0]} ({len(texts)} of the {kind} answers failed)" for kind, texts in failed]
+        values = {value for row in own for value in row.values}
+        if failed:
+            continue
+        if len(values) < 2:
+            given = f"gives {values.pop():g} to every answer" if values else "applies to no answer"
+            # A reward of the layout alone may well: the data's answers have no layout.
+            knows = reward.names is not None and "answer" in reward.names and any(row.answers == "gold" for row in own)
+            (problems if knows else warnings).append(f"reward {reward.label} {given}, right or wrong")
+            continue
+        gold = next((row.values for row in own if row.answers == "gold"), [])
+        garbage = next(row.values for row in own if row.answers == "garbage")
+        if gold and garbage and reward.names is not None and "answer" in reward.names and fmean(gold) <= fmean(garbage):
+            warnings.append(
+                f"reward {reward.label} gives the data's own answers {fmean(gold):g} on average, garbage {fmean(garbage):g}"
+            )
+    return problems, warnings
+
+
+def show(rows: Sequence[Row], prompts: int) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"answers to {prompts} rows of the data", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("reward", "answers", "mean", "least", "most", "n/a", "failed", "ms", "slowest"):
+        side: Literal["left", "right"] = "left" if name in ("reward", "answers") else "right"
+        table.add_column(name, justify=side, no_wrap=name != "reward", overflow="fold")
+    before = ""
+    for row in rows:
+        numbers = [fmean(row.values), min(row.values), max(row.values)] if row.values else []
+        cells = [f"{number:.3g}" for number in numbers] or ["–"] * 3
+        times = [f"{fmean(row.seconds) * 1000:.1f}", f"{max(row.seconds) * 1000:.1f}"]
+        label = row.reward if row.reward != before else ""
+        table.add_row(Text(label), row.answers, *cells, str(row.not_applicable), str(len(row.failed)), *times)
+        before = row.reward
+    Console().print(table)

@@ -1,0 +1,506 @@
+"""Reward functions that misbehave: each costs one call, in bounded time, and the others are what they were."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from scoring import group, opened, scorer, totals
+
+from rlgen.errors import RewardError
+from rlgen.recipe.models import RewardRecipe, ScoringRecipe
+from rlgen.rewards.score import open_scorer
+from rlgen.rewards.worker import NO_CALL, PRESENT
+from rlgen.run.records import sample_metrics
+
+__all__ = ["opened", "scorer"]
+
+MISBEHAVING = """
+import ctypes, os, re, signal, sys, time
+
+def f(completion):
+    if completion == "sleep":
+        time.sleep(1000)
+    if completion == "power":
+        9**9**9**9
+    if completion == "regex":
+        re.fullmatch("(a+)+b", "a" * 60)
+    if completion == "segfault":
+        ctypes.string_at(0)
+    if completion == "_exit":
+        os._exit(1)
+    if completion == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "allocate":
+        return float(len(bytearray(50 << 30)))
+    if completion == "raise":
+        raise KeyError("digits")
+    if completion == "sys.exit":
+        sys.exit(0)
+    if completion == "interrupt":
+        raise KeyboardInterrupt
+    if completion == "close":
+        os.closerange(3, 100)
+        time.sleep(1000)
+    if completion == "spoil":
+        for descriptor in range(3, 100):
+            try:
+                os.write(descriptor, b"nonsense\\n")
+            except OSError:
+                pass
+        time.sleep(1000)
+    if completion == "recurse":
+        return f(completion)
+    return float(len(completion))
+"""
+LIMIT = 0.5
+# name -> cause, a part of the message, whether it is killed at the deadline
+FAULTS = {
+    "sleep": ("timeout", "rewards.py:6", True),
+    "power": ("timeout", "rewards.py:8", True),
+    "regex": ("timeout", "rewards.py:10", True),
+    "segfault": ("died", "rewards.py:12)", False),
+    "_exit": ("died", "exit code 1", False),
+    "kill": ("died", "SIGKILL", False),
+    "close": ("died", "closed its line", False),
+    "spoil": ("died", "spoilt its line", False),
+    "allocate": ("memory", "rewards.py:18", False),
+    "raise": ("error", "KeyError: 'digits' (", False),
+    "sys.exit": ("error", "SystemExit: 0", False),
+    "interrupt": ("error", "KeyboardInterrupt", False),
+    "recurse": ("error", "RecursionError", False),
+}
+NUMBERS = {"sleep": 30, "power": 31, "regex": 31, "raise": 28}
+
+
+@pytest.fixture(scope="module")
+def misbehaving(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("misbehaving")
+    (folder / "rewards.py").write_text(MISBEHAVING)
+    entry = RewardRecipe(use=f"{folder}/rewards.py:f", timeout=LIMIT, on_error="skip", max_error_fraction=1.0)
+    scorer = open_scorer([entry], {"answer"}, 20, ScoringRecipe(workers=1), folder / "rewards.log", folder / "failed")
+    yield scorer
+    scorer.close()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.fault(NUMBERS.get(name, 32))) for name in FAULTS], ids=list(FAULTS)
+)
+def test_a_call_that_misbehaves_costs_that_call_only(misbehaving, proof, name):
+    cause, part, hangs = FAULTS[name]
+    pool, before = misbehaving.pool, (misbehaving.pool.killed, misbehaving.pool.lost)
+    start = time.monotonic()
+    (scored,) = misbehaving.score([group("a", "bb", name, "dddd", "eeeee")], 1)
+    seconds = time.monotonic() - start
+    assert totals([scored]) == [[1.0, 2.0, None, 4.0, 5.0]]
+    said = scored.samples[2].reward_errors["f"]
+    assert said.startswith(f"{cause}: ") and part in said
+    assert [sample.reward_errors for sample in scored.samples if sample.sample_index != 2] == [{}] * 4
+    assert (pool.killed - before[0], pool.lost - before[1]) == (int(hangs), int(cause == "died"))
+    # Killed at the deadline, give or take half a second; another worker was there soon.
+    assert (LIMIT if hangs else 0) <= seconds < LIMIT + 3
+    # What is asked next is answered.
+    assert totals(misbehaving.score([group("a", "bb")], 2)) == [[1.0, 2.0]]
+    proof(f"{said.splitlines()[0][:70]}; 4 of 4 others kept, {seconds:.1f} s")
+
+
+@pytest.mark.fault(30, 31)
+@pytest.mark.parametrize("name", ["sleep", "power"])
+def test_a_hanging_call_is_killed_at_its_deadline(misbehaving, proof, name):
+    asks, calls = misbehaving.calls([group("a", name)], 1)
+    seconds = {asks[outcome.id].samples[0].completion: outcome.seconds for outcome in misbehaving.pool.run(calls)}
+    assert LIMIT <= seconds[name] <= LIMIT + 0.5
+    proof(f"killed {seconds[name] - LIMIT:.2f} s after the deadline")
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids, within=5.0):
+    deadline = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+@pytest.mark.fault(32)
+def test_a_fork_bomb_ends_with_its_worker(scorer, tmp_path, proof):
+    source = f"""
+        import os, time
+
+        def f(completion):
+            if completion == "bomb":
+                for child in range(50):
+                    if os.fork() == 0:
+                        if child % 2:
+                            os.setsid()
+                        open("{tmp_path}/pid" + str(os.getpid()), "w").close()
+                        time.sleep(100)
+                time.sleep(100)
+            return 1.0
+    """
+    build = scorer(source, {"use": "f", "timeout": 1.0, "on_error": "skip", "max_error_fraction": 1.0})
+    assert totals(build.score([group("a", "bomb", "c")], 1)) == [[1.0, None, 1.0]]
+    children = [int(path.name.removeprefix("pid")) for path in tmp_path.glob("pid*")]
+    assert len(children) == 50 and gone(children)
+    proof("50 children forked, half of them in sessions of their own; all are gone")
+
+
+@pytest.mark.fault(32)
+def test_a_child_that_comes_back_answers_nothing(scorer, tmp_path, proof):
+    source = f"""
+        import os
+
+        def f(completion):
+            if os.fork() == 0:
+                open("{tmp_path}/pid" + str(os.getpid()), "w").close()
+                return 100.0
+            return float(len(completion))
+    """
+    build = scorer(source)
+    assert totals(build.score([group("a", "bb", "ccc")], 1)) == [[1.0, 2.0, 3.0]]
+    children = [int(path.name.removeprefix("pid")) for path in tmp_path.glob("pid*")]
+    assert gone(children)
+    proof(f"{len(children)} forked children returned from the call and ended")
+
+
+@pytest.mark.fault(32)
+def test_memory_is_limited(scorer, proof):
+    source = "def f(completion):\n    return float(len(bytearray(int(completion) << 20)) >> 20)\n"
+    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring={"memory_gib": 0.5, "workers": 1})
+    (scored,) = build.score([group("100", "1000", "200")], 1)
+    assert totals([scored]) == [[100.0, None, 200.0]]
+    assert scored.samples[1].reward_errors["f"].startswith("memory: MemoryError (")
+    proof("1000 MiB of 512: MemoryError; 100 and 200 MiB were given")
+
+
+@pytest.mark.fault(32)
+def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, proof):
+    source = """
+        import os, sys
+
+        def f(completion):
+            print("printed" * 1000)
+            print("to the other", file=sys.stderr)
+            os.system("echo by a child")
+            return float(sys.stdin.read() == "")
+    """
+    build = scorer(source, output=tmp_path / "rewards.log")
+    assert totals(build.score([group(*"ab" * 50)], 1)) == [[1.0] * 100]
+    build.close()
+    text = (tmp_path / "rewards.log").read_text()
+    assert (text.count("printed"), text.count("to the other"), text.count("by a child")) == (100_000, 100, 100)
+    assert capfd.readouterr() == ("", "")
+    proof("700 kB were printed, all in the log, none on the screen")
+
+
+def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlgen.rewards.pool.LONGEST_LOG", 1000)
+    build = scorer("def f(completion):\n    print(completion * 50)\n    return 1.0\n", output=tmp_path / "rewards.log")
+    build.score([group(*"abcdefghijklmnopqrstuvwxyz")], 1)
+    build.score([group("z")], 2)
+    text = (tmp_path / "rewards.log").read_text()
+    assert "left out" in text and "z" * 50 in text and "a" * 50 not in text
+
+
+@pytest.mark.fault(78)
+def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
+    (tmp_path / "rewards.py").write_text(
+        f"import os, time\ndef f(completion):\n    open('{tmp_path}/' + str(os.getpid()), 'w').close()\n    while True: 9**9**6\n"
+    )
+    code = (
+        "from rlgen.recipe.models import RewardRecipe, ScoringRecipe\nfrom rlgen.rewards.score import open_scorer\n"
+        f"scorer = open_scorer([RewardRecipe(use='{tmp_path}/rewards.py:f')], set(), 20, ScoringRecipe())\n"
+        "from rlgen.rewards.worker import Call\nlist(scorer.pool.run([Call(0, 0, {'completion': ''}, None)]))\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 30
+    while not (workers := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]):
+        assert trainer.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    assert alive(workers[0])
+    trainer.kill()
+    trainer.wait()
+    assert gone(workers)
+    proof("trainer killed by SIGKILL while a worker computed with the interpreter's lock held")
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("import sys\nsys.exit(0)\n", ["SystemExit", "rewards.py:2"]),
+        ("x = 1\ndef f(:\n", ["SyntaxError", "rewards.py:2"]),
+        ("import no_such_module\n", ["no_such_module", "rewards.py:1"]),
+        ("import time\n\ntime.sleep(1000)\n", ["did not end within 0.5 s", "rewards.py:3", "scoring.import_timeout"]),
+        ("x = 1\nx = 9**9**9**9\n", ["did not end within 0.5 s", "rewards.py:2"]),
+        ("import os\nos._exit(0)\n", ["ended with exit code 0"]),
+        ("import ctypes\nctypes.string_at(0)\n", ["SIGSEGV", "rewards.py:2"]),
+        ("def g(completion): return 1.0\n", ["has no function `f`", "there are g"]),
+    ],
+    ids=["sys.exit", "syntax", "missing", "sleep", "power", "_exit", "segfault", "other"],
+)
+def test_an_import_that_fails_or_never_ends(scorer, proof, source, parts):
+    start = time.monotonic()
+    with pytest.raises(RewardError) as caught:
+        scorer(source, scoring={"import_timeout": 0.5})
+    assert caught.value.exit_code == 5 and all(part in str(caught.value) for part in parts)
+    assert time.monotonic() - start < 3
+    proof(str(caught.value)[-80:])
+
+
+def test_a_file_that_changes_under_a_run_is_noticed(scorer, tmp_path):
+    source = "import os\ndef f(completion):\n    if completion == 'exit': os._exit(1)\n    return {value}\n"
+    build = scorer(source.format(value=1.0), {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring={"workers": 1})
+    (tmp_path / "rewards.py").write_text(source.format(value=2.0))
+    with pytest.raises(RewardError, match="has changed since the run began"):
+        build.score([group("exit", "b")], 1)
+
+
+SOME_FAIL = "def f(completion):\n    if completion[0] == 'x':\n        raise ValueError('no ' + completion)\n    return 1.0\n"
+
+
+@pytest.mark.fault(28)
+def test_zero_only_where_it_is_written(scorer, proof):
+    settings = {"use": "f", "max_error_fraction": 1.0}
+    (zero,) = scorer(SOME_FAIL, {**settings, "on_error": "zero"}).score([group("a", "x", "b")], 1)
+    (skip,) = scorer(SOME_FAIL, {**settings, "on_error": "skip"}).score([group("a", "x", "b")], 1)
+    assert totals([zero, skip]) == [[1.0, 0.0, 1.0], [1.0, None, 1.0]]
+    # Apart from a zero and from None that the function returned, in both.
+    said = [dict(sample.reward_errors) for sample in (*zero.samples, *skip.samples)]
+    assert [bool(errors) for errors in said] == [False, True, False] * 2
+    assert said[1] == said[4] and said[1]["f"].startswith("error: ValueError: no x (")
+    assert not zero.samples[1].failed and skip.samples[1].failed
+    metrics = sample_metrics(skip.samples)
+    assert (metrics["reward/f/failed"], metrics["reward/f/errors"], metrics["reward/f/timeouts"]) == (1, 1, 0)
+    assert (metrics["reward/unscored"], metrics["reward/f/mean"]) == (1, 1.0)
+    proof("raised on 1 of 3: counted once, None under skip, 0 under zero, both with the error in the record")
+
+
+@pytest.mark.fault(28, 34)
+def test_a_reward_that_fails_on_a_whole_group_leaves_no_sum(scorer, proof):
+    source = SOME_FAIL + "def g(completion): return 5.0\n"
+    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, "g")
+    scored = build.score([group("x", "xx"), group("a", "b", group_id=18)], 1)
+    assert totals(scored) == [[None, None], [6.0, 6.0]]
+    assert [dict(sample.rewards) for sample in scored[0].samples] == [{"f": None, "g": 5.0}] * 2
+    proof("f failed on both samples of a group: no reward, though g applies")
+
+
+@pytest.mark.fault(28)
+def test_a_group_that_fails_leaves_the_other_groups(scorer, proof):
+    source = "def f(completions):\n    return [1 / (c != 'x') for c in completions]\n"
+    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 0.5})
+    scored = build.score([group("a", "x"), group("a", "b", group_id=18)], 1)
+    assert totals(scored) == [[None, None], [1.0, 1.0]]
+    proof("ZeroDivisionError on a group of two: both left out, the other group kept")
+
+
+@pytest.mark.fault(29)
+def test_the_first_failure_ends_the_run_unless_the_recipe_says_otherwise(scorer, tmp_path, proof):
+    build = scorer(SOME_FAIL, failures=tmp_path / "failed_rewards")
+    with pytest.raises(RewardError) as caught:
+        build.score([group("a", "x y", "b")], 12)
+    (saved,) = (tmp_path / "failed_rewards").iterdir()
+    for part in ("reward f, prompt at position 17, sample 1", "ValueError: no x y", "rewards.py:3", str(saved), "Traceback"):
+        assert part in str(caught.value)
+    record = json.loads(saved.read_text())
+    assert saved.name == "step_000012_f_17_1.json" and record["arguments"] == {"completion": "x y"}
+    assert record["cause"] == "error" and "raise ValueError" in record["traceback"]
+    # What was under way is gone, and the next step begins with workers that are free.
+    assert totals(build.score([group("a", "b")], 13)) == [[1.0, 1.0]]
+    proof("the saved sample holds the arguments that it failed at")
+
+
+@pytest.mark.fault(29)
+def test_more_failures_than_the_budget_end_the_run(scorer, tmp_path, proof):
+    settings = {"use": "f", "on_error": "skip", "max_error_fraction": 0.2}
+    build = scorer(SOME_FAIL, settings, failures=tmp_path / "failed_rewards", scoring={"workers": 1})
+    # 0.2 of 8 calls, rounded up: two may fail, in each step anew
+    for step in (1, 2):
+        assert totals(build.score([group(*"axbxcdef")], step))[0].count(None) == 2
+    assert len(list((tmp_path / "failed_rewards").iterdir())) == 1, "the first failure is kept"
+    with pytest.raises(RewardError, match=r"3 calls of this step failed, more than max_error_fraction 0\.2") as caught:
+        build.score([group(*"axbxcxef")], 3)
+    assert caught.value.exit_code == 5 and "step_000003_f_17_5.json" in str(caught.value) and "Traceback" in str(caught.value)
+    proof("2 of 8 failed: went on; 3 of 8 failed: RewardError")
+
+
+def test_a_budget_of_nothing(scorer):
+    build = scorer(SOME_FAIL, {"use": "f", "on_error": "zero", "max_error_fraction": 0.0})
+    with pytest.raises(RewardError, match="1 calls of this step failed"):
+        build.score([group("a", "x")], 1)
+
+
+@pytest.mark.fault(87)
+def test_no_message_holds_a_secret_of_the_environment(scorer, tmp_path, monkeypatch, proof):
+    monkeypatch.setenv("JUDGE_API_KEY", "planted-secret-1234567")
+    source = """
+        import os
+
+        def f(completion):
+            raise ConnectionError("401 for Bearer " + os.environ["JUDGE_API_KEY"] + "\\ud800")
+    """
+    build = scorer(source, failures=tmp_path / "failed")
+    with pytest.raises(RewardError) as caught:
+        build.score([group("a")], 1)
+    (saved,) = (tmp_path / "failed").iterdir()
+    assert "Bearer [JUDGE_API_KEY]" in str(caught.value) and "planted-secret" not in str(caught.value) + saved.read_text()
+    str(caught.value).encode()  # printable
+    proof("the exception held the key; message and saved sample hold [JUDGE_API_KEY]")
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers as the path says."""
+
+    def do_GET(self):
+        kind = self.path.strip("/").partition("?")[0]
+        self.server.asked.append(kind)
+        if kind == "hang":
+            self.server.release.wait(10)
+        status = {"500": 500, "429": 429}.get(kind, 200)
+        body = {"nonsense": b'{"score": "rather good"}', "json": b"{not json"}.get(kind, b'{"score": 0.5}')
+        self.send_response(status)
+        if status == 429:
+            self.send_header("Retry-After", "1000")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def judge():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server.daemon_threads = True
+    server.asked, server.release = [], threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.release.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.fault(35, 36)
+def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proof):
+    monkeypatch.setenv("JUDGE_API_KEY", "planted-secret-1234567")
+    url = f"127.0.0.1:{judge.server_port}"
+    source = f"""
+        import httpx, os
+        client = httpx.AsyncClient(params={{"key": os.environ["JUDGE_API_KEY"]}}, trust_env=False)
+
+        async def f(completion):
+            scheme = "https" if completion == "tls" else "http"
+            answer = await client.get(scheme + "://{url}/" + completion, timeout=60)
+            answer.raise_for_status()
+            score = answer.json()["score"]
+            if not isinstance(score, float):
+                raise ValueError(f"the judge said {{score!r}}")
+            return score
+    """
+    kinds = ["fine", "500", "429", "json", "nonsense", "tls", "hang", "good"]
+    build = scorer(source, {"use": "f", "timeout": 1.5, "on_error": "skip", "max_error_fraction": 1.0})
+    start = time.monotonic()
+    (scored,) = build.score([group(*kinds)], 1)
+    assert time.monotonic() - start < 8
+    assert [sample.reward for sample in scored.samples] == [0.5, *[None] * 6, 0.5]
+    said = {sample.completion: sample.reward_errors.get("f", "") for sample in scored.samples}
+    for kind, part in {
+        "500": "error: HTTPStatusError: Server error '500",
+        "429": "error: HTTPStatusError: Client error '429",
+        "json": "error: JSONDecodeError",
+        "nonsense": "error: ValueError: the judge said 'rather good'",  # in the record, as it came
+        "tls": "error: ConnectError",
+        "hang": "timeout: no answer within 1.5 s",
+    }.items():
+        assert said[kind].startswith(part), said[kind]
+    assert "planted-secret" not in "".join(said.values()) and "[JUDGE_API_KEY]" in said["500"]
+    assert {"500", "429", "json", "nonsense", "hang"} <= set(judge.asked)
+    assert build.pool.killed == 0, "a call that can be cancelled costs no process"
+    proof(f"a server answered {len(judge.asked)} requests: 500, 429, invalid JSON, nonsense, never; one was no TLS")
+
+
+@pytest.mark.fault(30, 31)
+def test_an_event_loop_that_is_stuck_is_killed_and_the_others_are_asked_again(scorer, proof):
+    source = """
+        import asyncio, time
+
+        async def f(completion):
+            await asyncio.sleep(0.05)
+            if completion == "block":
+                time.sleep(1000)
+            if completion == "deaf":
+                while True:
+                    try:
+                        await asyncio.sleep(1000)
+                    except asyncio.CancelledError:
+                        pass
+            await asyncio.sleep(0.05)
+            return float(len(completion))
+    """
+    build = scorer(source, {"use": "f", "timeout": 0.5, "on_error": "skip", "max_error_fraction": 1.0})
+    (scored,) = build.score([group("a", "bb", "block", "cccc", "deaf")], 1)
+    assert [sample.reward for sample in scored.samples] == [1.0, 2.0, None, 4.0, None]
+    assert all(scored.samples[i].reward_errors["f"].startswith("timeout: no answer within 0.5 s (") for i in (2, 4))
+    assert build.pool.killed >= 2
+    proof(f"{build.pool.killed} loops killed: one blocked, one deaf to its cancellation")
+
+
+def test_slow_calls_are_spread_over_workers(scorer):
+    source = "import os, time\ndef f(completion):\n    time.sleep(0.1)\n    return float(os.getpid())\n"
+    build = scorer(source, scoring={"workers": 3})
+    (scored,) = build.score([group(*"abcdefghijkl")], 1)
+    assert 2 <= len({sample.reward for sample in scored.samples}) <= 3
+    quick = scorer("import os\ndef f(completion): return float(os.getpid())\n", scoring={"workers": 3})
+    (scored,) = quick.score([group(*"abcdefghijkl")], 1)
+    assert len({sample.reward for sample in scored.samples}) == 1, "quick ones are not worth a second process"
+
+
+def test_closing_leaves_no_process(scorer):
+    build = scorer("import os, threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
+                   "def f(completion): return float(os.getpid())\n")  # fmt: skip
+    pid = int(totals(build.score([group("a")], 1))[0][0])
+    assert alive(pid)
+    build.close()
+    assert not alive(pid)
+
+
+def test_a_worker_that_died_between_steps_is_replaced(scorer):
+    build = scorer("import os\ndef f(completion): return float(os.getpid())\n", scoring={"workers": 1})
+    before = totals(build.score([group("a")], 1))[0][0]
+    os.kill(int(before), signal.SIGKILL)
+    assert totals(build.score([group("a")], 2))[0][0] != before
+
+
+def test_a_worker_needs_neither_torch_nor_transformers(scorer):
+    source = """
+        import sys
+        heavy = {"torch", "transformers", "vllm", "pydantic", "asyncio"}
+        def f(completion): return float(len(heavy & set(sys.modules)))
+    """
+    assert totals(scorer(source).score([group("a")], 1)) == [[0.0]]
+
+
+def test_arguments_of_any_kind_reach_the_function(scorer):
+    from datetime import date
+    from decimal import Decimal
+
+    answer = [date(2024, 1, 1), Decimal("1.5"), None, {"a": b"\x00"}, "\ud800"]
+    build = scorer("def f(completion, answer): return float([type(a).__name__ for a in answer] == completion.split())")
+    assert totals(build.score([group("date Decimal NoneType dict str", answer=answer)], 1)) == [[1.0]]
+
+
+def test_between_chunks_there_is_no_present_call(misbehaving):
+    misbehaving.score([group("a")], 1)
+    assert PRESENT.unpack_from(misbehaving.pool._workers[0].present)[0] == NO_CALL
