@@ -155,7 +155,8 @@ class RunDirectory:
             for name in ("resolved.yaml", "status.json", "provenance.json", "metrics.jsonl"):
                 for left in self.path.glob(f".{name}.*"):
                     left.unlink()
-        write_text(self._reserve, "." * RESERVE)
+        if not self._reserve.exists():
+            write_text(self._reserve, "." * RESERVE)
 
     def cut(self, step: int) -> None:
         """Moves metrics, rollouts and logs of the attempts before to `logs/attempt_K`, except what belongs to steps 1 to `step`.

@@ -1,0 +1,323 @@
+"""A checkpoint is what was written, to the last bit, or it is refused by name; and there is always one that is."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from safetensors.torch import load_file, save_file
+
+from rlgen.errors import CheckpointError, DamagedCheckpoint, DivergedError, UsageError
+from rlgen.models.lora import add_adapter
+from rlgen.models.tiny import byte_tokenizer
+from rlgen.processes import Processes
+from rlgen.recipe.models import LoraRecipe
+from rlgen.run.checkpoint import Checkpoints, check_fit
+from rlgen.run.manifest import FORMAT, check_files, digest, read_manifest, seal
+from rlgen.run.shelf import Shelf
+from rlgen.run.state import optimizer_tensors, save_shards
+
+HERE = Path(__file__).parent
+ALONE = Processes.alone()
+Proof = Callable[[str], None]
+
+
+def parts(name: str = "qwen3", lora: LoraRecipe | None = None) -> tuple[Any, ...]:
+    model = tiny_model(name)
+    if lora is not None:
+        add_adapter(model, lora, 0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+
+
+def learn(model: Any, optimizer: Any, schedule: Any) -> None:
+    model(torch.randint(0, 256, (2, 8)), labels=torch.randint(0, 256, (2, 8))).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Any, ...]:
+    mine = parts()
+    learn(*mine)
+    return mine
+
+
+@pytest.fixture(scope="module")
+def saved(trained: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two good checkpoints."""
+    folder = tmp_path_factory.mktemp("saved")
+    for step in (1, 2):
+        Checkpoints(folder, 2, ALONE, trainer="grpo").save(step, 8, trained[0], byte_tokenizer(), *trained[1:])
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def resealed(path: Path) -> None:
+    """A manifest that fits what is there now: as someone would write who changes a checkpoint on purpose."""
+    before = asdict(read_manifest(path))
+    (path / "manifest.json").unlink()
+    seal(path, {key: value for key, value in before.items() if key not in ("files", "format")})
+
+
+# --- damage --------------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda file: os.truncate(file, file.stat().st_size - 1), "bytes of"),
+    "emptied": (lambda file: os.truncate(file, 0), "has 0 bytes of"),
+    "removed": (lambda file: file.unlink(), "is missing"),
+    "one bit": (flip, "has other bytes than were written"),
+    "one more": (lambda file: file.with_name("model-2.safetensors").write_bytes(b"x"), "does not belong there"),
+    "a link": (
+        lambda file: (file.rename(file.parent.parent / "moved"), file.symlink_to(file.parent.parent / "moved")),
+        "is a link",
+    ),
+}
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_one_before_is_used_for_a_damaged_one(folder: Path, kind: str, proof: Proof) -> None:
+    act, words = DAMAGE[kind]
+    act(folder / "step_000002" / "model.safetensors")
+    with pytest.raises(DamagedCheckpoint) as caught:
+        check_files(folder / "step_000002", hashes=True)
+    name = "model-2.safetensors" if kind == "one more" else "model.safetensors"
+    assert caught.value.exit_code == 8 and f"step_000002: {name} " in str(caught.value) and words in str(caught.value)
+    choice = Checkpoints(folder, 2, ALONE).choose()
+    assert (choice.step, choice.later) == (1, (folder / "step_000002",))
+    (notice,) = choice.notices
+    assert notice.startswith("DAMAGED CHECKPOINT") and name in notice and "going on from step 1" in notice
+    with pytest.raises(DamagedCheckpoint):  # it was asked for by name
+        Checkpoints(folder, 2, ALONE).choose(2)
+    proof(f"{kind}: {caught.value}"[-120:])
+
+
+@pytest.mark.fault(65)
+def test_one_bit_of_any_file_is_noticed(folder: Path, proof: Proof) -> None:
+    files = sorted(path for path in (folder / "step_000002").rglob("*") if path.is_file())
+    names = {path.name for path in files}
+    assert {"model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json"} <= names
+    for file in files:
+        before = file.read_bytes()
+        flip(file)
+        with pytest.raises(DamagedCheckpoint, match=file.name.replace(".", r"\.")):
+            check_files(folder / "step_000002", hashes=True)
+        file.write_bytes(before)
+    check_files(folder / "step_000002", hashes=True)
+    proof(f"one bit in each of {len(files)} files, all refused by name")
+
+
+@pytest.mark.fault(65)
+def test_none_good_is_an_error_that_names_all(folder: Path, proof: Proof) -> None:
+    (folder / "step_000001" / "manifest.json").unlink()
+    flip(folder / "step_000002" / "state" / "optimizer.safetensors")
+    with pytest.raises(DamagedCheckpoint) as caught:
+        Checkpoints(folder, 2, ALONE).choose()
+    said = str(caught.value)
+    assert caught.value.exit_code == 8 and "step_000001: manifest.json is missing" in said
+    assert "step_000002: state/optimizer.safetensors has other bytes" in said and "--resume-step" in said
+    with pytest.raises(UsageError, match="no checkpoint of that step; there are: 1, 2"):
+        Checkpoints(folder, 2, ALONE).choose(7)
+    proof(said[:120])
+
+
+@pytest.mark.fault(65, 67)
+def test_a_damaged_one_never_costs_the_good_one(folder: Path, trained: tuple[Any, ...], proof: Proof) -> None:
+    """Keep 1, the newest damaged: the one before stays until a complete one is there."""
+    shelf, good = Shelf(folder), folder / "step_000001"
+    (folder / "step_000002" / "model.safetensors").unlink()
+    assert shelf.rotate(1) == [] and good.exists()
+    checkpoints = Checkpoints(folder, 1, ALONE)
+    assert not checkpoints.has(2), "so it is saved again"
+    checkpoints.save(2, 8, trained[0], byte_tokenizer(), *trained[1:])
+    assert sorted(path.name for path in folder.iterdir()) == ["set_aside", "step_000002"]
+    check_files(folder / "step_000002", hashes=True)
+    assert [path.name for path in shelf.aside()] == ["step_000002"]
+    proof("model.safetensors removed; rotation with keep 1 left step 1 until step 2 was whole")
+
+
+@pytest.mark.fault(48)
+@pytest.mark.parametrize("name", ["model.safetensors", "state/optimizer.safetensors"])
+def test_values_that_are_not_finite_are_refused(folder: Path, name: str, proof: Proof) -> None:
+    file = folder / "step_000002" / name
+    tensors = load_file(file)
+    key = next(key for key in sorted(tensors) if tensors[key].ndim == 2)
+    tensors[key][1, 1] = float("inf")
+    save_file(tensors, file, metadata={"format": "pt"})
+    resealed(folder / "step_000002")
+    check_files(folder / "step_000002", hashes=True)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(folder, 2, ALONE).choose()
+    assert caught.value.exit_code == 8 and not isinstance(caught.value, DamagedCheckpoint)
+    assert f"{name}, {key}, has values that are not finite" in str(caught.value) and "--resume-step" in str(caught.value)
+    assert Checkpoints(folder, 2, ALONE).choose(1).step == 1
+    proof(f"inf in {key} of {name}")
+
+
+@pytest.mark.fault(48, 67)
+def test_values_that_are_not_finite_are_not_saved(folder: Path, proof: Proof) -> None:
+    mine = parts()
+    learn(*mine)
+    for spoiled in (next(mine[0].parameters()).detach(), next(iter(mine[1].state.values()))["exp_avg_sq"]):
+        before = spoiled.flatten()[3].item()
+        spoiled.view(-1)[3] = float("nan")
+        with pytest.raises(DivergedError, match="not finite; nothing was saved, the last checkpoint stands") as caught:
+            Checkpoints(folder, 1, ALONE).save(3, 24, mine[0], byte_tokenizer(), *mine[1:])
+        assert caught.value.exit_code == 7
+        spoiled.view(-1)[3] = before
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
+    proof("a NaN in a weight, then in a moment: no checkpoint, none rotated away")
+
+
+# --- of something else -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(66)
+def test_other_models_adapters_and_trainers_are_named(folder: Path, tmp_path: Path, proof: Proof) -> None:
+    path = folder / "step_000002"
+    lora = LoraRecipe(rank=4, alpha=8.0)
+    mine = parts(lora=lora)
+    adapter = Checkpoints(tmp_path / "adapter", 1, ALONE).save(1, 8, mine[0], byte_tokenizer(), *mine[1:])
+    said = []
+    for place, model, trainer, words in [
+        (path, parts()[0], "rloo", "another trainer: trainer.kind was grpo and is rloo"),
+        (path, parts("llama")[0], "grpo", "another model: architecture was Qwen3ForCausalLM and is LlamaForCausalLM"),
+        (path, mine[0], None, "holds no adapter"),
+        (adapter, parts()[0], None, "holds an adapter only"),
+        (adapter, parts(lora=LoraRecipe(rank=8, alpha=8.0))[0], None, "another adapter: model.lora.rank was 4 and is 8"),
+    ]:
+        with pytest.raises(CheckpointError) as caught:
+            check_fit(place, model, trainer)
+        assert words in str(caught.value) and caught.value.exit_code == 8 and str(place) in str(caught.value)
+        said.append(words)
+    check_fit(path, parts()[0], "grpo")
+    check_fit(adapter, parts(lora=lora)[0], None)
+    proof("; ".join(said)[:160])
+
+
+@pytest.mark.fault(66)
+def test_other_formats_are_named(folder: Path, proof: Proof) -> None:
+    manifest = folder / "step_000002" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content.pop("sha256")
+    content["format"] = FORMAT + 1
+    manifest.write_text(json.dumps({**content, "sha256": digest(content)}))
+    with pytest.raises(CheckpointError, match=f"is of checkpoint format {FORMAT + 1}, and this rlgen reads {FORMAT}") as caught:
+        Checkpoints(folder, 2, ALONE).choose()
+    assert caught.value.exit_code == 8 and not isinstance(caught.value, DamagedCheckpoint)
+    manifest.unlink()
+    state = folder / "step_000002" / "state" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "format": 1}))
+    with pytest.raises(CheckpointError, match=f"is of checkpoint format 1, and this rlgen reads {FORMAT}") as caught:
+        Checkpoints(folder, 2, ALONE).choose()
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    proof(f"formats {FORMAT + 1} and 1 refused by number, exit 8")
+
+
+# --- pickles -----------------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.fault(88)
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_a_pickle_is_never_opened(
+    folder: Path, trained: tuple[Any, ...], tmp_path: Path, sharded: bool, proof: Proof, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fired = folder / "step_000002", tmp_path / "fired"
+    planted = ["pytorch_model.bin", "training_args.bin", "model.pt", "state/optimizer.pt", "state/random.pkl", "state/.metadata"]
+    if sharded:
+        (path / "state" / "optimizer.safetensors").unlink()
+        save_shards(optimizer_tensors(trained[0], trained[1]), path / "state" / "optimizer")
+        planted += ["state/optimizer/.metadata", "state/optimizer/__0_0.distcp"]
+    for name in planted:
+        (path / name).write_bytes(pickle.dumps(Evil(fired)))
+    with pytest.raises(DamagedCheckpoint, match=r"model\.pt does not belong there"):
+        check_files(path, hashes=True)
+    resealed(path)  # whoever can write there can write the manifest too
+    read = []
+    for place in ("pickle.load", "pickle.loads", "torch.load", "torch.distributed.checkpoint.filesystem.pickle.load"):
+        monkeypatch.setattr(place, lambda *values, place=place, **named: read.append(place))
+    choice = Checkpoints(folder, 2, ALONE).choose()
+    assert choice.path == path
+    again = parts()
+    assert Checkpoints.load(path, *again, ALONE).step == 2
+    moments = [again[1].state[parameter]["exp_avg"] for parameter in again[0].parameters()]
+    assert all(
+        torch.equal(ours, trained[1].state[theirs]["exp_avg"])
+        for ours, theirs in zip(moments, trained[0].parameters(), strict=True)
+    )
+    assert not fired.exists() and read == []
+    monkeypatch.undo()
+    pickle.loads((path / "model.pt").read_bytes())
+    assert fired.exists(), "it would have fired"
+    proof(f"{len(planted)} pickles planted, with a manifest that names them: loaded to the last bit, none opened")
+
+
+# --- killed saves ------------------------------------------------------------------------------------------------------------
+
+
+def killed(tmp_path: Path, kind: str, every: int, timeout: float) -> list[dict[str, Any]]:
+    paths = os.pathsep.join([str(HERE.parent), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, HERE / "killed_save.py", tmp_path, kind, str(every)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def survived(rows: list[dict[str, Any]]) -> str:
+    for row in rows:
+        assert row["signal"] == 9, row
+        assert row["equal"] and row["notices"] == [], ("a good one at each instant, to the last bit", row)
+        assert row["after"] == ["step_000002"] and row["equal_after"], ("the next start needs no hand", row)
+        assert all(name.startswith(("step_", ".writing_", ".removing_")) for name in row["left"]), row
+    assert {row["step"] for row in rows} == {1, 2}, "before and after the rename"
+    assert any(".removing_step_000001" in row["left"] for row in rows), "while rotating too"
+    return f"SIGKILL at {len(rows) // 2} of {rows[0]['of']} instants of a save, last file whole and half there: -9 each"
+
+
+@pytest.mark.fault(62, 67)
+def test_a_save_that_is_killed(tmp_path: Path, proof: Proof) -> None:
+    proof(survived(killed(tmp_path, "whole", 9, 120)))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(62, 67)
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_a_save_that_is_killed_anywhere(tmp_path: Path, kind: str, proof: Proof) -> None:
+    rows = killed(tmp_path, kind, 1, 600)
+    assert len(rows) == 2 * rows[0]["of"]
+    proof(f"{kind}: {survived(rows)}")

@@ -1,0 +1,255 @@
+"""The directory of a run: nobody else's, closed to strangers, and no half file on a full disk."""
+
+import json
+import os
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import read_jsonl
+
+from rlgen.errors import CheckpointError, UsageError
+from rlgen.run import directory as module
+from rlgen.run.directory import RunDirectory
+from rlgen.run.files import appears, private_files, read_json, write_json, write_text
+
+Proof = Callable[[str], None]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    opened = RunDirectory.create(tmp_path / "run", "recipe", "resolved")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """256 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", place], capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk: Path, left: int = 0) -> int:
+    """Bytes that are taken up, so that `left` are free."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - left
+    with (disk / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free)
+    return free
+
+
+# --- a full disk -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(70)
+def test_a_full_disk_leaves_no_half_record(small_disk: Path, proof: Proof) -> None:
+    run = RunDirectory.create(small_disk / "run", "recipe", "resolved")
+    run.write_metrics({"step": 1})
+    run.write_status("running", 1, 9)
+    write_json(run.provenance, [{"rlgen": "0"}])
+    taken = fill(small_disk)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    long = {"text": "x" * 9000}
+    for write in (
+        lambda: run.write_metrics({"step": 2, **long}),
+        lambda: run.write_rollouts(2, [long]),
+        lambda: run.write_status("running", 2, 9, message="x" * 9000),
+        lambda: write_json(run.provenance, [long]),
+    ):
+        with pytest.raises(CheckpointError, match="No space left on device; free space or change run.dir") as caught:
+            write()
+        assert caught.value.exit_code == 8
+    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}, "as it was, nothing half there"
+    # the last words are written all the same
+    run.write_status("failed", 1, 9, 8, "the disk is full")
+    assert read_json(run.status_file)["exit_code"] == 8
+    run.close()
+    (small_disk / "ballast").unlink()
+    again = RunDirectory.reopen(run.path)
+    again.write_metrics({"step": 2})
+    assert [record["step"] for record in read_jsonl(run.metrics)] == [1, 2]
+    again.close()
+    proof(f"{taken} bytes of ballast, 0 free: four writes failed, no byte changed")
+
+
+@pytest.mark.fault(70)
+def test_a_full_disk_at_the_start_does_not_block_the_next(small_disk: Path, proof: Proof) -> None:
+    fill(small_disk, left=8192)
+    with pytest.raises(CheckpointError, match="free space"):
+        RunDirectory.create(small_disk / "run", "recipe\n" * 9000, "resolved")
+    (small_disk / "ballast").unlink()
+    RunDirectory.create(small_disk / "run", "recipe", "resolved").close()
+    proof("8 KiB free: the recipe did not fit; the same start succeeds afterwards")
+
+
+# --- shared storage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(70)
+def test_one_of_many_that_start_at_once_gets_it(tmp_path: Path, proof: Proof) -> None:
+    outcomes: list[object] = []
+    gate = threading.Barrier(8)
+
+    def start() -> None:
+        gate.wait()
+        try:
+            outcomes.append(RunDirectory.create(tmp_path / "a" / "run", "recipe", "resolved"))
+        except UsageError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    opened = [one for one in outcomes if isinstance(one, RunDirectory)]
+    refused = [one for one in outcomes if isinstance(one, str) and ("in use" in one or "already holds" in one)]
+    assert (len(opened), len(refused)) == (1, 7)
+    opened[0].close()
+    proof("8 starts at once: 1 opened it, 7 refused with exit 2")
+
+
+@pytest.mark.fault(70)
+def test_what_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    (tmp_path / "run").mkdir()
+    timer = threading.Timer(0.4, lambda: write_text(tmp_path / "run" / "resolved.yaml", "x"))
+    began = time.monotonic()
+    timer.start()
+    RunDirectory.join(tmp_path / "run")
+    waited = time.monotonic() - began
+    assert 0.3 < waited < 5
+    monkeypatch.setattr(module, "appears", lambda path: appears(path, 0.2))
+    with pytest.raises(UsageError, match="is not seen by every process"):
+        RunDirectory.join(tmp_path / "nowhere")
+    proof(f"resolved.yaml came {waited:.1f} s late, and was waited for")
+
+
+# --- --clean -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(17)
+def test_clean_deletes_a_run_and_nothing_else(run: RunDirectory, tmp_path: Path, proof: Proof) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (run.path / "link").symlink_to(outside)
+    (run.checkpoints / "link").symlink_to(outside)
+    (run.checkpoints / "step_000001").mkdir()
+    run.write_status("running", 1, 2)
+    with pytest.raises(UsageError, match="in use by a running rlgen"):
+        RunDirectory.clean(run.path)
+    assert (run.checkpoints / "step_000001").exists()
+    run.close()
+    RunDirectory.clean(run.path)
+    assert list(run.path.iterdir()) == [] and (outside / "kept").exists()
+    RunDirectory.create(run.path, "recipe", "resolved").close()
+    RunDirectory.clean(tmp_path / "not there")
+    proof("refused while locked, then emptied; the folder behind two links kept its file")
+
+
+@pytest.mark.fault(17)
+def test_what_clean_refuses(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    run.write_status("done", 2, 2, 0)
+    run.close()
+    link = tmp_path / "link"
+    link.symlink_to(run.path)
+    home = tmp_path / "home" / "me"
+    (home / "runs").mkdir(parents=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "status.json").write_text('{"state": "fine"}')
+    (tmp_path / "linked_status").mkdir()
+    (tmp_path / "linked_status" / "status.json").symlink_to(run.status_file)
+    (tmp_path / "file").touch()
+    for folder in (home, home.parent):  # a status of ours would not help
+        (folder / "status.json").write_text(run.status_file.read_text())
+    monkeypatch.setenv("HOME", str(home))
+    count = sum(1 for _ in tmp_path.rglob("*"))
+    refused = []
+    for place, words in [
+        (Path("/"), "home directory, the working directory, or holds one"),
+        (home, "home directory"),
+        (home.parent, "home directory"),
+        (Path.cwd(), "working directory"),
+        (link, "is a link"),
+        (other, "holds no status.json of a run of rlgen"),
+        (home / "runs", "holds no status.json"),
+        (tmp_path / "linked_status", "holds no status.json"),
+        (tmp_path / "file", "is no folder"),
+    ]:
+        with pytest.raises(UsageError, match=words) as caught:
+            RunDirectory.clean(place)
+        assert caught.value.exit_code == 2 and "nothing was deleted" in str(caught.value)
+        refused.append(words)
+    assert count == sum(1 for _ in tmp_path.rglob("*"))
+    proof(f"{len(refused)} places refused, {count} entries before and after")
+
+
+# --- permissions -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(91)
+def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) -> None:
+    before = os.umask(0)
+    try:
+        (tmp_path / "run").mkdir(mode=0o777)
+        with private_files():
+            run = RunDirectory.create(tmp_path / "run", "recipe", "resolved")
+            run.write_metrics({"step": 1})
+            run.write_rollouts(1, [{}])
+            run.write_status("running", 1, 2)
+            run.close()
+        assert os.umask(0) == 0, "as it was before"
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run.path, *run.path.rglob("*"))}
+    assert len(modes) > 9
+    assert all(mode & ~(0o750 if path.is_dir() else 0o640) == 0 for path, mode in modes.items()), modes
+    assert modes[run.status_file] == 0o640 and modes[run.path] == 0o750, "the group reads"
+    proof(f"umask 000 and a folder of 0777: {len(modes)} files and folders, none beyond 0640 and 0750")
+
+
+@pytest.mark.fault(91)
+def test_control_files_are_not_opened_through_links(run: RunDirectory, tmp_path: Path, proof: Proof) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run.metrics.symlink_to(victim)
+    run.status_file.symlink_to(victim)
+    run.save_now.symlink_to(victim)
+    with pytest.raises(CheckpointError, match="metrics.jsonl is a link, and rlgen opens none"):
+        run.write_metrics({"step": 1})
+    with pytest.raises(CheckpointError, match="status.json is a link"):
+        run.status()
+    run.write_status("running", 1, 2)  # takes the link's place
+    assert not run.status_file.is_symlink() and run.status()["step"] == 1
+    assert run.asked_to_save() and not run.asked_to_save() and not run.save_now.is_symlink()
+    run.close()
+    (run.path / ".lock").unlink()
+    (run.path / ".lock").symlink_to(victim)
+    with pytest.raises(CheckpointError, match=r"\.lock is a link"):
+        RunDirectory.reopen(run.path)
+    assert victim.read_text() == "precious"
+    proof("links in place of metrics, status, save_now, lock: refused or replaced, the file behind them untouched")
+
+
+def test_a_killed_start_can_be_started_again(run: RunDirectory) -> None:
+    run.close()
+    (run.path / "recipe.yaml").unlink()
+    for folder in (run.checkpoints, run.rollouts, run.logs):
+        folder.rmdir()
+    (run.path / ".status.json.123").touch()
+    again = RunDirectory.create(run.path, "recipe", "resolved")
+    assert not (run.path / ".status.json.123").exists()
+    again.write_status("running", 1, 2)
+    assert json.loads(again.status_file.read_text())["step"] == 1
+    again.close()
+    with pytest.raises(UsageError, match="already holds a run; go on with --resume, take another name .* or delete .* --clean"):
+        RunDirectory.create(run.path, "recipe", "resolved")
