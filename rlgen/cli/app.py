@@ -53,11 +53,13 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
     max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
+    probe_max: Annotated[bool, typer.Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
 ) -> None:
     """Train a model as the recipe says."""
     from rlgen.cli.train import train_command
 
-    train_command(recipe, overrides or [], resume, dry_run, max_steps, run_dir)
+    overrides = [*(overrides or []), *(["run.probe_max=true"] if probe_max else [])]
+    train_command(recipe, overrides, resume, dry_run, max_steps, run_dir)
 
 
 @app.command()

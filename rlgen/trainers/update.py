@@ -167,6 +167,13 @@ class Updater:
         self.optimizer.zero_grad()
         return flat
 
+    def attempt(self, window: Window) -> None:
+        """Forward and backward of `window`, for what they need; nothing is left of them, even if they fail."""
+        try:
+            self._run(window, 0)
+        finally:
+            self.optimizer.zero_grad()
+
     @torch.no_grad()
     def _entropy(self, window: Window) -> dict[int, Tensor]:
         """The entropy of each token of this process, [L] by row: which tokens count depends on all of them."""

@@ -84,7 +84,9 @@ def test_what_is_not_measured_neither_counts_nor_ends_a_row() -> None:
 
 
 def test_a_run_that_goes_on_finds_what_it_would_have_found() -> None:
-    values = [{"entropy": 0.001, "grad_norm": 99.0 if step % 7 else None} for step in range(12)] + [{}] * 3 + [{"is/ess": 0.1}] * 9
+    values = (
+        [{"entropy": 0.001, "grad_norm": 99.0 if step % 7 else None} for step in range(12)] + [{}] * 3 + [{"is/ess": 0.1}] * 9
+    )
     records = [{**WELL, **changes, "step": step} for step, changes in enumerate(values, 1)]
     whole = Health(rules_of(recipe()))
     checkups = [whole(record) for record in records]
