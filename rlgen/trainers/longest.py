@@ -1,4 +1,4 @@
-"""The largest micro-batch that a run can meet, tried before step 1: memory that is too little shows at once, not at night."""
+"""The largest micro-batches that a run can meet, tried before step 1: too little memory shows at once, not at night."""
 
 import re
 import traceback
@@ -17,7 +17,7 @@ NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory")
 
 
 def try_longest(recipe: Recipe, update: Updater, processes: Processes) -> str:
-    """Forward and backward of one micro-batch a process, as many tokens as `optim.micro_batch_tokens` allows in the longest rows.
+    """Forward and backward of one micro-batch a process: of the longest rows, and of as many tokens as there may be.
 
     Weights, gradients, optimizer and random states stay as they are. Room for the optimizer's state is taken where it is yet to
     come.
@@ -28,41 +28,57 @@ def try_longest(recipe: Recipe, update: Updater, processes: Processes) -> str:
     Raises:
         SetupError: in all processes, if the memory of one does not suffice; with the phase, and the settings that help most.
     """
-    window = longest_window(recipe, processes)
-    rows = window.micro_batches[0]
-    length = len(window.samples[0].prompt_ids) + len(window.samples[0].completion_ids)
-    size = f"{len(rows)} rows of {length} tokens"
+    trained = [parameter for parameter in update.policy.parameters() if parameter.requires_grad]
+    tried = []
+    for rows, length in dict.fromkeys((longest(recipe, processes.world), fullest(recipe, processes.world))):
+        window, size = made_up(recipe, rows, length, processes), f"{rows} rows of {length} tokens"
 
-    def attempt() -> None:
-        trained = [parameter for parameter in update.policy.parameters() if parameter.requires_grad]
-        moments = [] if update.optimizer.state else [torch.empty_like(p, requires_grad=False) for p in trained for _ in range(2)]
-        try:
-            with torch.random.fork_rng():
-                update.attempt(window)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            phase = (
-                "backward" if any(frame.name == "backward" for frame in traceback.extract_tb(error.__traceback__)) else "forward"
-            )
-            raise SetupError(
-                f"run.probe_max: the memory does not suffice for the longest micro-batch, {size}, in the {phase} pass: {error}."
-                f" What helps most: {' or '.join(what_helps(recipe))}; `rlgen estimate` has the whole table"
-            ) from error
-        finally:
-            del moments
+        def attempt(window: Window = window, size: str = size) -> None:
+            moments = [] if update.optimizer.state else [torch.empty_like(p, requires_grad=False) for p in trained * 2]
+            try:
+                with torch.random.fork_rng():
+                    update.attempt(window)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                inside = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+                phase = "backward" if "backward" in inside else "forward"
+                raise SetupError(
+                    f"run.probe_max: the memory does not suffice for a micro-batch of {size}, in the {phase} pass: {error}. What"
+                    f" helps most: {' or '.join(what_helps(recipe))}; `rlgen estimate` has the whole table"
+                ) from error
+            finally:
+                del moments
 
-    processes.agreed(attempt, talks=update.sharded)
-    return f"the longest micro-batch fits: {size}{peak(processes.device)}"
+        processes.agreed(attempt, talks=update.sharded)
+        tried.append(size)
+    return f"the largest micro-batches fit: {', '.join(tried)}{peak(processes.device)}"
 
 
-def longest_window(recipe: Recipe, processes: Processes) -> Window:
-    """Made-up rows, so that each process has one micro-batch: of pairs, where the algorithm learns from pairs."""
-    in_pairs, budget = recipe.trainer.kind == "online_dpo", recipe.optim.micro_batch_tokens
-    of_process = -(-recipe.samples_per_step // processes.world)
-    rows = min(-(-budget // recipe.max_row_tokens), of_process)
-    rows = max(2, rows - rows % 2) if in_pairs else rows
-    length = min(recipe.max_row_tokens, max(2, budget // rows))
+def longest(recipe: Recipe, processes: int) -> tuple[int, int]:
+    """Rows and tokens of a row: as many of the longest as a micro-batch takes, or a process has."""
+    rows = min(recipe.optim.micro_batch_tokens // recipe.max_row_tokens, share(recipe, processes))
+    return whole_pairs(recipe, rows), recipe.max_row_tokens
+
+
+def fullest(recipe: Recipe, processes: int) -> tuple[int, int]:
+    """As many tokens as a micro-batch takes, in a row more than `longest` if need be."""
+    rows = whole_pairs(recipe, min(-(-recipe.optim.micro_batch_tokens // recipe.max_row_tokens), share(recipe, processes)))
+    return rows, min(recipe.max_row_tokens, max(2, recipe.optim.micro_batch_tokens // rows))
+
+
+def share(recipe: Recipe, processes: int) -> int:
+    """Samples of a step that a process trains on."""
+    return -(-recipe.samples_per_step // processes)
+
+
+def whole_pairs(recipe: Recipe, rows: int) -> int:
+    """Rows of preferences go by twos."""
+    return max(2, rows - rows % 2) if recipe.trainer.kind == "online_dpo" else max(1, rows)
+
+
+def made_up(recipe: Recipe, rows: int, length: int, processes: Processes) -> Window:
+    """A window of which each process has one micro-batch of `rows`."""
     completion = min(recipe.rollout.max_completion_tokens, length - 1)
     samples = [
         Sample(
@@ -87,7 +103,7 @@ def longest_window(recipe: Recipe, processes: Processes) -> Window:
         advantages=1.0 - 2.0 * (place % 2).double(),
         counted=everyone,
         trained=everyone,
-        pair_id=place // 2 if in_pairs else torch.full_like(place, -1),
+        pair_id=place // 2 if recipe.trainer.kind == "online_dpo" else torch.full_like(place, -1),
     )
     # Rows of one length: the plan makes one micro-batch of them.
     window = Window.of(samples, signal, 0.0, rows * length, processes)
