@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def version(value: bool) -> None:
     if value:
-        typer.echo(f"rlgen {rlgen.__version__}")
+        echo(f"rlgen {rlgen.__version__}")
         raise typer.Exit
 
 
@@ -66,11 +66,13 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
     max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
+    probe_max: Annotated[bool, typer.Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
 ) -> None:
     """Train a model as the recipe says."""
     from rlgen.cli.train import train_command
 
-    train_command(recipe, overrides or [], resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean)
+    overrides = [*(overrides or []), *(["run.probe_max=true"] if probe_max else [])]
+    train_command(recipe, overrides, resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean)
 
 
 @app.command()

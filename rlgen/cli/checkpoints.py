@@ -5,8 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
 from rlgen.run.directory import RunDirectory
 from rlgen.run.manifest import check_files
@@ -64,9 +63,9 @@ def prune_command(run: Path, keep: int, as_json: bool) -> None:
     kept = [path.name for path in good[-keep:]]
     report = {"kept": kept, "removed": [str(path) for path in gone], "freed_bytes": freed}
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        echo(json.dumps(report, indent=2))
         return
-    typer.echo(f"kept {', '.join(kept)}; removed {len(gone)}, {mebibytes(freed)} freed")
+    echo(f"kept {', '.join(kept)}; removed {len(gone)}, {mebibytes(freed)} freed")
 
 
 def entries(run: Path) -> list[Path]:
@@ -112,15 +111,15 @@ def not_finite(path: Path) -> str | None:
 
 def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
         return
     if not rows:
-        typer.echo(f"{run}: no checkpoints")
+        echo(f"{run}: no checkpoints")
     for row in rows:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else "–" * 19
         state = row["problem"] or ("verified" if row["verified"] else "complete")
         aside = "set aside: " if row["set_aside"] else ""
-        typer.echo(f"step {row['step']:>6}  {when}  {mebibytes(row['bytes']):>12}  {aside}{state}")
+        echo(f"step {row['step']:>6}  {when}  {mebibytes(row['bytes']):>12}  {aside}{state}")
 
 
 def size_of(folder: Path) -> int:

@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import typer
-
+from rlgen.cli.output import echo
 from rlgen.errors import DataError, RewardError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.rewards.resolve import RewardFunction
@@ -68,11 +67,11 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
     problems, warnings = judged(scorer.rewards, table)
     if as_json:
         found = {"rewards": [row.as_json() for row in table.values()], "problems": problems, "warnings": warnings}
-        typer.echo(json.dumps(found, indent=2))
+        echo(json.dumps(found, indent=2))
     else:
         show(list(table.values()), len(prompts))
         for warning in warnings:
-            typer.echo(f"warning: {warning}")
+            echo(f"warning: {warning}")
     if problems:
         raise RewardError("; ".join(problems))
 

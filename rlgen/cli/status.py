@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from rlgen.cli.output import echo
 from rlgen.errors import UsageError
 from rlgen.run.directory import RunDirectory
 
@@ -18,16 +17,16 @@ def status_command(path: Path, as_json: bool) -> None:
     """Raises UsageError if no run is there."""
     found = status_of(path)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        echo(json.dumps(found, indent=2))
         return
     said = f"exit code {found['exit_code']}" if found["exit_code"] is not None else f"process {found['pid']}"
     ago = f"{time.time() - found['time']:.0f} s ago" if found["time"] is not None else "at an unknown time"
-    typer.echo(f"{path}: {found['state']} ({said}), step {found['step']} of {found['steps']}, last heard of {ago}")
+    echo(f"{path}: {found['state']} ({said}), step {found['step']} of {found['steps']}, last heard of {ago}")
     if found["message"]:
-        typer.echo(found["message"])
+        echo(found["message"])
     if found["last"]:
         shown = {key: found["last"].get(key) for key in ("step", "reward/mean", "loss", "grad_norm", "time/step")}
-        typer.echo(", ".join(f"{key} {value:.6g}" for key, value in shown.items() if value is not None))
+        echo(", ".join(f"{key} {value:.6g}" for key, value in shown.items() if value is not None))
 
 
 def status_of(path: Path) -> dict[str, Any]:

@@ -295,8 +295,13 @@ def _fill(data: dict[str, Any], path: Path) -> None:
 
 def _findings(recipe: Recipe, given: dict[yaml.Path, str]) -> list[Finding]:
     """Contradictions, and fields without effect that the user wrote."""
-    written = {".".join(map(str, place)) for place in given}
-    return contradictions(recipe) + [finding for finding in inert(recipe) if finding.path in written]
+    written = sorted((".".join(map(str, place)) for place in given), key=len)
+    useless = []
+    for finding in inert(recipe):
+        # The field itself, or a part of it alone.
+        place = next((place for place in written if f"{place}.".startswith(f"{finding.path}.")), None)
+        useless += [] if place is None else [replace(finding, path=place)]
+    return contradictions(recipe) + useless
 
 
 def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> list[Problem]:

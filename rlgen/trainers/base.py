@@ -36,12 +36,8 @@ class Signal:
 
     @classmethod
     def of_policy(cls, advantages: Tensor, silent: Tensor, scores: Scores, recipe: PolicyRecipe) -> "Signal":
-        """Each row on its own; the recipe says what becomes of truncated rows and of those in `silent` [B] groups.
-
-        A row without a reward leaves its group: nobody said whether it is good.
-        """
-        scorable = ~scores.rewards.isnan()
-        counted = scorable & ~silent if recipe.zero_variance == "drop" else scorable
+        """Each row on its own; the recipe says what becomes of truncated rows and of those in `silent` [B] groups."""
+        counted = ~silent if recipe.zero_variance == "drop" else torch.ones_like(silent)
         trained = counted & ~scores.truncated if recipe.mask_truncated else counted
         alone = torch.full_like(scores.group_ids, -1)
         return cls(advantages=advantages, counted=counted, trained=trained, pair_id=alone)

@@ -24,8 +24,10 @@ from rlgen.run.files import read_json, write_json
 from rlgen.run.health import Health, rules_of
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.ladder import climb, summary
+from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
+from rlgen.trainers.longest import try_longest
 from rlgen.trainers.loop import Progress, Trainer
 from rlgen.trainers.sides import Data, load_data, open_sides
 
@@ -83,6 +85,13 @@ def build_trainer(
         console.say(f"sentinel: {summary(rungs)}")
         if processes.is_main:
             record_attempt(directory, data, scorer, rungs, sides.done, notices)
+        if recipe.run.probe_max:
+            sleeps = isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep
+            if sleeps:  # as in a step
+                processes.agreed(sides.probe.engine.sleep, talks=sides.probe.seat.shared)
+            console.say(try_longest(recipe, sides.updater(None), processes))
+            if sleeps:
+                send_weights(sides.probe.engine, sides.probe.policy.model, sides.done, processes)
         count = recipe.rollout.prompts_per_step
         engine = sides.probe.engine
         judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]

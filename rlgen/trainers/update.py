@@ -31,7 +31,7 @@ class Part:
 
     loss: float
     positions: int  # padding included
-    nonfinite: frozenset[int]  # rows that have a log-prob, or a micro-batch with a loss, that is not finite
+    nonfinite: frozenset[int]  # rows with a log-prob that is not finite; without any, those of a loss that is not
     stats: Stats
     sampled_logp: dict[int, Tensor]  # [L] by row on the CPU, at the sampling temperature; of the first update
     with_gradient: frozenset[int]  # places of parameters that have one
@@ -59,7 +59,7 @@ class Skipped:
     update: int  # of the step, from 0; those after it see the same weights and are not tried
     loss: float
     grad_norm: float | None  # None: not computed, the loss or a log-prob is enough
-    rows: frozenset[int]  # with a log-prob, or in a micro-batch with a loss, that is not finite
+    rows: frozenset[int]  # with a log-prob that is not finite; without any, those of a micro-batch whose loss is not
     parameters: tuple[str, ...]  # with a gradient that is not, as far as this process holds them
     old_logp: dict[int, Tensor]  # [L] by row, from before the first update
 
@@ -68,7 +68,7 @@ class Skipped:
         if not math.isfinite(self.loss):
             return f"the loss is {self.loss}"
         if self.grad_norm is None:
-            return f"log-probs of {len(self.rows)} samples are not finite"
+            return f"log-probs or losses of {len(self.rows)} samples are not finite"
         return f"the gradient's norm is {self.grad_norm}, first in {next(iter(self.parameters), 'another process')}"
 
     def verdict(self) -> dict[str, Any]:
@@ -167,6 +167,13 @@ class Updater:
         self.optimizer.zero_grad()
         return flat
 
+    def attempt(self, window: Window) -> None:
+        """Forward and backward of `window`, for what they need; nothing is left of them, even if they fail."""
+        try:
+            self._run(window, 0)
+        finally:
+            self.optimizer.zero_grad()
+
     @torch.no_grad()
     def _entropy(self, window: Window) -> dict[int, Tensor]:
         """The entropy of each token of this process, [L] by row: which tokens count depends on all of them."""
@@ -223,8 +230,10 @@ class Updater:
             )
         )
         # A log-prob counts by itself: capped ratios could hide it from the loss.
-        finite = policy_logp.isfinite().all(dim=1) & loss.isfinite()
-        nonfinite = frozenset(row for row, is_finite in zip(batch.rows, finite.tolist(), strict=True) if not is_finite)
+        finite = policy_logp.isfinite().all(dim=1).tolist()
+        nonfinite = frozenset(row for row, is_finite in zip(batch.rows, finite, strict=True) if not is_finite)
+        if not nonfinite and not loss.isfinite():
+            nonfinite = frozenset(batch.rows)
         # Sharded gradients are means over the processes; the loss is a sum.
         (loss * self.processes.world if self.sharded else loss).backward()
         return Part(

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,40 @@ def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, strateg
     assert status["exit_code"] == 70 and "process 1 failed: " in status["message"], status
     assert "no memory after" in status["message"] and ended.stderr.count("error: ") == 1, ended.stderr[-3000:]
     assert time.monotonic() - began < 60, "long before the others' patience ends"
+
+
+@pytest.mark.fault(45, 46)
+@pytest.mark.parametrize(
+    ("what", "strategy"),
+    [
+        ("gradient", "ddp"),
+        pytest.param("loss", "ddp", marks=pytest.mark.slow),
+        pytest.param("gradient", "fsdp", marks=pytest.mark.slow),
+        pytest.param("loss", "fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_not_finite_in_one_process_is_skipped_by_all(
+    recipe: Path, tmp_path: Path, what: str, strategy: str, proof: Callable[[str], None]
+) -> None:
+    """And they ask for the same further prompts."""
+    options = ["--max-steps", "3", "--set", "rollout.refill=2", "--set", "checkpoint.every=1"]
+    worker, sharding = HERE / "unfinite_worker.py", ["--set", f"processes.strategy={strategy}"]
+    ended = launch(worker, 1, what, "train", recipe, "--run-dir", tmp_path / "two", *options, *sharding)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("planted in process 1") == 1 and "planted in process 0" not in ended.stdout
+    alone = launch(worker, 0, what, "train", recipe, "--run-dir", tmp_path / "one", *options, launcher=[sys.executable])
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    two, one = tmp_path / "two", tmp_path / "one"
+    before, after = weights(two, 1), weights(two, 2)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # In step 3 the sentinel compares each process's engine, which has its own weights, and finds them equal.
+    records = read_jsonl(two / "metrics.jsonl")
+    assert [record["updates/skipped"] for record in records] == [0, 1, 0] and records[2]["updates/done"] == 1
+    assert [record["groups/replaced"] for record in records] == [2, 2, 2] and same_rollouts(two, one)
+    assert farthest(weights(two, 3), weights(one, 3)) <= PRECISE
+    assert len(read_jsonl(two / "nonfinite" / "step_000002.jsonl")) > 10
+    assert "step 2: the " in ended.stdout and ended.stdout.count("the update was skipped") == 1
+    proof(f"NaN in the {what} of process 1 alone ({strategy}): both skipped step 2, and went on as one process does")
 
 
 class Running:

@@ -1,0 +1,51 @@
+"""`rlgen` whose second step is not finite in one process alone, and whose groups are constant now and then:
+unfinite_worker.py RANK loss|gradient train RECIPE …"""
+
+import math
+import os
+import sys
+from dataclasses import replace
+
+from rlgen.cli.app import main
+from rlgen.trainers.loop import Trainer
+from rlgen.trainers.update import Updater
+
+
+def plant(what: str, step_of_fault: int = 2) -> None:
+    call, run = Updater.__call__, Updater._run
+    now = [0]
+
+    def noting(updater, window, step):  # type: ignore[no-untyped-def]
+        now[0] = step
+        return call(updater, window, step)
+
+    def wrong(updater, window, update):  # type: ignore[no-untyped-def]
+        part = run(updater, window, update)
+        if now[0] != step_of_fault:
+            return part
+        print(f"planted in process {os.environ.get('RANK', '0')}: {what} of step {now[0]}", flush=True)
+        if what == "loss":
+            return replace(part, loss=math.nan)
+        gradient = [parameter.grad for parameter in updater.policy.parameters() if parameter.grad is not None][1]
+        getattr(gradient, "_local_tensor", gradient).view(-1)[3] = math.nan
+        return part
+
+    Updater.__call__, Updater._run = noting, wrong  # type: ignore[method-assign]
+
+
+def some_constant() -> None:
+    rewarded = Trainer.rewarded
+
+    def changed(trainer, groups, step):  # type: ignore[no-untyped-def]
+        samples = rewarded(trainer, groups, step)
+        return [replace(sample, reward=0.5) if sample.group_id % 3 == 0 else sample for sample in samples]
+
+    Trainer.rewarded = changed  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    rank, what = sys.argv.pop(1), sys.argv.pop(1)
+    some_constant()
+    if os.environ.get("RANK", "0") == rank:
+        plant(what)
+    main()
