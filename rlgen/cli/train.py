@@ -4,8 +4,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlgen.cli.output import echo
-from rlgen.errors import RlgenError, Stopped, UsageError, redacted
+from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.directory import RunDirectory
@@ -80,8 +80,9 @@ def write_resolved(loaded: LoadedRecipe) -> None:
     path = loaded.recipe.run_path
     if (path / "status.json").exists():
         raise UsageError(f"{path} holds a run, which a dry run would change; take another name, or `rlgen show --resolved`")
-    path.mkdir(parents=True, exist_ok=True)
-    write_text(path / "resolved.yaml", dump_recipe(loaded.recipe))
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        write_text(path / "resolved.yaml", dump_recipe(loaded.recipe))
     print_line(f"{path / 'resolved.yaml'} written; nothing was started")
 
 
@@ -108,7 +109,20 @@ def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
 
 def open_directory(loaded: LoadedRecipe, resume: bool) -> RunDirectory:
     path, resolved = loaded.recipe.run_path, dump_recipe(loaded.recipe)
-    return reopen(path, loaded, resolved) if resume else RunDirectory.create(path, loaded.text, resolved)
+    with writing(path):
+        return reopen(path, loaded, resolved) if resume else RunDirectory.create(path, loaded.text, resolved)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises UsageError where a file is in the way, CheckpointError where nothing can be written."""
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError) as error:
+        what = f"{error.filename or path} is a file"
+        raise UsageError(f"{path} cannot be a run directory: {what}; set run.dir or --run-dir") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}; set run.dir or --run-dir") from error
 
 
 def join_directory(loaded: LoadedRecipe) -> RunDirectory:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from rlgen.data import Rows
+from rlgen.data import Rows, listed
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared import SharedEngine
 from rlgen.models.lora import describe
@@ -41,7 +41,9 @@ def build_trainer(
     """
     data = processes.main_first(lambda: load_data(recipe))
     scorer = processes.agreed(lambda: build_scorer(recipe, data.rows))
-    console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
+    console.say(f"data: {listed(data.prompts.counts)}")
+    if twice := data.prompts.counts["duplicates"]:
+        console.say(f"warning: {twice} of {data.prompts.counts['used']} prompts are the same as an earlier one")
     console.say(f"model: {data.location}; opening the engine")
     with ExitStack() as undo:
         undo.callback(scorer.close)
