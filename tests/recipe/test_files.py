@@ -153,8 +153,8 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof:
 @pytest.mark.parametrize(
     "content, what",
     [
-        ("run: {}\n".encode("utf-16"), "is not text in UTF-8 (byte 0, line 1)"),
-        (b"run: {}\n\x89PNG\r\n\x1a\n\x00", "is not text in UTF-8 (byte 8, line 2)"),
+        ("run: {}\n".encode("utf-16"), ": is not text in UTF-8 (byte 0, line 1)"),
+        (b"run: {}\n\x89PNG\r\n\x1a\n\x00", ": is not text in UTF-8 (byte 8, line 2)"),
         (b"a: 'open\nb: 1\n", ":3:1: not YAML: while scanning a quoted scalar found unexpected end of stream"),
         (b"run:\n  name: a\n steps: 3\n", ":3:2: not YAML"),
         (b"run:\n\tname: a\n", ":2:1: not YAML"),
@@ -165,7 +165,7 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof:
 def test_no_text_or_no_yaml(tmp_path: Path, content: bytes, what: str, proof: Proof) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(content)
-    assert f"{path}{what}" in problems(path)[0] or f"{path} {what}" in problems(path)[0].replace(": is", " is")
+    assert any(f"{path}{what}" in line for line in problems(path))
     proof(repr(content[:20]))
 
 
@@ -199,7 +199,7 @@ def test_a_secret_in_a_file_is_refused_in_comments_too(write: Write, proof: Proo
     args = RECIPE.replace("args: {target: 6}", "args: {target: 6, api_key: abc}")
     path = write("r.yaml", f"# judge: {KEY}\n{args}")
     told = problems(path)
-    assert [line.partition(": ")[0] for line in told] == [f"{path}:1:1", f"{path}:7:39"] and KEY not in str(told)
+    assert [line.partition(": ")[0] for line in told] == [f"{path}:1:1", f"{path}:7:37"] and KEY not in str(told)
     write("base.yaml", path.read_text())
     assert len(problems(write("child.yaml", "extends: base.yaml\n"))) == 2
     names = RECIPE.replace(
