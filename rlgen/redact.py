@@ -6,6 +6,7 @@ What a model wrote is kept as it is in `rollouts/`; on its way to a terminal it 
 
 import os
 import re
+from collections.abc import Sequence
 
 REDACTED = "[redacted]"
 SHORTEST = 6  # characters of a secret in the environment; shorter values are words like "true"
@@ -59,10 +60,9 @@ def secrets_of_environment(shortest: int = SHORTEST) -> list[str]:
     return sorted(found, key=len, reverse=True)
 
 
-def holds_secret(text: str) -> bool:
-    """Whether a text holds a secret beyond doubt, in a form that is known or from the environment. Names are not looked at."""
-    forms = (KNOWN_FORMS, IN_URL, HEADER)
-    return any(form.search(text) for form in forms) or any(value in text for value in secrets_of_environment(CERTAIN))
+def holds_secret(text: str, known: Sequence[str]) -> bool:
+    """Whether a text holds a secret beyond doubt: one of those that are known, or of a known form. Names are not looked at."""
+    return any(form.search(text) for form in (KNOWN_FORMS, IN_URL, HEADER)) or any(value in text for value in known)
 
 
 def is_secret_name(name: str) -> bool:

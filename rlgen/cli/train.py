@@ -122,6 +122,7 @@ def write_resolved(loaded: LoadedRecipe) -> None:
     path = loaded.recipe.run_path
     if (path / "status.json").exists():
         raise UsageError(f"{path} holds a run, which a dry run would change; take another name, or `rlgen show --resolved`")
+    not_a_file(path)
     with written(path):
         path.mkdir(parents=True, exist_ok=True)
     write_text(path / "resolved.yaml", dump_recipe(loaded.recipe))
@@ -151,11 +152,18 @@ def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
 
 def open_directory(loaded: LoadedRecipe, again: Again) -> RunDirectory:
     path, resolved = loaded.recipe.run_path, dump_recipe(loaded.recipe)
+    not_a_file(path)
     if again.resume:
         return reopen(path, loaded, resolved)
     if again.clean:
         RunDirectory.clean(path)
     return RunDirectory.create(path, loaded.text, resolved)
+
+
+def not_a_file(path: Path) -> None:
+    """Raises UsageError where a file lies in the way of a folder."""
+    if in_the_way := next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None):
+        raise UsageError(f"{path} cannot be a run directory: {in_the_way} is a file; set run.dir or --run-dir")
 
 
 def join_directory(loaded: LoadedRecipe) -> RunDirectory:

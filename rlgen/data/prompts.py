@@ -1,5 +1,7 @@
 """Rows to prompts: the chat template is applied and tokenised once, here and nowhere else."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +18,9 @@ from rlgen.types import Prompt
 ROLES = ("system", "user", "assistant", "tool", "developer")
 # Rows without an answer are left out, as a file may have a few; a larger share is a mistake.
 MAX_NO_ANSWER = 0.01
+FINAL = re.compile(r"####\s*\S+\s*$")  # the final answer at the end of a text, in GSM8K and data made like it
+A_TEXT, A_FINAL_TEXT = "a text", "a text that ends in #### and the final answer"
+MOST = 0.9  # of the answers are so, if all are meant to be
 CHATS_COMPARED = 8
 
 
@@ -70,16 +75,16 @@ def build_prompts(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBa
     """
     entries: list[Entry] = []
     seen: set[tuple[int, ...]] = set()
-    counts = {"read": len(rows.rows), "empty": 0, "no_answer": 0, "over_long": 0, "duplicates": 0, "used": 0}
-    chats = 0
+    counts = {"read": len(rows.rows), "empty": 0, "no_answer": 0, "odd_answer": 0, "over_long": 0, "duplicates": 0, "used": 0}
+    chats, usual = 0, usual_kinds(rows, data.columns.answer)
     for index, row in enumerate(rows.rows):
         where = f"data.source: {rows.source}, row {index}"
         prompt = row[data.columns.prompt]
         if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
             counts["empty"] += 1
             continue
-        if data.columns.answer is not None and row[data.columns.answer] is None:
-            counts["no_answer"] += 1
+        if data.columns.answer is not None and (kind := kind_of(row[data.columns.answer])) not in usual:
+            counts["no_answer" if kind is None else "odd_answer"] += 1
             continue
         messages = as_messages(prompt, data, where)
         if messages is None:
@@ -104,24 +109,58 @@ def build_prompts(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBa
         seen.add(ids)
         entries.append(Entry(text, ids, with_answer(row, data.columns.answer)))
     counts["used"] = len(entries)
-    refuse(data, rows, counts, chats)
+    refuse(data, rows, counts, chats, usual)
     return PromptStream(tuple(entries), counts, seed, data.shuffle)
 
 
-def refuse(data: DataRecipe, rows: Rows, counts: Mapping[str, int], chats: int) -> None:
+def refuse(data: DataRecipe, rows: Rows, counts: Mapping[str, int], chats: int, usual: Sequence[str]) -> None:
     """Raises DataError where what is left cannot be what was meant."""
-    listed = ", ".join(f"{count} {name}" for name, count in counts.items())
     if counts["no_answer"] > MAX_NO_ANSWER * counts["read"]:
         raise DataError(
             f"data.columns.answer: {rows.source}: `{data.columns.answer}` is empty in {counts['no_answer']} of"
             f" {counts['read']} rows; name another column, or complete the data"
         )
+    if counts["odd_answer"] > MAX_NO_ANSWER * counts["read"]:
+        raise DataError(
+            f"data.columns.answer: {rows.source}: `{data.columns.answer}` is {usual[0]} in most rows, but not in"
+            f" {counts['odd_answer']} of {counts['read']}; make them alike, or leave those rows out"
+        )
     if not counts["used"]:
         raise DataError(
-            f"data.source: {rows.source}: no row is left: {listed}; data.max_prompt_tokens is {data.max_prompt_tokens}"
+            f"data.source: {rows.source}: no row is left: {listed(counts)}; data.max_prompt_tokens is {data.max_prompt_tokens}"
         )
     if data.template_args and not chats:
         raise DataError("data.template_args: no prompt is a chat, so they do nothing; remove them, or set data.chat")
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """ "100 read, 0 empty, ... 98 used" """
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def usual_kinds(rows: Rows, answer: str | None) -> list[str]:
+    """What most answers are, and what may stand for it; nothing where there is no answer."""
+    kinds = Counter(kind_of(row[answer]) for row in rows.rows) if answer is not None else Counter[str | None]()
+    del kinds[None]
+    if not kinds:
+        return []
+    texts = kinds[A_TEXT] + kinds[A_FINAL_TEXT]
+    if texts > kinds.total() / 2:
+        return [A_FINAL_TEXT] if kinds[A_FINAL_TEXT] >= MOST * texts else [A_TEXT, A_FINAL_TEXT]
+    return [str(kinds.most_common(1)[0][0])]
+
+
+def kind_of(answer: Any) -> str | None:
+    """How an answer is written, in words; None: there is none. Answers of one data set are alike, or its reward is wrong."""
+    if answer is None or (isinstance(answer, str) and not answer.strip()) or answer != answer:  # NaN, as tables have it
+        return None
+    if isinstance(answer, str):
+        return A_FINAL_TEXT if FINAL.search(answer[-200:]) else A_TEXT
+    if isinstance(answer, bool):
+        return "true or false"
+    if isinstance(answer, int | float):
+        return "a number"
+    return "a list" if isinstance(answer, Sequence) else f"a {type(answer).__name__}"
 
 
 def with_answer(row: Mapping[str, Any], answer: str | None) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Engine
@@ -19,7 +18,7 @@ from rlgen.engines.shared import SharedEngine
 from rlgen.engines.transfer import Outbox
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import SetupError
-from rlgen.models.load import load_model, model_shape
+from rlgen.models.load import load_config, load_model, model_shape
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
@@ -104,7 +103,7 @@ def open_servers(
             undo.callback(carrier.close)
         engine = ServerEngine(
             members=members,
-            shape=model_shape(AutoConfig.from_pretrained(location, revision=recipe.model.revision)),
+            shape=model_shape(load_config(location, recipe.model.revision)),
             in_flight=settings.in_flight,
             restarts=settings.restarts,
             carrier=carrier,

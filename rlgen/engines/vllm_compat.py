@@ -203,7 +203,7 @@ def arguments(
 
 def _kv_bytes(model: str, revision: str | None, dtype: str, max_num_seqs: int, max_model_len: int) -> int:
     """Bytes for `max_num_seqs` sequences of full length: 2 * layers * kv_heads * head_dim * size of a number, a token."""
-    config = AutoConfig.from_pretrained(model, revision=revision).get_text_config()
+    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False).get_text_config()
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     a_token = 2 * config.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize

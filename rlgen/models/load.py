@@ -19,6 +19,10 @@ from transformers import (
 from rlgen.errors import SetupError
 from rlgen.models.tiny import build_tiny
 
+CONVERT = (
+    "convert it once where that does no harm: `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)` writes"
+    " safetensors"
+)
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
@@ -44,9 +48,66 @@ def locate(path: str) -> str:
 def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Raises SetupError where there is none to load."""
     try:
-        return AutoTokenizer.from_pretrained(location, revision=revision)
+        return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise SetupError(f"model.path: no tokenizer can be loaded from {location}: {error}") from error
+        raise SetupError(why(location, revision, "a tokenizer", error)) from error
+
+
+def load_config(location: str, revision: str | None) -> PreTrainedConfig:
+    """Raises SetupError where there is none, or one that only the repository's own code understands."""
+    try:
+        return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise SetupError(why(location, revision, "a config", error)) from error
+
+
+def why(location: str, revision: str | None, what: str, error: Exception) -> str:
+    """One message for what transformers and the hub say in many ways; their long advice is left out."""
+    named = location if revision is None else f"{location} (revision {revision})"
+    said = " ".join(str(error).split())
+    if "trust_remote_code" in said:
+        return (
+            f"model.path: {named} needs Python code of its own repository, which rlgen never runs; take a model whose"
+            " architecture transformers has built in"
+        )
+    if location.startswith("/"):
+        return f"model.path: {named} holds no {what.removeprefix('a ')} that can be loaded: {said[:500]}"
+    return (
+        f"model.path: the hub gives no {what.removeprefix('a ')} of {named}: {bottom(error)}. Check name, revision and"
+        " network; for a gated model accept its terms and log in with `hf auth login`"
+    )
+
+
+def bottom(error: BaseException) -> str:
+    """The network's or the hub's own word, which stands first in the chain of causes."""
+    seen: list[BaseException] = [error]
+    while (below := seen[-1].__cause__ or seen[-1].__context__) is not None and below not in seen:
+        seen.append(below)
+    said = " ".join(str(seen[-1]).split()) or type(seen[-1]).__name__
+    return said.partition(" For more information check")[0][:300]
+
+
+def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What can be known before any weight is read.
+
+    Raises:
+        SetupError: no config, code of the repository's own, a tokenizer that is larger than the embedding, or weights that only
+            pickle can open.
+    """
+    config = load_config(location, revision)
+    held, used = getattr(config.get_text_config(), "vocab_size", None), max(tokenizer.get_vocab().values(), default=-1) + 1
+    if held is not None and used > held:
+        raise SetupError(
+            f"model.path: the tokenizer of {location} has ids up to {used - 1}, but the model has embeddings of {held} only: ids"
+            " beyond cannot be looked up; take the tokenizer that belongs to the model, or resize the embedding"
+        )
+    folder = Path(location)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        raise SetupError(
+            f"model.path: {location} holds no weights in safetensors"
+            + (f", only {pickled[0]}: that is a pickle, which can run code when it is opened; {CONVERT}" if pickled else "")
+        )
 
 
 def load_model(
@@ -68,7 +129,7 @@ def load_model(
     """
     packed = None if quantization is None else quantized(quantization, dtype, device)
     try:
-        config = AutoConfig.from_pretrained(location, revision=revision)
+        config = load_config(location, revision)
         # torch's fused attention cannot cap its logits and leaves the cap out, silently: another model than vLLM serves.
         caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -77,11 +138,13 @@ def load_model(
             dtype=dtype,
             attn_implementation="eager" if caps and attention == "sdpa" else attention,
             use_safetensors=True,  # pickled weights are never opened
+            trust_remote_code=False,
             output_loading_info=True,
             **({} if packed is None else packed),
         )
     except (OSError, ValueError, ImportError) as error:
-        raise SetupError(f"model.path: {location} cannot be loaded: {error}") from error
+        hint = f"; if it has pickled weights only, {CONVERT}" if "safetensors" in str(error) else ""
+        raise SetupError(f"model.path: {location} cannot be loaded: {' '.join(str(error).split())}{hint}") from error
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
     return (model.to(device) if packed is None else model).eval()

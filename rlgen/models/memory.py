@@ -97,7 +97,7 @@ HOW = {
 def read_config(location: str, revision: str | None) -> PreTrainedConfig:
     """Raises SetupError where there is none to read."""
     try:
-        return AutoConfig.from_pretrained(location, revision=revision)
+        return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SetupError(f"model.path: {location} has no config that can be read: {error}") from error
 

@@ -30,7 +30,7 @@ from rlgen.recipe.rules import (
     notices,
 )
 from rlgen.recipe.trainers import GRPORecipe
-from rlgen.redact import holds_secret, is_secret_name
+from rlgen.redact import CERTAIN, holds_secret, is_secret_name, secrets_of_environment
 
 MAX_BYTES = 1 << 18
 MAX_PARENTS = 8
@@ -245,7 +245,7 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
     for number, override in enumerate(overrides, 1):
         dotted, equals, value = override.partition("=")
         keys = dotted.strip().split(".")
-        where = f"--set {number}: {yaml.shortened(f'{dotted}=…' if is_secret_name(keys[-1]) else override, 200)}"
+        where = f"--set {number}: {yaml.shortened(override, 200)}"
         if len(override) > MAX_BYTES or len(keys) > yaml.MAX_DEPTH:
             problems.append(Problem(where, "is too long"))
             continue
@@ -253,6 +253,8 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
             problems.append(Problem(where, "is not of the form section.key=value"))
             continue
         parsed = yaml.parse(value, where)
+        if _secret_leaves(parsed.data, tuple(keys)):
+            where = f"--set {number}: {dotted}=…"  # which is not to be shown either
         if parsed.problems:
             problems += [Problem(where, problem.what, problem.hint) for _, problem in parsed.problems]
             continue
@@ -452,21 +454,30 @@ def _file(where: str) -> str:
 def _secrets(data: dict[str, Any], places: dict[yaml.Path, str], source: Source) -> list[Problem]:
     """Secrets under a name that says so, in a value, in a comment."""
     found: dict[str, Problem] = {}
-    for leaf in leaves(data):
+    for leaf in _secret_leaves(data):
+        where = _place(places, leaf) or next(iter(source.files))
+        found[where] = Problem(where, f"{'.'.join(map(str, leaf))} holds a secret", INTO_ENVIRONMENT)
+    lines = {tuple(where.rsplit(":", 2)[:2]) for where in found}
+    known = secrets_of_environment(CERTAIN)
+    for file, read in source.files.items():
+        for number, line in enumerate(read.text.splitlines(), 1):
+            if holds_secret(line, known) and (file, str(number)) not in lines:
+                found[f"{file}:{number}:1"] = Problem(f"{file}:{number}:1", "the line holds a secret", INTO_ENVIRONMENT)
+    return list(found.values())
+
+
+def _secret_leaves(data: Any, above: yaml.Path = ()) -> list[yaml.Path]:
+    """Paths of texts that are secrets, by their name or by their form."""
+    found, known = [], secrets_of_environment(CERTAIN)
+    for leaf in leaves(data, above):
         value: Any = data
-        for part in leaf:
+        for part in leaf[len(above) :]:
             value = value[part]
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
         name = next((part for part in reversed(leaf) if isinstance(part, str)), "")
-        if (texts and is_secret_name(name)) or any(map(holds_secret, texts)):
-            where = _place(places, leaf) or next(iter(source.files))
-            found[where] = Problem(where, f"{'.'.join(map(str, leaf))} holds a secret", INTO_ENVIRONMENT)
-    lines = {tuple(where.rsplit(":", 2)[:2]) for where in found}
-    for file, read in source.files.items():
-        for number, line in enumerate(read.text.splitlines() if holds_secret(read.text) else [], 1):
-            if holds_secret(line) and (file, str(number)) not in lines:
-                found[f"{file}:{number}:1"] = Problem(f"{file}:{number}:1", "the line holds a secret", INTO_ENVIRONMENT)
-    return list(found.values())
+        if (texts and is_secret_name(name)) or any(holds_secret(text, known) for text in texts):
+            found.append(leaf)
+    return found
 
 
 def _absolute(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> tuple[Recipe, list[Problem]]:

@@ -415,6 +415,9 @@ RENAMED: dict[str, str] = {}
 
 # Keys that people look for and rlgen does not have on purpose.
 REFUSED = {
+    "model.trust_remote_code": "rlgen runs no code of a model's repository; take a model whose architecture transformers has",
+    "model.allow_pickle": "rlgen opens no pickled weights; convert them to safetensors once",
+    "data.trust_remote_code": "rlgen runs no code of a data set; convert it to files",
     "extends": "it stands at the top of a recipe file, not in --set",
     "rollout.top_p": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
     "rollout.top_k": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from rlgen.data import Rows
+from rlgen.data import Rows, listed
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared import SharedEngine
 from rlgen.errors import UsageError
@@ -63,7 +63,9 @@ def build_trainer(
     for reward in scorer.rewards:
         if reward.sha256 is not None:
             console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
-    console.say(f"data: {', '.join(f'{count} {name}' for name, count in data.prompts.counts.items())}")
+    console.say(f"data: {listed(data.prompts.counts)}")
+    if twice := data.prompts.counts["duplicates"]:
+        console.say(f"warning: {twice} of {data.prompts.counts['used']} prompts are the same as an earlier one")
     with ExitStack() as undo:
         undo.callback(scorer.close)
         if checkpoint and not changed_rewards:

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from rlgen.data import PromptStream, Rows, build_prompts, load_rows
+from rlgen.data import PromptStream, Rows, build_prompts, listed, load_rows
 from rlgen.engines import build_engine
 from rlgen.engines.base import Settings
-from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
+from rlgen.errors import DataError
+from rlgen.models.load import check_model, load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
@@ -48,10 +49,22 @@ class Data:
 
 
 def load_data(recipe: Recipe) -> Data:
+    """Reads what is cheap to read, so that what is wrong with it is said before a weight is loaded.
+
+    Raises:
+        SetupError: the model or its tokenizer is not there, or cannot be used.
+        DataError: there are no rows, or not enough for a step.
+    """
     location = locate(recipe.model.path)
     tokenizer = load_tokenizer(location, recipe.model.revision)
+    check_model(location, recipe.model.revision, tokenizer)
     rows = load_rows(recipe.data, recipe.run.seed)
     prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed)
+    if (used := prompts.counts["used"]) < recipe.rollout.prompts_per_step:
+        raise DataError(
+            f"data.source: {rows.source}: {listed(prompts.counts)}: less than rollout.prompts_per_step"
+            f" {recipe.rollout.prompts_per_step}, so a step would ask the same twice; set it to {used} or less"
+        )
     return Data(location=location, tokenizer=tokenizer, rows=rows, prompts=prompts)
 
 

@@ -65,6 +65,7 @@ def test_over_long_prompts_are_counted_or_refused(tmp_path: Path) -> None:
         "read": 3,
         "empty": 0,
         "no_answer": 0,
+        "odd_answer": 0,
         "over_long": 1,
         "duplicates": 1,
         "used": 2,

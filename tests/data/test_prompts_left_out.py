@@ -41,13 +41,13 @@ USER = {"role": "user", "content": "hi"}
 def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path):
     rows = [{"prompt": value} for value in ("a", " \n", None, [], "b")]
     built = stream(tmp_path, rows, shuffle=False)
-    counts = {"read": 5, "empty": 3, "no_answer": 0, "over_long": 0, "duplicates": 0, "used": 2}
+    counts = {"read": 5, "empty": 3, "no_answer": 0, "odd_answer": 0, "over_long": 0, "duplicates": 0, "used": 2}
     assert built.counts == counts
     assert [(p.row, p.text) for p in built.take(0, 2)] == [(0, "a"), (1, "b")]
 
 
 def test_no_row_left_gives_every_count(tmp_path):
-    with pytest.raises(DataError, match="2 read, 1 empty, 0 no_answer, 1 over_long, 0 duplicates, 0 used"):
+    with pytest.raises(DataError, match="2 read, 1 empty, 0 no_answer, 0 odd_answer, 1 over_long, 0 duplicates, 0 used"):
         stream(tmp_path, [{"prompt": "abcdef"}, {"prompt": ""}], max_prompt_tokens=3)
 
 

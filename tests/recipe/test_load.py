@@ -1,8 +1,9 @@
 """Reading recipes: places, all mistakes at once, overrides, rules, and that resolving twice changes nothing."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 from conftest import RECIPE, ROOT
@@ -10,10 +11,12 @@ from pydantic import BaseModel
 
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
-from rlgen.recipe.models import Recipe
+from rlgen.recipe.models import TASKS, Recipe
 from rlgen.recipe.rules import inert, servers
 from rlgen.recipe.yaml import parse, scalar
 from rlgen.trainers.registry import TRAINERS
+
+Proof = Callable[[str], None]
 
 
 def problems(path: Path, *overrides: str) -> list[str]:
@@ -28,7 +31,8 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_all_mistakes_at_once_in_line_order(tmp_path: Path) -> None:
+@pytest.mark.fault(1, 2, 3, 5)
+def test_all_mistakes_at_once_in_line_order(tmp_path: Path, proof: Proof) -> None:
     path = write(
         tmp_path,
         """\
@@ -59,6 +63,7 @@ optim: {learning_rate: .nan}
     assert len(found) == len(expected)
     for line, (start, hint) in zip(found, expected, strict=True):
         assert line.startswith(f"{path}{start}") and hint in line
+    proof(f"{len(found)} mistakes in one file, told in line order")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,7 @@ def test_quotes_make_text() -> None:
     assert parse("{a: '1e-6', b: \"true\"}", "f").data == {"a": "1e-6", "b": "true"}
 
 
+@pytest.mark.fault(6, 7)
 @pytest.mark.parametrize(
     "text, part",
     [
@@ -101,14 +107,17 @@ def test_quotes_make_text() -> None:
         ("run: \x00\n", "not YAML"),
     ],
 )
-def test_what_is_no_recipe(tmp_path: Path, text: str, part: str) -> None:
+def test_what_is_no_recipe(tmp_path: Path, text: str, part: str, proof: Proof) -> None:
     assert part in "\n".join(problems(write(tmp_path, text)))
+    proof(f"{text!r}: {part}")
 
 
-def test_byte_order_mark_and_crlf_are_accepted(tmp_path: Path) -> None:
+@pytest.mark.fault(6)
+def test_byte_order_mark_and_crlf_are_accepted(tmp_path: Path, proof: Proof) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + RECIPE.replace("\n", "\r\n").encode())
     assert load_recipe(path).recipe.run.steps == 2
+    proof("read with BOM and CRLF")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -118,7 +127,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "UTF-8" in problems(tmp_path / "utf16.yaml")[0]
 
 
-def test_overrides(recipe_file: Path) -> None:
+@pytest.mark.fault(9)
+def test_overrides(recipe_file: Path, proof: Proof) -> None:
     overrides = ["run.steps=3", "rewards.1.weight=2", "trainer={kind: rloo, beta: 0.1}", "run.steps=7", "run.seed=5"]
     loaded = load_recipe(recipe_file, overrides)
     recipe = loaded.recipe
@@ -128,8 +138,10 @@ def test_overrides(recipe_file: Path) -> None:
     assert loaded.origins["trainer.beta"].startswith("--set 3")
     assert loaded.origins["model.path"] == f"{recipe_file}:2:9"
     assert loaded.origins["optim.schedule"] == "default"
+    proof("run.steps was given twice, 3 and 7: it is 7")
 
 
+@pytest.mark.fault(3, 9, 12, 13)
 @pytest.mark.parametrize(
     "override, part",
     [
@@ -211,9 +223,10 @@ def test_overrides(recipe_file: Path) -> None:
         ("trainer={loss: gspo, updates_per_rollout: 2, cispo_max: 4.0}", "has no effect with trainer.loss gspo"),
     ],
 )
-def test_refused_overrides_are_blamed_on_the_argument(recipe_file: Path, override: str, part: str) -> None:
+def test_refused_overrides_are_blamed_on_the_argument(recipe_file: Path, override: str, part: str, proof: Proof) -> None:
     found = problems(recipe_file, override)
     assert len(found) == 1 and found[0].startswith("--set 1: ") and part in found[0]
+    proof(f"{override}: {part}")
 
 
 def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
@@ -233,37 +246,59 @@ def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
         assert load_recipe(write(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
 
 
-def numbers(model: type[BaseModel], prefix: str = "") -> set[str]:
-    """ "optim.learning_rate", ... : every number of the recipe that stands at a fixed path."""
-    found: set[str] = set()
+def numbers(model: type[BaseModel], prefix: str = "", kind: str = "") -> dict[str, str]:
+    """{"optim.learning_rate": "", "engine.timeout": "engine.kind=server", ...}: every number, and what makes it a key."""
+    found: dict[str, str] = {}
     for name, field in model.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        for inner in (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)):
-            found |= numbers(inner, f"{prefix}{name}.")
-        text = str(field)
-        if (
-            any(f"{kind} " in text or f"{kind}]" in text or f"{kind}," in text for kind in ("int", "float"))
-            and "dict" not in text
-        ):
-            found.add(f"{prefix}{name}")
+        for inner in models_in(field.annotation):
+            tag = inner.model_fields.get("kind")
+            needed = f"{prefix}{name}.kind={get_args(tag.annotation)[0]}" if tag else kind
+            found = numbers(inner, f"{prefix}{name}.{'0.' if 'list' in str(field.annotation) else ''}", needed) | found
+        if set(plain_types(field.annotation)) & {int, float}:
+            found[f"{prefix}{name}"] = kind
     return found
 
 
-NUMBERS = sorted(numbers(Recipe) - {"rewards"})
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    return [kind for kind in plain_types(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def plain_types(annotation: Any) -> list[Any]:
+    """The types of a field, without those of a mapping's values, which are free."""
+    if get_origin(annotation) is dict:
+        return []
+    return [annotation, *(part for argument in get_args(annotation) for part in plain_types(argument))]
+
+
+TASK_NUMBERS = {f"data.options.{key}": f"data.source=task:{task}" for task, model in TASKS.items() for key in numbers(model)}
+NUMBERS = numbers(Recipe) | TASK_NUMBERS
 
 
 def test_the_walk_finds_the_numbers() -> None:
-    assert {"optim.learning_rate", "run.steps", "trainer.beta", "trainer.correction.max", "engine.kv_cache_gib"} <= set(NUMBERS)
-    assert len(NUMBERS) >= 25
+    assert {"optim.learning_rate", "run.steps", "trainer.beta", "trainer.correction.max", "engine.kv_cache_gib"} <= NUMBERS.keys()
+    assert {"rewards.0.weight", "engine.timeout", "model.lora.rank", "trainer.correction.geometric.min"} <= NUMBERS.keys()
+    assert len(NUMBERS) >= 60
 
 
-@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e308", "-1", "many"])
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e308", "-1e9", "many"])
 @pytest.mark.parametrize("path", NUMBERS)
-def test_every_number_has_bounds(recipe_file: Path, path: str, value: str) -> None:
-    kind = {"trainer.min_margin": "online_dpo", "trainer.clip_low": "grpo"}.get(path, "grpo")
-    overrides = [f"trainer.kind={kind}", f"{path}={value}"]
-    found = problems(recipe_file, *overrides)
-    assert any(line.startswith("--set 2: ") and path.rpartition(".")[2] in line for line in found)
+def test_every_number_has_bounds(recipe_file: Path, path: str, value: str, proof: Proof) -> None:
+    found = problems(recipe_file, *filter(None, [NUMBERS[path], f"{path}={value}"]))
+    assert any(path in line and "is not a key" not in line for line in found)
+    proof(f"{path}={value}: refused")
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("path", NUMBERS)
+def test_zero_is_a_value_or_is_refused_by_name(recipe_file: Path, path: str, proof: Proof) -> None:
+    overrides = [*filter(None, [NUMBERS[path], f"{path}=0"])]
+    try:
+        load_recipe(recipe_file, overrides)
+    except RecipeError as error:
+        found = [str(problem) for problem in error.problems if problem.where.endswith(overrides[-1])]
+        assert all(path in line for line in found)
+    proof(f"{path}=0")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
