@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 import rlgen
-from rlgen.errors import RecipeError, RlgenError
+from rlgen.errors import RecipeError, RlgenError, UsageError
 
 app = typer.Typer(
     name="rlgen",
@@ -53,8 +53,18 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
     max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
+    prove_resume: Annotated[
+        bool, typer.Option("--prove-resume", help="Train a few steps, kill, resume, compare; beside the run, which is untouched.")
+    ] = False,
 ) -> None:
     """Train a model as the recipe says."""
+    if prove_resume:
+        from rlgen.cli.prove import prove_command
+
+        if resume or dry_run:
+            raise UsageError("--prove-resume makes runs of its own: leave --resume and --dry-run out")
+        prove_command(recipe, overrides or [], max_steps, run_dir)
+        return
     from rlgen.cli.train import train_command
 
     train_command(recipe, overrides or [], resume, dry_run, max_steps, run_dir)
