@@ -88,8 +88,9 @@ class RunDirectory:
         before = [path.name.removeprefix("attempt_") for path in self.logs.glob("attempt_*")]
         attempt = self.logs / f"attempt_{max([int(number) for number in before if number.isdecimal()], default=0) + 1}"
         attempt.mkdir()
-        for left in self.path.glob(".*.json*.*"):  # half-written by a process that was killed, see `write_text`
-            left.unlink()
+        for folder in (self.path, self.rollouts):
+            for left in folder.glob(".*.json*.*"):  # half-written by a process that was killed, see `write_text`
+                left.unlink()
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
         if self.metrics.exists():
