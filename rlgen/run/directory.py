@@ -45,14 +45,14 @@ class RunDirectory:
         Raises:
             UsageError: the directory is taken.
         """
-        if path.exists() and any(path.iterdir()):
+        if path.exists() and not _only_begun(path):
             raise UsageError(
                 f"{path} already holds a run; go on with --resume, or take another name with --set run.name=… or --run-dir"
             )
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path, _lock(path))
         for folder in (directory.checkpoints, directory.rollouts, directory.logs):
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
         write_text(path / "recipe.yaml", recipe_text)
         write_text(directory.resolved, resolved)
         return directory
@@ -89,7 +89,7 @@ class RunDirectory:
         attempt = self.logs / f"attempt_{max([int(number) for number in before if number.isdecimal()], default=0) + 1}"
         attempt.mkdir()
         for folder in (self.path, self.rollouts):
-            for left in folder.glob(".*.json*.*"):  # half-written by a process that was killed, see `write_text`
+            for left in folder.glob(".?*.?*.[0-9]*"):  # half-written by a process that was killed, see `write_text`
                 left.unlink()
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
@@ -152,6 +152,17 @@ def _lock(path: Path) -> IO[str]:
         file.close()
         raise UsageError(f"{path} is in use by a running rlgen; wait for it, or take another name") from error
     return file
+
+
+def _only_begun(path: Path) -> bool:
+    """Whether nothing is there but what a process left that was killed while it made the directory."""
+    made = ("checkpoints", "rollouts", "logs")
+    return all(
+        (entry.name in made and not any(entry.iterdir()))
+        or entry.name in (".lock", "recipe.yaml")
+        or entry.match(".?*.yaml.[0-9]*")
+        for entry in path.iterdir()
+    )
 
 
 def _step_of(line: str) -> int | None:

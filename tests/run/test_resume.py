@@ -16,6 +16,7 @@ from kills import ENGINES, KILLS, RECIPE, SAVE, Kill, Kills
 from rlgen.cli import prove
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
+from rlgen.run import directory as directory_module
 from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json
 
@@ -129,6 +130,33 @@ def test_what_is_beyond_the_resumed_step_is_kept_apart(tmp_path: Path, proof: Pr
     assert sorted(path.name for path in attempt.rglob("*")) == ["metrics.jsonl", "rlgen.log", "rollouts", "step_000003.jsonl"]
     assert [path.name for path in directory.path.rglob(".*")] == [".lock"]
     proof("metrics of steps 3 and, torn, 4 and rollouts of 3 were there; cut at 2")
+
+
+@pytest.mark.fault(63)
+def test_killed_while_the_directory_is_made_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    real, run, state = directory_module.write_text, tmp_path / "run", {"writes": 0, "last": 0}
+
+    def killed(path: Path, text: str) -> None:
+        state["writes"] += 1
+        if state["writes"] == state["last"]:
+            path.with_name(f".{path.name}.123").write_text(text[:1])
+            raise KeyboardInterrupt
+        real(path, text)
+
+    monkeypatch.setattr(directory_module, "write_text", killed)
+    for last in (1, 2):
+        state.update(writes=0, last=last)
+        with pytest.raises(KeyboardInterrupt):
+            RunDirectory.create(run, "recipe", "resolved")
+    state["last"] = 0
+    RunDirectory.create(run, "recipe", "resolved").close()
+    assert (run / "resolved.yaml").read_text() == "resolved"
+    for foreign in ("notes.txt", "checkpoints/step_000001", "status.json"):
+        other = tmp_path / foreign.replace("/", "_")
+        (other / foreign).mkdir(parents=True)
+        with pytest.raises(UsageError, match="already holds a run"):
+            RunDirectory.create(other, "recipe", "resolved")
+    proof("stopped in the first and in the second of two writes")
 
 
 def proven(monkeypatch: pytest.MonkeyPatch, folder: Path, reward: str) -> Path:
