@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test faults oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead clean
+.PHONY: help setup lint format type test faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -28,6 +28,9 @@ test: $(READY) ## all tests, real vLLM included
 
 faults: $(READY) ## produce every fault of tests/faults/cases.py, compare what is left, and print the table
 	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q --faults
+
+kills: $(READY) ## SIGKILL at 40 instants of a run, with vLLM in the process and on a server; each is resumed and compared
+	$(VENV)/python scripts/kills.py
 
 oracle: $(READY) ## compare all losses with TRL's own code, in value and gradient, and print the table
 	$(VENV)/python tests/oracle/matrix.py

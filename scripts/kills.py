@@ -25,7 +25,7 @@ from rlgen.run.compare import first_difference
 
 ROOT = Path(__file__).parent.parent
 KILLED = ROOT / "tests" / "run" / "killed.py"
-LIMIT = 240  # seconds for one run
+LIMIT = 400  # seconds for one run
 ORPHANS = 20  # seconds in which all processes of a killed run must have ended
 # Six steps, three checkpoints, of which two are kept: the last save removes the first one.
 RECIPE = """\

@@ -10,7 +10,7 @@ import typer
 
 import rlgen
 from rlgen.cli.output import echo, prepare
-from rlgen.errors import RecipeError, RlgenError, redacted
+from rlgen.errors import RecipeError, RlgenError, UsageError, redacted
 
 app = typer.Typer(
     name="rlgen",
@@ -67,8 +67,18 @@ def train(
     max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
     probe_max: Annotated[bool, typer.Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
+    prove_resume: Annotated[
+        bool, typer.Option("--prove-resume", help="Train a few steps, kill, resume, compare; beside the run, which is untouched.")
+    ] = False,
 ) -> None:
     """Train a model as the recipe says."""
+    if prove_resume:
+        from rlgen.cli.prove import prove_command
+
+        if resume or dry_run:
+            raise UsageError("--prove-resume makes runs of its own: leave --resume and --dry-run out")
+        prove_command(recipe, overrides or [], max_steps, run_dir)
+        return
     from rlgen.cli.train import train_command
 
     overrides = [*(overrides or []), *(["run.probe_max=true"] if probe_max else [])]

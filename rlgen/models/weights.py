@@ -78,13 +78,20 @@ def bits(model: PreTrainedModel, processes: Processes) -> str:
     Made to notice that weights are not the same to the last bit, after every step; not against somebody who wants to deceive.
     """
     trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    own = [part(tensor).reshape(-1).view(integers[tensor.itemsize]).sum(dtype=torch.int64) for tensor in trained.values()]
+    own = [bit_sum(part(tensor)) for tensor in trained.values()]
     sums = [torch.stack(own).cpu()] if own else []
     if any(isinstance(tensor, DTensor) for tensor in trained.values()):
         sums = processes.gather(sums)
     total = torch.stack(sums).sum(0).tolist() if sums else []
     return hashlib.sha256(repr(list(zip(trained, total, strict=True))).encode()).hexdigest()[:16]
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """A scalar, modulo 2^64. Two numbers of four bytes are read as one where rows are even: ten times as fast on the CPU."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = tensor.reshape(-1).view(integers[tensor.itemsize])
+    even = tensor.itemsize == 4 and tensor.dim() > 1 and tensor.shape[-1] % 2 == 0 and flat.storage_offset() % 2 == 0
+    return (flat.view(torch.int64) if even else flat).sum(dtype=torch.int64)
 
 
 def whole(tensor: Tensor) -> Tensor:

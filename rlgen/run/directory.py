@@ -68,8 +68,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         directory = cls(path, _lock(path))
         try:
-            # A dry run leaves resolved.yaml, and so does a start that a full disk ended.
-            if any(found.name != "resolved.yaml" and not found.name.startswith(".") for found in path.iterdir()):
+            if not _only_begun(path):
                 raise UsageError(
                     f"{path} already holds a run; go on with --resume, take another name with --set run.name=… or --run-dir, or"
                     " delete what it holds with --clean"
@@ -167,8 +166,9 @@ class RunDirectory:
         before = [path.name.removeprefix("attempt_") for path in self.logs.glob("attempt_*")]
         attempt = self.logs / f"attempt_{max([int(number) for number in before if number.isdecimal()], default=0) + 1}"
         attempt.mkdir()
-        for left in self.path.glob(".*.json*.*"):  # half-written by a process that was killed, see `write_text`
-            left.unlink()
+        for folder in (self.path, self.rollouts):
+            for left in folder.glob(".?*.?*.[0-9]*"):  # half-written by a process that was killed, see `write_text`
+                left.unlink()
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
         if self.metrics.exists():
@@ -309,6 +309,17 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _only_begun(path: Path) -> bool:
+    """Whether nothing is there but what a dry run leaves, or a start that was killed or that a full disk ended."""
+    empty = ("checkpoints", "rollouts", "logs")
+    return all(
+        found.name.startswith(".")
+        or found.name in ("recipe.yaml", "resolved.yaml")
+        or (found.name in empty and not any(found.iterdir()))
+        for found in path.iterdir()
+    )
 
 
 def _step_of(line: str) -> int | None:

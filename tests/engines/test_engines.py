@@ -48,6 +48,17 @@ def gap(policy: Policy, asked: list[Request], answers: list[Completion], tempera
     return max((torch.tensor(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
 
 
+def test_each_completion_is_told_of_once_when_it_is_finished(engine: Engine) -> None:
+    asked, sampling = requests(24), Sampling(max_tokens=30, temperature=1.0, stop_ids=(*STOPS, *range(100, 140)))
+    told: list[tuple[int, Completion]] = []
+    for _ in range(2):  # an engine numbers its requests over all calls
+        told.clear()
+        answers = engine.generate(asked, sampling, lambda place, completion: told.append((place, completion)))
+        assert dict(told) == dict(enumerate(answers)) and len(told) == len(asked)
+    lengths = [len(completion.token_ids) for _, completion in told]
+    assert min(lengths) < max(lengths) and [place for place, _ in told] != sorted(place for place, _ in told)  # not at the end
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_log_probs_are_the_trainers_at_the_sampling_temperature(engine: Engine, temperature: float) -> None:
     asked, policy = requests(24), Policy(tiny_model("qwen3"), torch.float32, True)

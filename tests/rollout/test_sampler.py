@@ -1,16 +1,21 @@
-"""Sampling ahead: which weights answer which prompts, what is dropped, and when the loop waits."""
+"""Sampling ahead: which weights answer which prompts, what is dropped, when the loop waits, and what a resumed run asks again."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 from conftest import read_jsonl
 
 from rlgen.cli.train import train_command
+from rlgen.engines.base import Facts, Finished, Settings
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
+from rlgen.processes import Processes
+from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
 from rlgen.trainers import build
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
@@ -24,24 +29,35 @@ class Scripted:
     def __init__(self, age: Callable[[int], int] = lambda place: 0) -> None:
         self.version, self.age = 0, age
         self.asked: list[tuple[int, ...]] = []  # prompt ids of each call
+        self.dies_after: int | None = None  # answers of a call
+        self.answers = 0
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         self.asked.append(tuple(request.prompt_ids[0] for request in requests[::SIZE]))
-        return [
-            Completion(
-                token_ids=(7, 257),
-                logp=(-1.0, -1.0),
-                finish_reason="stop",
-                weight_version=max(0, self.version - self.age(place)),
-                prompt_ids=request.prompt_ids,
+        answers = []
+        for place, request in enumerate(requests):
+            if len(answers) == self.dies_after:
+                raise EngineError("killed")
+            self.answers += 1
+            answers.append(
+                Completion(
+                    token_ids=(7, 257),
+                    logp=(-1.0, -0.1 * self.answers),  # never the same twice, as of an engine that is not deterministic
+                    finish_reason="stop",
+                    weight_version=max(0, self.version - self.age(place)),
+                    prompt_ids=request.prompt_ids,
+                )
             )
-            for place, request in enumerate(requests)
-        ]
+            if finished:
+                finished(place, answers[-1])
+        return answers
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> "Future[list[Completion]]":
+    def submit(
+        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+    ) -> "Future[list[Completion]]":
         answered: Future[list[Completion]] = Future()
         try:
-            answered.set_result(self.generate(requests, sampling))
+            answered.set_result(self.generate(requests, sampling, finished))
         except EngineError as error:
             answered.set_exception(error)
         return answered
@@ -52,17 +68,38 @@ def prompts_of(step: int) -> list[Prompt]:
     return [Prompt(position=at, row=at, text="", prompt_ids=(at,), columns={}) for at in positions]
 
 
-def sampler(engine: Scripted, ahead: bool, max_staleness: int = 1) -> Sampler:
+SAMPLING = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
+
+
+def facts(dtype: str = "float32") -> Facts:
+    settings = Settings(dtype=dtype, head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
+    return Facts(engine="e 1", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None)
+
+
+def journal(folder: Path, done: int = 0, weights: str = "w", dtype: str = "float32") -> tuple[Journal, list[str]]:
+    """Of an attempt that begins after step `done` with the weights w0, w1 and so on; and what it says."""
+    said: list[str] = []
+    opened = Journal.open(folder, done, Processes.alone(), facts(dtype), ["judge"], said.append)
+    opened.starts_from(done, f"{weights}{done}", ())
+    return opened, said
+
+
+def sampler(engine: Scripted, ahead: bool, max_staleness: int = 1, of: Journal | None = None, whole: bool = False) -> Sampler:
+    of = of or journal(Path(mkdtemp()))[0]
     return Sampler(
         engine=engine,  # type: ignore[arg-type]
         prompts_of=prompts_of,
-        sampling=Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,)),
+        sampling=SAMPLING,
         group_size=SIZE,
         run_seed=0,
         tokenizer=byte_tokenizer(),
         submit_to=engine.submit if ahead else None,
         max_staleness=max_staleness,
         in_flight=False,
+        journal=of,
+        journals=True,
+        all_or_none=whole,
+        say=of.say,
     )
 
 
@@ -75,6 +112,7 @@ def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
         assert all(sample.prompt_ids == (group.group_id,) for group in groups for sample in group.samples)
         found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
         taken.before_sync()
+        taken.journal.starts_from(step, f"w{step}", ())
         engine.version = step
     return found
 
@@ -124,7 +162,7 @@ def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> No
     taken = sampler(engine, ahead=True)
     generate = engine.generate
 
-    def failing(requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def failing(requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         raise EngineError("gone")
 
     engine.generate = failing  # type: ignore[method-assign]
@@ -156,3 +194,91 @@ def test_a_step_without_samples_trains_nothing_and_is_counted(
     assert (empty["updates/empty"], empty["updates/done"], third["updates/done"]) == (1, 0, 1)
     assert first["loss"] is not None and third["loss"] is not None and third["sampler/delta_max"] < 1e-4
     proof("all 16 samples of step 2 were too old: dropped, nothing trained, the run went on")
+
+
+def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list[list[Group]]:
+    """The groups of these steps; the engine takes the weights of each."""
+    found = []
+    for step in range(first, last + 1):
+        found.append(taken.groups(step)[0])
+        taken.before_sync()
+        taken.journal.starts_from(step, f"w{step}", ())
+        engine.version = step
+    return found
+
+
+def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path) -> None:
+    engine = Scripted()
+    before = train_until(engine, sampler(engine, ahead=False, of=journal(tmp_path)[0]), 1, 2)
+    engine.dies_after = 3  # of four answers of step 3
+    with pytest.raises(EngineError):
+        sampler(engine, ahead=False, of=journal(tmp_path, 2)[0]).groups(3)
+    engine.dies_after, engine.version, engine.asked = None, 1, []
+    opened, said = journal(tmp_path, 1)  # resumed from the checkpoint of step 1
+    after = train_until(engine, sampler(engine, ahead=False, of=opened), 2, 3)
+    assert after[0] == before[1] and engine.asked == [(7,)]  # of step 3 the last answer of the last prompt; nothing of step 2
+    assert [sample.sampler_logp[1] for group in after[1] for sample in group.samples] == pytest.approx([-0.9, -1.0, -1.1, -1.2])
+    assert said == []
+
+
+def test_where_neighbours_change_bits_all_are_asked_again_and_the_journal_wins(tmp_path: Path) -> None:
+    engine = Scripted()
+    engine.dies_after = 3
+    with pytest.raises(EngineError):
+        sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
+    engine.dies_after, engine.asked = None, []
+    groups, _ = sampler(engine, ahead=False, of=journal(tmp_path)[0], whole=True).groups(1)
+    assert engine.asked == [(2, 3)]
+    logp = [sample.sampler_logp[1] for group in groups for sample in group.samples]
+    assert logp == pytest.approx([-0.1, -0.2, -0.3, -0.7])  # the fourth of the second call
+    assert len((tmp_path / "step_000001.jsonl").read_text().splitlines()) == 2 + 4  # two starts, each answer once
+
+
+def test_ahead_the_answers_of_earlier_weights_come_from_the_journal(tmp_path: Path) -> None:
+    engine = Scripted()
+    whole = train_until(engine, sampler(engine, ahead=True, of=journal(tmp_path)[0]), 1, 4)
+    engine.version, engine.asked = 2, []
+    opened, said = journal(tmp_path, 2)
+    resumed = train_until(engine, sampler(engine, ahead=True, of=opened), 3, 5)
+    assert resumed[:2] == whole[2:] and engine.asked == [] and said == []  # of step 5 too: it had been sampled
+    assert {sample.weight_version for group in resumed[0] for sample in group.samples} == {1}
+
+
+def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> None:
+    engine = Scripted()
+    engine.version = 2
+    opened, said = journal(tmp_path, 2)
+    sampler(engine, ahead=True, of=opened).groups(3)
+    assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are not in it" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"weights": "other"}, "by other weights"),
+        ({"dtype": "bfloat16"}, "by an engine of another kind"),
+        ({"seed": 1}, "to other prompts, seeds or sampling settings"),
+        ({"temperature": 0.5}, "to other prompts, seeds or sampling settings"),
+    ],
+)
+def test_answers_to_something_else_are_sampled_anew_and_said(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    engine = Scripted()
+    (before,) = train_until(engine, sampler(engine, ahead=False, of=journal(tmp_path)[0]), 1, 1)
+    opened, said = journal(tmp_path, **{key: value for key, value in change.items() if key in ("weights", "dtype")})
+    taken = sampler(engine, ahead=False, of=opened)
+    taken.run_seed = change.get("seed", 0)
+    taken.sampling = replace(SAMPLING, temperature=change.get("temperature", 1.0))
+    engine.version, engine.asked = 0, []
+    after, _ = taken.groups(1)
+    assert engine.asked == [(2, 3)] and after != before
+    assert len(said) == 1 and f"4 of 4 answers of step 1 are {why}" in said[0]
+
+
+def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:
+    engine = Scripted()
+    sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text(path.read_text().replace("[7, 257]", "[7, 8]"))  # ended by a stop token that is not there
+    with pytest.raises(SentinelError) as caught:
+        sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
+    assert caught.value.fault is Fault.DROPPED_STOP_TOKEN

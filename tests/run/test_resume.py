@@ -1,104 +1,213 @@
-"""Killed and resumed, a run trains every position once and ends as the run that was never killed."""
+"""Killed and resumed, a run trains every position once and is the run that was never killed, to the last bit."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import read_jsonl
-from safetensors.torch import load_file
+from kills import ENGINES, KILLS, RECIPE, SAVE, Kill, Kills
 
+from rlgen.cli import prove
+from rlgen.cli.train import train_command
+from rlgen.errors import CheckpointError, UsageError
+from rlgen.run import directory as directory_module
+from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-STEPS = 12
-SETTINGS = ["--set", f"run.steps={STEPS}", "--set", "checkpoint={every: 3}"]
+Proof = Callable[[str], None]
+STEPS = 6
+ENGINE = ["--set", *ENGINES["transformers"]]
 
 
-def start_and_signal(recipe: Path, directory: Path, number: int, after_step: int) -> int:
-    """Runs until the metrics hold `after_step`, then sends the signal; the exit status."""
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory: pytest.TempPathFactory) -> Kills:
+    return Kills(tmp_path_factory.mktemp("kills"))
+
+
+FAST = [
+    Kill("transformers", "in mid-generation", "after:rlgen.rollout.journal:Journal.answered:5@4"),
+    Kill("transformers", "in mid-save", SAVE.format(at=0.6)),
+]
+
+
+@pytest.mark.fault(63, 71)
+@pytest.mark.parametrize("kill", FAST, ids=lambda kill: kill.words)
+def test_killed_and_resumed_is_undisturbed(kills: Kills, kill: Kill, proof: Proof) -> None:
+    """On the engine that starts fastest; the real vLLM is below."""
+    name = kill.words.replace(" ", "_")
+    outcome = kills(kill, name)
+    assert outcome.problem is None, outcome
+    proof(f"exit -9, {outcome.fired}; resumed and equal")
+    run = kills.folder / name
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    rows = [row for path in sorted((run / "rollouts").iterdir()) for row in read_jsonl(path)]
+    trained = [(row["group_id"], row["sample_index"]) for row in rows]
+    assert len(set(trained)) == len(trained) == STEPS * 16 and {group for group, _ in trained} == set(range(STEPS * 4))
+    # what belongs to steps after the checkpoint is kept apart
+    later = sorted(path.name for path in (run / "logs" / "attempt_1" / "rollouts").glob("step_*"))
+    assert later[0] == "step_000003.jsonl" and later[-1] == ("step_000003.jsonl" if "generation" in name else "step_000004.jsonl")
+    assert read_json(run / "status.json")["exit_code"] == 0 and len(read_json(run / "provenance.json")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.fault(63, 71)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("number", range(1, len(KILLS) + 1))
+def test_killed_at_one_of_40_instants(kills: Kills, number: int, proof: Proof) -> None:
+    kill = KILLS[number - 1]
+    outcome = kills(kill, f"kill{number:02}")
+    assert outcome.problem is None, outcome
+    proof(f"{kill.engine}: exit -9, {outcome.fired}; resumed and equal")
+
+
+def test_a_termination_saves_and_exits_75(rlgen: Run, recipe_file: Path) -> None:
+    directory, settings = recipe_file.parent / "run", [*ENGINE, "--set", "run.steps=12", "--set", "checkpoint={every: 3}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlgen", "train", str(recipe), "--run-dir", str(directory), *SETTINGS],
+        [sys.executable, "-m", "rlgen", "train", str(recipe_file), "--run-dir", str(directory), *settings],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     metrics = directory / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= after_step):
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(number)
-    return process.wait(timeout=60)
-
-
-def positions(directory: Path) -> list[tuple[int, int]]:
-    rows = [row for path in sorted((directory / "rollouts").iterdir()) for row in read_jsonl(path)]
-    return [(row["group_id"], row["sample_index"]) for row in rows]
-
-
-def without_times(directory: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_jsonl(directory / "metrics.jsonl")]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from conftest import RECIPE
-
-    folder = tmp_path_factory.mktemp("whole")
-    (folder / "recipe.yaml").write_text(RECIPE)
-    command = [sys.executable, "-m", "rlgen", "train", str(folder / "recipe.yaml"), "--run-dir", str(folder / "run"), *SETTINGS]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
-    return folder / "run"
-
-
-def test_kill_9_and_resume(rlgen: Run, recipe_file: Path, undisturbed: Path) -> None:
-    directory = recipe_file.parent / "run"
-    assert start_and_signal(recipe_file, directory, signal.SIGKILL, after_step=5) == -signal.SIGKILL
-    killed_after = len(read_jsonl(directory / "metrics.jsonl"))
-    assert 5 <= killed_after < STEPS
-    result = rlgen("train", recipe_file, "--run-dir", directory, "--resume", *SETTINGS)
-    assert result.returncode == 0, result.stderr
-    records = read_jsonl(directory / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    trained = positions(directory)
-    assert len(set(trained)) == len(trained) == STEPS * 16 and {group for group, _ in trained} == set(range(STEPS * 4))
-    # what was sampled after the last checkpoint was trained into weights that died: kept apart
-    archived = sorted(path.name for path in (directory / "logs" / "attempt_1" / "rollouts").iterdir())
-    assert archived and archived[0] >= "step_000004.jsonl"
-    assert len(read_json(directory / "provenance.json")) == 2
-    # the same run to the last bit
-    assert without_times(directory) == without_times(undisturbed)
-    last = f"checkpoints/step_{STEPS:06d}/model.safetensors"
-    ours, theirs = load_file(directory / last), load_file(undisturbed / last)
-    assert all((ours[name] == theirs[name]).all() for name in theirs)
-
-
-def test_a_termination_saves_and_exits_75(rlgen: Run, recipe_file: Path) -> None:
-    directory = recipe_file.parent / "run"
-    assert start_and_signal(recipe_file, directory, signal.SIGTERM, after_step=2) == 75
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
     status = read_json(directory / "status.json")
     done = status["step"]
-    assert (status["state"], status["exit_code"]) == ("stopped", 75) and 2 <= done < STEPS
+    assert (status["state"], status["exit_code"]) == ("stopped", 75) and 2 <= done < 12
     assert (directory / "checkpoints" / f"step_{done:06d}").is_dir()
-    result = rlgen("train", recipe_file, "--run-dir", directory, "--resume", *SETTINGS)
+    result = rlgen("train", recipe_file, "--run-dir", directory, "--resume", *settings)
     assert result.returncode == 0 and f"resuming after step {done}" in result.stdout
-    assert len(read_jsonl(directory / "metrics.jsonl")) == STEPS
+    assert len(read_jsonl(directory / "metrics.jsonl")) == 12
 
 
-def test_a_run_never_writes_into_anothers_directory(rlgen: Run, recipe_file: Path, undisturbed: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
-    taken = rlgen("train", recipe_file, "--run-dir", undisturbed)
+def test_a_run_never_writes_into_anothers_directory(rlgen: Run, kills: Kills, tmp_path: Path) -> None:
+    run, recipe = kills.undisturbed("transformers"), kills.recipe
+
+    def times() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = times()
+    taken = rlgen("train", recipe, "--run-dir", run)
     assert taken.returncode == 2 and "already holds a run; go on with --resume" in taken.stderr
-    other = rlgen("train", recipe_file, "--run-dir", undisturbed, "--resume", *SETTINGS, "--set", "run.seed=1")
-    assert other.returncode == 2 and "run.seed: 0 -> 1" in other.stderr
-    none = rlgen("train", recipe_file, "--run-dir", recipe_file.parent / "nothing", "--resume")
+    other = rlgen("train", recipe, "--run-dir", run, "--resume", *ENGINE, "--set", "run.seed=1")
+    assert other.returncode == 2 and "run.seed: 3 -> 1" in other.stderr
+    none = rlgen("train", recipe, "--run-dir", tmp_path / "nothing", "--resume")
     assert none.returncode == 2 and "holds no run to resume" in none.stderr
-    assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
-    done = rlgen("train", undisturbed / "recipe.yaml", "--run-dir", undisturbed, "--resume", *SETTINGS)
+    assert before == times()
+    done = rlgen("train", run / "recipe.yaml", "--run-dir", run, "--resume", *ENGINE)
     assert done.returncode == 0 and f"already complete, {STEPS} steps" in done.stdout
+
+
+@pytest.mark.fault(71)
+def test_what_is_beyond_the_resumed_step_is_kept_apart(tmp_path: Path, proof: Proof) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "", "")
+    (directory.logs / "attempt_7").mkdir()  # those before were deleted
+    (directory.logs / "rlgen.log").write_text("first")
+    for step in (1, 2, 3):
+        directory.write_metrics({"step": step})
+        directory.write_rollouts(step, [{"step": step}])
+    with directory.metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    (directory.path / ".status.json.123").write_text("{")  # killed between writing and renaming
+    (directory.rollouts / ".step_000004.jsonl.123").write_text("{")
+    directory.cut(2)
+    attempt = directory.logs / "attempt_8"
+    assert directory.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (attempt / "metrics.jsonl").read_text() == '{"step": 3}\n{"step": 4, "lo'
+    assert sorted(path.name for path in directory.rollouts.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert sorted(path.name for path in attempt.rglob("*")) == ["metrics.jsonl", "rlgen.log", "rollouts", "step_000003.jsonl"]
+    assert [path.name for path in directory.path.rglob(".*")] == [".lock"]
+    proof("metrics of steps 3 and, torn, 4 and rollouts of 3 were there; cut at 2")
+
+
+@pytest.mark.fault(63)
+def test_killed_while_the_directory_is_made_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    real, run, state = directory_module.write_text, tmp_path / "run", {"writes": 0, "last": 0}
+
+    def killed(path: Path, text: str) -> None:
+        state["writes"] += 1
+        if state["writes"] == state["last"]:
+            path.with_name(f".{path.name}.123").write_text(text[:1])
+            raise KeyboardInterrupt
+        real(path, text)
+
+    monkeypatch.setattr(directory_module, "write_text", killed)
+    for last in (1, 2):
+        state.update(writes=0, last=last)
+        with pytest.raises(KeyboardInterrupt):
+            RunDirectory.create(run, "recipe", "resolved")
+    state["last"] = 0
+    RunDirectory.create(run, "recipe", "resolved").close()
+    assert (run / "resolved.yaml").read_text() == "resolved"
+    for foreign in ("notes.txt", "checkpoints/step_000001", "status.json"):
+        other = tmp_path / foreign.replace("/", "_")
+        (other / foreign).mkdir(parents=True)
+        with pytest.raises(UsageError, match="already holds a run"):
+            RunDirectory.create(other, "recipe", "resolved")
+    proof("stopped in the first and in the second of two writes")
+
+
+def proven(monkeypatch: pytest.MonkeyPatch, folder: Path, reward: str) -> Path:
+    """Everything in this process; the run that is killed is one that ends before its last checkpoint."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("{use: exact_match}", '{use: "judge.py:judge"}'))
+    (folder / "judge.py").write_text(reward)
+
+    def run(words: list[str], log: Path) -> None:
+        place = Path(words[words.index("--run-dir") + 1])
+        settings = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+        steps = int(words[words.index("--max-steps") + 1])
+        train_command(recipe, settings, "--resume" in words, False, steps, place)
+
+    def kill(recipe: Path, settings: list[str], steps: int, every: int, parent: Path) -> str:
+        run(prove.command(recipe, settings, steps, parent / "killed"), parent / "log")
+        shutil.rmtree(parent / "killed" / "checkpoints" / "step_000004")
+        return "killed"
+
+    monkeypatch.setattr(prove, "run", run)
+    monkeypatch.setattr(prove, "kill", kill)
+    return recipe
+
+
+def test_prove_resume_says_yes_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = proven(monkeypatch, tmp_path, "def judge(completion_ids):\n    return len(completion_ids)\n")
+    prove.prove_command(recipe, ENGINES["transformers"], None, tmp_path / "mine")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("yes: killed, resumed, and equal to the undisturbed run")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["judge.py", "recipe.yaml"]
+
+
+def test_prove_resume_names_the_first_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recipe = proven(monkeypatch, tmp_path, "import os\n\ndef judge():\n    return os.urandom(1)[0] / 256\n")
+    with pytest.raises(
+        CheckpointError, match=r"rollouts/step_000001.jsonl, step 1, sample 0, rewards: .*judge.* Two undisturbed"
+    ):
+        prove.prove_command(recipe, ENGINES["transformers"], None, tmp_path / "mine")
+    (left,) = tmp_path.glob("mine.prove-resume-*")
+    assert (left / "undisturbed" / "metrics.jsonl").exists() and (left / "killed" / "metrics.jsonl").exists()
+    with pytest.raises(UsageError, match="2 steps or more"):
+        prove.prove_command(recipe, [], 1, None)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(63)
+def test_prove_resume_as_a_user_runs_it(rlgen: Run, recipe_file: Path, proof: Proof) -> None:
+    mine = recipe_file.parent / "mine"
+    result = rlgen("train", recipe_file, "--prove-resume", "--run-dir", mine, *ENGINE)
+    assert result.returncode == 0, result.stderr
+    assert "yes: killed in step 4 of 4, with" in result.stdout
+    assert not list(recipe_file.parent.glob("mine*"))
+    proof(result.stdout.splitlines()[-1])

@@ -1,0 +1,131 @@
+"""`rlgen train RECIPE --prove-resume`: is this recipe's run, killed and resumed here, the run that was never killed?"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from rlgen.errors import CheckpointError, UsageError
+from rlgen.recipe import LoadedRecipe, load_recipe
+
+STEPS = 4
+POLL = 0.002  # seconds between two looks at the journal
+TRIES = 3
+
+
+def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> None:
+    """Trains a few steps twice, the second time with a SIGKILL in the middle of one and `--resume`, and compares the two.
+
+    Raises:
+        UsageError: it has too few steps, or needs a launcher.
+        CheckpointError: the two differ, or one of them failed.
+    """
+    loaded = load_recipe(recipe, overrides)
+    steps = STEPS if max_steps is None else max_steps
+    every = max(1, steps // 2)
+    if steps < 2:
+        raise UsageError(f"--max-steps {steps}: a run that is killed after a checkpoint and goes on has 2 steps or more")
+    if (loaded.recipe.processes.count or 1) > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("--prove-resume starts one process: add --set processes.count=1")
+    beside = (run_dir or loaded.recipe.run_path).expanduser().resolve()
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{beside.name}.prove-resume-", dir=beside.parent))
+    settings = [*overrides, f"checkpoint.every={every}", *fitted(loaded, steps)]
+    try:
+        typer.echo(f"1 of 3: {steps} steps undisturbed, in {folder}")
+        run(command(recipe, settings, steps, folder / "undisturbed"), folder / "undisturbed.log")
+        killed = kill(recipe, settings, steps, every, folder)
+        typer.echo(f"2 of 3: {killed}")
+        typer.echo("3 of 3: resuming")
+        run([*command(recipe, settings, steps, folder / "killed"), "--resume"], folder / "resumed.log")
+        from rlgen.run.compare import first_difference
+
+        difference = first_difference(folder / "undisturbed", folder / "killed")
+        if difference is not None:
+            raise CheckpointError(
+                f"resume is not exact here: {difference} (undisturbed and resumed). {likely(loaded)} Both runs are in {folder}"
+            )
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder)
+    typer.echo(f"yes: {killed}, resumed, and equal to the undisturbed run to the last bit in metrics, rollouts and checkpoints")
+
+
+def command(recipe: Path, settings: Sequence[str], steps: int, directory: Path) -> list[str]:
+    words = [sys.executable, "-m", "rlgen", "train", str(recipe), "--run-dir", str(directory), "--max-steps", str(steps)]
+    return [*words, *(word for setting in settings for word in ("--set", setting))]
+
+
+def fitted(loaded: LoadedRecipe, steps: int) -> list[str]:
+    """Settings that do not fit into a run this short."""
+    return [f"optim.warmup_steps={steps - 1}"] if loaded.recipe.optim.warmup_steps >= steps else []
+
+
+def run(words: Sequence[str], log: Path) -> None:
+    """Raises CheckpointError."""
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if code:
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise CheckpointError(
+            f"--prove-resume: `rlgen train` ended with {code}: {said[-1] if said else 'nothing said'}; see {log}"
+        )
+
+
+def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path) -> str:
+    """Kills a run in the last step before its last checkpoint, as soon as the journal has an answer of it; says when.
+
+    Raises:
+        CheckpointError: it ended before it could be killed.
+    """
+    step = every * (steps // every) if steps // every > 1 else steps
+    for attempt in range(1, TRIES + 1):
+        directory = folder / "killed"
+        shutil.rmtree(directory, ignore_errors=True)
+        with (folder / f"killed_{attempt}.log").open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(command(recipe, settings, steps, directory), stdout=file, stderr=subprocess.STDOUT)
+            try:
+                journal = directory / "journal" / f"step_{step:06d}.jsonl"
+                while process.poll() is None and not answers(journal):
+                    time.sleep(POLL)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        if process.returncode == -signal.SIGKILL:
+            return f"killed in step {step} of {steps}, with {answers(journal)} of its answers in the journal"
+        if process.returncode:
+            break
+    raise CheckpointError(f"--prove-resume: the run ended with {process.returncode} before it could be killed; see {file.name}")
+
+
+def answers(journal: Path) -> int:
+    """How many answers the journal of a step has."""
+    try:
+        return journal.read_bytes().count(b'"kind": "answer"')
+    except FileNotFoundError:
+        return 0
+
+
+def likely(loaded: LoadedRecipe) -> str:
+    """What is known to make two runs of one recipe differ."""
+    if loaded.recipe.engine.kind == "server" and loaded.recipe.engine.in_flight:
+        return "engine.in_flight changes weights under answers, when is a matter of time."
+    return (
+        "Two undisturbed runs differ too where a reward or a GPU kernel is not a function of its input: compare two of them with"
+        " other --run-dir."
+    )

@@ -1,0 +1,180 @@
+"""The journal: exact to the last bit, without half a line, no longer than it is needed."""
+
+import json
+import math
+import random
+import struct
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_sample, tiny_model
+
+from rlgen.engines.base import Facts, Settings
+from rlgen.errors import CheckpointError
+from rlgen.models.weights import bits
+from rlgen.processes import Processes
+from rlgen.rollout.journal import Journal, whole_lines
+from rlgen.types import Completion, Group, Prompt, Request, Sampling
+
+SAMPLING = Sampling(max_tokens=64, temperature=0.7, stop_ids=(257,))
+REQUEST = Request(prompt_ids=(1, 2), seed=5)
+
+
+SETTINGS = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
+FACTS = Facts(engine="e 1", model="m", revision=None, settings=SETTINGS, stop_ids=(), max_model_len=None, cache_block=None)
+
+
+def opened(folder: Path, rank: int = 0, judge: str = "judge") -> Journal:
+    """Of a run that begins."""
+    journal = Journal.open(folder, 0, Processes.alone(), FACTS, [judge], print)
+    journal.rank = rank
+    journal.starts_from(0, "w0", ())
+    return journal
+
+
+def completion(logp: tuple[float, ...]) -> Completion:
+    ids = tuple(range(len(logp)))
+    return Completion(token_ids=ids, logp=logp, finish_reason="length", weight_version=0, prompt_ids=(1, 2), cached_tokens=3)
+
+
+def found(journal: Journal, group: int = 0, step: int = 1, request: Request = REQUEST) -> dict[int, Completion]:
+    return journal.found(step, [(group, 0)], [request], SAMPLING, oldest=0)
+
+
+def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    singles = [struct.unpack("f", struct.pack("I", rng.getrandbits(32)))[0] for _ in range(20000)]
+    doubles = [struct.unpack("d", struct.pack("Q", rng.getrandbits(64)))[0] for _ in range(20000)]
+    values = tuple(value for value in (*singles, *doubles, -0.0, 5e-324, -1.17549435e-38) if math.isfinite(value))
+    written = completion(values)
+    opened(tmp_path).answered(1, 0, 0, REQUEST, SAMPLING, written)
+    back = found(opened(tmp_path))[0]
+    assert back == written and isinstance(back.token_ids, tuple)
+    assert struct.pack(f"{len(values)}d", *back.logp) == struct.pack(f"{len(values)}d", *values)
+    assert torch.equal(torch.tensor(back.logp).view(torch.int32), torch.tensor(values).view(torch.int32))
+
+
+@pytest.mark.fault(63)
+def test_half_a_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, proof) -> None:  # type: ignore[no-untyped-def]
+    journal = opened(tmp_path)
+    for group in range(3):
+        journal.answered(1, group, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    path = tmp_path / "step_000001.jsonl"
+    whole = path.read_bytes()
+    for cut in (len(whole) - 1, len(whole) - 40):  # without its line break the last line is whole still
+        path.write_bytes(whole[:cut])
+        again = opened(tmp_path)
+        assert [bool(found(again, group)) for group in range(3)] == [True, True, cut == len(whole) - 1]
+        again.answered(1, 2, 0, REQUEST, SAMPLING, completion((-2.0,)))
+        third = opened(tmp_path)
+        assert [bool(found(third, group)) for group in range(3)] == [True, True, True]
+    proof("the last line was cut off 1 and 40 bytes before its end")
+
+
+def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+
+    def write(group: int) -> None:
+        for _ in range(50):
+            journal.answered(1, group, 0, REQUEST, SAMPLING, completion((-0.5,) * 200))
+
+    threads = [threading.Thread(target=write, args=(group,)) for group in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(list(whole_lines(tmp_path / "step_000001.jsonl"))) == 1 + 8 * 50
+
+
+def test_another_number_of_processes_finds_all_by_group(tmp_path: Path) -> None:
+    for rank in range(3):
+        opened(tmp_path, rank=rank).answered(1, rank, 0, REQUEST, SAMPLING, completion((-float(rank),)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_000001.jsonl",
+        "step_000001.rank1.jsonl",
+        "step_000001.rank2.jsonl",
+    ]
+    alone = opened(tmp_path)
+    assert [found(alone, group)[0].logp for group in range(3)] == [(-0.0,), (-1.0,), (-2.0,)]
+
+
+def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    for step in range(1, 8):
+        journal.answered(step, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    (tmp_path / "notes.txt").write_text("somebody's")
+    journal.drop(0, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *(f"step_00000{n}.jsonl" for n in (5, 6, 7))]
+    journal.distrust(6)  # the sentinel has caught the engine in step 6
+    journal.answered(7, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))  # one that was under way
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_000005.jsonl"]
+
+
+def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.starts_from(1, "w1", [0.25])
+    journal.starts_from(2, "w2", [0.25, 0.5])
+    for weights, gaps, known in (("w2", [0.25, 0.5], {1: "w1", 2: "w2"}), ("other", (), {2: "other"})):
+        resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
+        assert resumed.starts_from(2, weights, ()) == gaps and resumed.weights == known
+
+
+def group_of(*ids: int) -> Group:
+    prompt = Prompt(position=3, row=3, text="", prompt_ids=(5, 6), columns={})
+    samples = tuple(make_sample(group_id=3, sample_index=at, completion_ids=(one, 259)) for at, one in enumerate(ids))
+    return Group(group_id=3, prompt=prompt, samples=samples)
+
+
+def rewarded(groups: list[Group]) -> list[Group]:
+    return [
+        replace(group, samples=tuple(replace(s, rewards={"a": 1 / 3, "b": None}, reward=1 / 3) for s in group.samples))
+        for group in groups
+    ]
+
+
+def test_rewards_are_those_that_were_given(tmp_path: Path) -> None:
+    first = opened(tmp_path).score(1, [group_of(7, 8)], rewarded)
+
+    def never(groups: list[Group]) -> list[Group]:
+        raise AssertionError("scored again")
+
+    assert opened(tmp_path).score(1, [group_of(7, 8)], never) == first == rewarded([group_of(7, 8)])
+    for other in (
+        lambda: opened(tmp_path).score(1, [group_of(7, 9)], never),  # a neighbour is another one
+        lambda: opened(tmp_path, judge="edited").score(1, [group_of(7, 8)], never),
+        lambda: opened(tmp_path).score(2, [group_of(7, 8)], never),
+    ):
+        with pytest.raises(AssertionError, match="scored again"):
+            other()
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.folder = tmp_path / "gone"
+    with pytest.raises(CheckpointError, match=r"gone/step_000001.jsonl cannot be written: .*free space or change run.dir"):
+        journal.answered(1, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+
+
+def test_a_digest_of_weights_sees_the_last_bit() -> None:
+    model, alone = tiny_model("qwen3"), Processes.alone()
+    before = bits(model, alone)
+    assert bits(model, alone) == before == bits(tiny_model("qwen3"), alone)
+    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    with torch.no_grad():
+        weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(9.0))
+    assert bits(model, alone) != before
+
+
+def test_a_line_is_plain_json(tmp_path: Path) -> None:
+    opened(tmp_path).answered(1, 4, 0, REQUEST, SAMPLING, completion((-0.1,)))
+    line = json.loads((tmp_path / "step_000001.jsonl").read_text().splitlines()[1])
+    assert (line["kind"], line["group_id"], line["logp"], line["weight_version"], line["weights"]) == (
+        "answer",
+        4,
+        [-0.1],
+        0,
+        "w0",
+    )

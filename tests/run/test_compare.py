@@ -1,0 +1,111 @@
+"""Two run directories: the same run, or the first thing that differs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlgen.run.compare import first_difference
+
+STATE = {"step": 2, "position": 8, "schedule": {"_last_lr": [0.1]}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four steps, as little as there can be of each."""
+    run = tmp_path / "left"
+    state = run / "checkpoints" / "step_000002" / "state"
+    state.mkdir(parents=True)
+    (run / "rollouts").mkdir()
+    lines = [{"step": step, "loss": 0.5 * step, "grad_norm": float("nan"), "time/step": 1.0} for step in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in range(1, 5):
+        rows = [{"group_id": step, "sampler_logp": [-0.1, -0.2], "reward": None, "cached_tokens": 0} for _ in range(2)]
+        (run / "rollouts" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_file({"w": torch.tensor([1.0, -0.0, float("nan")]), "n": torch.tensor(3.0)}, state.parent / "model.safetensors")
+    save_file({"torch": torch.arange(4, dtype=torch.uint8)}, state / "random.safetensors")
+    (state / "state.json").write_text(json.dumps(STATE))
+    return run
+
+
+def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        text = (run / name).read_text()
+        assert before in text
+        (run / name).write_text(text.replace(before, after))
+
+    return change
+
+
+def tensor(name: str, key: str, place: int, value: float) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        tensors = load_file(run / name)
+        flat = tensors[key].clone().reshape(-1)
+        flat[place] = value
+        save_file({**tensors, key: flat.reshape(tensors[key].shape)}, run / name)
+
+    return change
+
+
+CHECKPOINT = "checkpoints/step_000002"
+CHANGES = {
+    "metrics": (
+        edit("metrics.jsonl", '"loss": 1.5', '"loss": 1.5000000000000002'),
+        "metrics.jsonl, step 3, loss: 1.5 and 1.50000",
+    ),
+    "a metric more": (
+        edit("metrics.jsonl", '"loss": 1.0', '"loss": 1.0, "new": 1'),
+        "metrics.jsonl, step 2, new: '(not there)' and 1",
+    ),
+    "a step twice": (
+        lambda run: (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + '{"step": 4, "loss": 2.0}\n'),
+        "metrics.jsonl, step 4, grad_norm: nan and '(not there)'",
+    ),
+    "a rollout": (
+        edit("rollouts/step_000002.jsonl", "-0.2", "-0.20000000000000004"),
+        "step_000002.jsonl, step 2, sample 0, sampler_logp",
+    ),
+    "no rollouts": (lambda run: (run / "rollouts/step_000001.jsonl").unlink(), "step_000001.jsonl, step 1, sample 0, all of it"),
+    "0 for none": (
+        edit("rollouts/step_000004.jsonl", "null", "0.0"),
+        "step_000004.jsonl, step 4, sample 0, reward: None and 0.0",
+    ),
+    "the sign of zero": (
+        tensor(f"{CHECKPOINT}/model.safetensors", "w", 1, 0.0),
+        "model.safetensors, step 2, w[1] (1 of 3 differ): -0.0 and 0.0",
+    ),
+    "a scalar": (
+        tensor(f"{CHECKPOINT}/model.safetensors", "n", 0, 4.0),
+        "model.safetensors, step 2, n[0] (1 of 1 differ): 3.0 and 4.0",
+    ),
+    "random states": (tensor(f"{CHECKPOINT}/state/random.safetensors", "torch", 3, 9), "random.safetensors, step 2, torch[3]"),
+    "schedule": (edit(f"{CHECKPOINT}/state/state.json", "0.1", "0.2"), "state.json, step 2, schedule: {'_last_lr': [0.1]} and"),
+    "no checkpoint": (
+        lambda run: shutil.rmtree(run / CHECKPOINT),
+        "step_000002/model.safetensors, step 2, file: 'there' and '(not there)'",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_first_difference_is_named(run: Path, change: str) -> None:
+    make, said = CHANGES[change]
+    other = shutil.copytree(run, run.parent / "right")
+    assert first_difference(run, other) is None
+    make(other)
+    assert said in str(first_difference(run, other))
+
+
+def test_times_and_caches_are_no_difference_and_the_earliest_step_comes_first(run: Path) -> None:
+    other = shutil.copytree(run, run.parent / "right")
+    edit("metrics.jsonl", '"time/step": 1.0', '"time/step": 2.0, "time/save": 1.0')(other)
+    edit("rollouts/step_000003.jsonl", '"cached_tokens": 0', '"cached_tokens": 128')(other)
+    assert first_difference(run, other) is None
+    edit("rollouts/step_000004.jsonl", "-0.1", "-0.3")(other)
+    edit("metrics.jsonl", '"loss": 1.5', '"loss": 1.6')(other)
+    difference = first_difference(run, other)
+    assert difference is not None and (difference.step, difference.key) == (3, "loss")
