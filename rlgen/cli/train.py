@@ -157,7 +157,7 @@ def train(loaded: LoadedRecipe, directory: RunDirectory, resume: bool, processes
         code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
         message = str(error) or ("stopped at once; --resume goes on from the last checkpoint" if code == 130 else "")
-        if is_main:
+        if processes is None or processes.speaks_last():
             directory.write_status(state, int(directory.status().get("step", 0)), steps, code, message)
         raise
     finally:
@@ -215,7 +215,8 @@ def run(recipe: Recipe, directory: RunDirectory, resume: bool, launched: "Proces
         except StopNow:
             raise Stopped(f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume") from None
         try:
-            trainer.run(done, stop)
+            with processes.said_once():  # before all that is closed
+                trainer.run(done, stop)
         finally:
             trainer.close()
         console.say(f"done: {directory.path}")
