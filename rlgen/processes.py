@@ -7,6 +7,8 @@ the order, such as a verdict or a request to stop, is gathered first. Work that 
 
 import json
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +26,7 @@ from rlgen.errors import ProcessError, RlgenError, SentinelError
 
 T = TypeVar("T")
 PATIENCE = 2.0  # seconds that a process looks for another one's last words
+HANGING = 8.0  # seconds that a process has to end when the others do
 COUNT, FIRST = "failures", "first_failure"  # keys of the store
 # What torch's backends say when a process has gone away or does not answer.
 LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout", "Socket", "NCCL")
@@ -68,6 +72,7 @@ class Processes:
             store = dist.PrefixStore("rlgen", shared)
             dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=within)
             group = dist.new_group(backend="gloo", timeout=within)
+            store.set(f"process_{rank}", json.dumps([socket.gethostname(), os.getpid(), psutil.Process().create_time()]))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ProcessError(f"process {rank} of {world} did not find the others within {timeout:g} s: {error}") from error
         return cls(rank=rank, world=world, device=device, timeout=timeout, group=group, store=store)
@@ -78,12 +83,22 @@ class Processes:
         return self.rank == 0
 
     def gather(self, items: Sequence[T]) -> list[T]:
-        """The items of all processes, in order of rank. They are pickled."""
+        """The items of all processes, in order of rank. They are pickled.
+
+        Raises:
+            ProcessError: the processes have come here from different places: they no longer make the same calls.
+        """
         if self.world == 1:
             return list(items)
-        lists: list[Any] = [None] * self.world
-        dist.all_gather_object(lists, list(items), group=self.group)
-        return [item for of_rank in lists for item in of_rank]
+        sent: list[Any] = [None] * self.world
+        dist.all_gather_object(sent, (caller(), list(items)), group=self.group)
+        if len({place for place, _ in sent}) > 1:
+            ways = ", ".join(f"process {rank} at {place}" for rank, (place, _) in enumerate(sent))
+            raise ProcessError(
+                f"the processes have gone different ways ({ways}): something decides by rank, or differs from machine to machine."
+                " Nothing more was trained; if all run the same rlgen on the same recipe, this is a bug in rlgen"
+            )
+        return [item for _, of_rank in sent for item in of_rank]
 
     def together(self, work: Callable[[], T], talks: bool = False) -> list[T]:
         """Runs `work` in every process: all results in order of rank, or in every process the first one's error.
@@ -170,15 +185,17 @@ class Processes:
         """What this process ends with, for an error that ended its work: of several processes one prints it.
 
         A process that another one has left has an error of the network. The reason is what the first one to fail left in the
-        store; one that was killed left nothing.
+        store; one that was killed left nothing. One that hangs is killed: it may be deaf to signals, and its launcher patient.
         """
-        if self.store is None or getattr(error, "told", False):
+        if self.store is None or getattr(error, "told", False) or getattr(error, "said", False):
             return error
         try:
+            self.store.set(f"ended_{self.rank}", "")
             if lost(error):
                 first = self._first_failure()
                 if first is not None:
                     return told_by(first["rank"], first["message"], first["exit_code"])
+                self._end_the_silent()
                 ended = ProcessError(
                     f"another process was killed or did not answer for {self.timeout:g} s (processes.timeout);"
                     " logs/ has what each wrote last"
@@ -189,6 +206,7 @@ class Processes:
                 code = error.exit_code if isinstance(error, RlgenError) else 70
                 said = {"rank": self.rank, "message": str(error) or type(error).__name__, "exit_code": code}
                 self.store.set(FIRST, json.dumps(said))
+                error.said = True  # type: ignore[attr-defined]
             else:
                 error.told = True  # type: ignore[attr-defined]
         except RuntimeError:  # the store went with the process that kept it
@@ -204,6 +222,41 @@ class Processes:
             time.sleep(0.05)
         first: dict[str, Any] = json.loads(self.store.get(FIRST))
         return first
+
+    def _end_the_silent(self) -> None:
+        """Kills the processes of this machine that neither end nor say anything. Whatever they are at is lost already."""
+        assert self.store is not None
+        deadline = time.monotonic() + HANGING
+        for rank in set(range(self.world)) - {self.rank}:
+            process = self._process(rank)
+            while process is not None and not self.store.check([f"ended_{rank}"]) and alive(process):
+                if time.monotonic() > deadline:
+                    process.kill()  # psutil has made sure that it is still the same one
+                    process = None
+                time.sleep(0.1)
+
+    def _process(self, rank: int) -> psutil.Process | None:
+        """None: it is on another machine, or gone."""
+        if self.store is None or not self.store.check([f"process_{rank}"]):
+            return None
+        host, pid, created = json.loads(self.store.get(f"process_{rank}"))
+        try:
+            process = psutil.Process(pid) if host == socket.gethostname() else None
+            return process if process is not None and process.create_time() == created else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def speaks_last(self) -> bool:
+        """Whether this one writes how the run ended: the main process, or another one of its machine when that is gone."""
+        if self.is_main or self.store is None:
+            return self.is_main
+        try:
+            if not self.store.check(["process_0"]) or json.loads(self.store.get("process_0"))[0] != socket.gethostname():
+                return False
+            main = self._process(0)
+            return main is None or not alive(main)
+        except RuntimeError:  # the store went with the process that kept it
+            return False
 
     def close(self) -> None:
         """After the last call. vLLM may have closed torch's groups with its engine."""
@@ -234,6 +287,21 @@ class Seat:
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This engine's part of the items: neighbours, in order, as many as for any other engine or one more."""
         return items[len(items) * self.engine // self.engines : len(items) * (self.engine + 1) // self.engines]
+
+
+def caller() -> str:
+    """The line outside of this file that called: "trainers/loop.py:75"."""
+    frame = sys._getframe()
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno}"
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def told_by(rank: int, message: str, exit_code: int) -> ProcessError:

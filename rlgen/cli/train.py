@@ -185,7 +185,7 @@ def train(loaded: LoadedRecipe, directory: RunDirectory, again: Again, processes
         code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
         message = str(error) or ("stopped at once; --resume goes on from the last checkpoint" if code == 130 else "")
-        if is_main:
+        if processes is None or processes.speaks_last():
             with suppress(CheckpointError):  # a disk too full for this is what `error` says already
                 directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(message))
         raise
@@ -241,7 +241,8 @@ def run(recipe: Recipe, directory: RunDirectory, again: Again, launched: "Proces
         except StopNow:
             raise Stopped(f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume") from None
         try:
-            trainer.run(start, stop)
+            with processes.said_once():  # before all that is closed
+                trainer.run(start, stop)
         finally:
             trainer.close()
         console.say(f"done: {directory.path}")

@@ -1,10 +1,13 @@
 """`rlgen` with a fault in one of its processes: faulty.py FAULT train RECIPE …"""
 
+import ctypes
 import os
 import sys
+import time
 
 from rlgen.cli.app import main
 from rlgen.engines.transformers import TransformersEngine
+from rlgen.run.signals import StopRequest
 from rlgen.trainers.update import Updater
 
 
@@ -32,8 +35,52 @@ def one_backward_fails() -> None:
     Updater._run = failing  # type: ignore[method-assign]
 
 
+def one_hangs_in_c() -> None:
+    """Holding Python's lock: no signal handler of Python runs, no thread."""
+    run = Updater._run
+
+    def hanging(updater, window, update):  # type: ignore[no-untyped-def]
+        ctypes.PyDLL(None).sleep(1000)
+        return run(updater, window, update)
+
+    Updater._run = hanging  # type: ignore[method-assign]
+
+
+def one_skips_a_step() -> None:
+    """It trains nothing and goes on: the others wait for its gradient."""
+    Updater.__call__ = lambda updater, window, step: {}  # type: ignore[method-assign]
+
+
+def one_goes_another_way() -> None:
+    """It does not ask whether the others stop."""
+    StopRequest.check = lambda stop, processes, before_step=False: None  # type: ignore[method-assign]
+
+
+def one_sleeps() -> None:
+    run = Updater._run
+
+    def sleeping(updater, window, update):  # type: ignore[no-untyped-def]
+        time.sleep(1000)
+        return run(updater, window, update)
+
+    Updater._run = sleeping  # type: ignore[method-assign]
+
+
+def one_fails_the_first_time() -> None:
+    """In step 3 of the first attempt that its launcher makes."""
+    run, steps = Updater.__call__, []
+
+    def failing(updater, window, step):  # type: ignore[no-untyped-def]
+        steps.append(step)
+        if step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), 9)
+        return run(updater, window, step)
+
+    Updater.__call__ = failing  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     fault = sys.argv.pop(1)
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == os.environ.get("FAULTY_RANK", "1"):
         globals()[fault]()
     main()

@@ -29,6 +29,7 @@ PATHS = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATHS}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 PRECISE = 1e-5  # relative
+Proof = Callable[[str], None]
 # Completions whose rewards differ, so that every step has something to learn from.
 RECIPE = """\
 run: {name: test, steps: 2}
@@ -201,10 +202,12 @@ def ended_badly(ended: subprocess.CompletedProcess[str], directory: Path, code: 
     assert ended.returncode != 0
 
 
-def test_the_reward_of_one_process_fails(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.fault(75)
+def test_the_reward_of_one_process_fails(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     options = ["--run-dir", tmp_path / "run", "--set", "rewards=[{use: 'spread.py:fails_in_process_1'}]"]
     ended = launch("-m", "rlgen", "train", recipe, *options)
     ended_badly(ended, tmp_path / "run", 5, "process 1: reward fails_in_process_1, prompt at position 2, sample 0: Zero")
+    proof("a reward that divides by zero in process 1 of 2")
 
 
 def test_one_engine_of_two_is_wrong(recipe: Path, tmp_path: Path) -> None:
@@ -212,8 +215,9 @@ def test_one_engine_of_two_is_wrong(recipe: Path, tmp_path: Path) -> None:
     ended_badly(ended, tmp_path / "run", 6, "stale_tensor: the engine computes with earlier values of model.layers.1.mlp.up_proj")
 
 
+@pytest.mark.fault(75)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, strategy: str) -> None:
+def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: Proof, strategy: str) -> None:
     options = ["--run-dir", tmp_path / "run", "--set", f"processes.strategy={strategy}"]
     began = time.monotonic()
     ended = launch(HERE / "faulty.py", "one_backward_fails", "train", recipe, *options)
@@ -221,6 +225,7 @@ def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, strateg
     assert status["exit_code"] == 70 and "process 1 failed: " in status["message"], status
     assert "no memory after" in status["message"] and ended.stderr.count("error: ") == 1, ended.stderr[-3000:]
     assert time.monotonic() - began < 60, "long before the others' patience ends"
+    proof(f"MemoryError in a backward pass of process 1 of 2, {strategy}")
 
 
 @pytest.mark.fault(45, 46)
@@ -268,6 +273,11 @@ class Running:
         while not (directory / "metrics.jsonl").exists():
             assert self.launcher.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
+        self.processes = psutil.Process(self.launcher.pid).children()
+        self.pids = [self.process(rank).pid for rank in range(2)]
+
+    def left(self) -> list[psutil.Process]:
+        return psutil.wait_procs(self.processes, timeout=1)[1]
 
     def process(self, rank: int) -> psutil.Process:
         workers = psutil.Process(self.launcher.pid).children()
@@ -278,32 +288,111 @@ class Running:
         return subprocess.CompletedProcess(self.launcher.args, self.launcher.returncode, out, err)
 
 
-@pytest.mark.parametrize("engine", ["{kind: transformers}", "{kind: colocated, tensor_parallel_size: 2}"])
-def test_a_killed_process_ends_the_others(recipe: Path, tmp_path: Path, engine: str) -> None:
+@pytest.mark.fault(75)
+@pytest.mark.parametrize(
+    ("engine", "rank"), [("{kind: transformers}", 0), ("{kind: colocated, tensor_parallel_size: 2}", 1)], ids=["main", "other"]
+)
+def test_a_killed_process_ends_the_others(recipe: Path, tmp_path: Path, proof: Proof, engine: str, rank: int) -> None:
+    """The main one too: then another one writes the status."""
     running = Running(recipe, tmp_path / "run", "--set", f"engine={engine}")
-    running.process(1).kill()
-    ended_badly(running.end(timeout=30), tmp_path / "run", 9, "another process was killed or did not answer")
+    running.process(rank).kill()
+    ended = running.end(timeout=30)
+    assert f"Signal 9 (SIGKILL) received by PID {running.pids[rank]}" in ended.stderr
+    ended_badly(ended, tmp_path / "run", 9, "another process was killed or did not answer")
+    assert not running.left()
+    proof(f"SIGKILL to process {rank} of 2, told by torchrun")
 
 
-def test_a_process_that_hangs_ends_all_within_the_timeout(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.fault(75)
+def test_a_process_that_hangs_ends_all_within_the_timeout(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+    """Stopped, it hears no SIGTERM: its launcher would wait 30 seconds for it."""
     running = Running(recipe, tmp_path / "run", "--set", "processes.timeout=4")
     running.process(1).suspend()
     began = time.monotonic()
-    while read_json(tmp_path / "run" / "status.json")["state"] == "running":
-        assert time.monotonic() - began < 15
-        time.sleep(0.1)
-    running.process(1).kill()  # its launcher would wait 30 seconds for it
     ended_badly(running.end(timeout=30), tmp_path / "run", 9, "did not answer for 4 s (processes.timeout)")
+    assert 4 < time.monotonic() - began < 4 + 15 and not running.left()
+    proof(f"SIGSTOP to process 1 of 2; all gone after {time.monotonic() - began:.0f} s with a timeout of 4 s")
 
 
-def test_a_stop_asked_of_one_process_is_a_stop_of_all(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.fault(75)
+@pytest.mark.parametrize(("fault", "rank"), [("one_hangs_in_c", "0"), ("one_hangs_in_c", "1"), ("one_sleeps", "1")])
+def test_a_process_that_is_deaf_is_ended(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof, fault: str, rank: str
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", rank)
+    began = time.monotonic()
+    ended = launch(
+        HERE / "faulty.py", fault, "train", recipe, "--run-dir", tmp_path / "run", "--set", "processes.timeout=5", timeout=90
+    )
+    ended_badly(ended, tmp_path / "run", 9, "did not answer for 5 s (processes.timeout)")
+    proof(f"{fault} in process {rank} of 2; all gone after {time.monotonic() - began:.0f} s, starts included")
+
+
+@pytest.mark.fault(76)
+def test_processes_that_go_different_ways_are_told_apart(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+    ended = launch(HERE / "faulty.py", "one_goes_another_way", "train", recipe, "--run-dir", tmp_path / "run", timeout=60)
+    ended_badly(ended, tmp_path / "run", 9, "the processes have gone different ways (process 0 at run/signals.py:")
+    proof("process 1 of 2 leaves out a question that process 0 asks: found at the next one")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(76)
+def test_a_process_that_skips_a_step_ends_all_in_time(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+    began = time.monotonic()
+    ended = launch(
+        HERE / "faulty.py", "one_skips_a_step", "train", recipe, "--run-dir", tmp_path / "run", "--set", "processes.timeout=5"
+    )
+    status = read_json(tmp_path / "run" / "status.json")
+    assert ended.returncode != 0 and (status["state"], status["step"]) == ("failed", 0), ended.stderr[-3000:]
+    assert status["exit_code"] == 9 and time.monotonic() - began < 60
+    proof("process 1 of 2 adds no gradient: ended by the timeout of 5 s")
+
+
+@pytest.mark.fault(78)
+def test_without_their_launcher_the_processes_stop(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     running = Running(recipe, tmp_path / "run")
-    running.process(1).send_signal(signal.SIGTERM)
+    running.launcher.kill()
+    running.launcher.communicate(timeout=30)
+    assert psutil.wait_procs(running.processes, timeout=20)[1] == [], "it ended, and they did not"
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["exit_code"]) == ("stopped", 75) and "because its launcher is gone" in status["message"]
+    assert (tmp_path / "run" / "checkpoints" / f"step_{status['step']:06d}").is_dir()
+    proof("SIGKILL to torchrun")
+
+
+@pytest.mark.fault(79)
+def test_what_a_launcher_starts_again_goes_on(recipe: Path, tmp_path: Path, chain: dict[str, Path], proof: Proof) -> None:
+    again = [*TORCHRUN, "--max-restarts=1"]
+    command = [HERE / "faulty.py", "one_fails_the_first_time", "train", recipe, "--run-dir", tmp_path / "run", "--max-steps", "4"]
+    ended = launch(*command, launcher=again)
+    assert ended.returncode == 0 and "resuming after step 2" in ended.stdout, ended.stderr[-3000:]
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    ours, theirs = weights(tmp_path / "run", 4), weights(chain["whole"], 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "to the last bit"
+    attempts = read_json(tmp_path / "run" / "provenance.json")
+    assert [attempt["from_step"] for attempt in attempts] == [0, 2]
+    logs = tmp_path / "run" / "logs"
+    for folder in (logs, logs / "attempt_1"):
+        assert {"rlgen.log", "rlgen.rank1.log"} <= {path.name for path in folder.iterdir()}
+    # A run that this launch has not begun is not taken for its own.
+    taken = launch(*command, launcher=again)
+    assert taken.returncode != 0 and taken.stderr.count("already holds a run; go on with --resume") == 2
+    proof("SIGKILL in step 3 of the first attempt; torchrun started both processes again")
+
+
+@pytest.mark.fault(73)
+@pytest.mark.parametrize("to", ["process 1", "SIGUSR1 to process 0", "torchrun"])
+def test_a_stop_asked_of_one_process_is_a_stop_of_all(recipe: Path, tmp_path: Path, proof: Proof, to: str) -> None:
+    running = Running(recipe, tmp_path / "run")
+    target = running.launcher if to == "torchrun" else running.process(int(to[-1]))
+    target.send_signal(signal.SIGUSR1 if "USR1" in to else signal.SIGTERM)
+    proof(f"signal to {to} of 2 processes under torchrun")
     ended = running.end(timeout=60)
     status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert (tmp_path / "run" / "checkpoints" / f"step_{status['step']:06d}").is_dir()
-    assert ended.stderr.count("stopped on request") == 1 and "exitcode  : 75" in ended.stderr
+    assert ended.stderr.count("stopped on request") == 1 and ("exitcode  : 75" in ended.stderr or to == "torchrun")
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"rlgen.log", "rlgen.rank1.log"}
 
 
@@ -317,10 +406,13 @@ def test_accelerate_that_starts_one_process_of_two(recipe: Path, tmp_path: Path)
     assert "torchrun --nproc-per-node 2" in ended.stderr and not (tmp_path / "run").exists()
 
 
-def test_accelerate_that_starts_two_processes(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.fault(77)
+def test_accelerate_that_starts_two_processes(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     directory = train(recipe, tmp_path / "run", "--max-steps", "1", launcher=launcher)
-    assert (directory / "logs" / "rlgen.rank1.log").exists()
+    logs = {path.name for path in (directory / "logs").iterdir()}
+    assert logs == {"rlgen.log", "rlgen.rank1.log"}, "two processes, none of them started others"
+    proof("`accelerate launch` around `rlgen train`, which never launches: two logs of two processes")
 
 
 def test_a_mistake_of_the_recipe_is_said_once(recipe: Path, tmp_path: Path) -> None:
