@@ -55,6 +55,7 @@ class RunDirectory:
         self.save_now = path / "save_now"
         self._reserve = path / ".reserve"
         self._lock = lock
+        self._health: Sequence[str] = ()
 
     @classmethod
     def create(cls, path: Path, recipe_text: str, resolved: str) -> "RunDirectory":
@@ -221,18 +222,19 @@ class RunDirectory:
         """`state` is starting, running, done, stopped or failed.
 
         Args:
-            health: rules that are broken, in words; None: those of the status before.
+            health: rules that are broken, in words; None: those that were told last.
 
         Raises:
             CheckpointError: the disk is full, and so it was before.
         """
+        self._health = self._health if health is None else health
         status = {
             "state": state,
             "step": step,
             "steps": steps,
             "exit_code": exit_code,
             "message": message,
-            "health": list(self.status().get("health", []) if health is None else health),
+            "health": list(self._health),
             "pid": os.getpid(),
             "launcher": os.getppid(),
             "time": time.time(),
