@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead clean
+.PHONY: help setup lint format type test faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -58,6 +58,9 @@ head-memory: $(READY) ## measure peak memory and time of the chunked head, besid
 
 gpu-check: $(READY) ## what only a GPU can show: parity, sleep, memory, throughput; one table, under ten minutes
 	$(VENV)/python scripts/gpu_check.py
+
+overhead: $(READY) ## time the demo with and without checkpoints, journal and reward processes
+	$(VENV)/python scripts/overhead.py
 
 clean:    ## remove what make and the runs left
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
