@@ -31,7 +31,9 @@ def run(recipe: Path, name: str, bad: set[str], *overrides: str) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(REWARD.replace("{bad}", repr(bad)))
     entry = f"rewards=[{{use: '{folder}/mine.py:f', timeout: 0.5, {', '.join(overrides)}}}]"
-    train_command(recipe, [entry, ENGINE, "run.steps=1"], False, False, None, recipe.parent / name)
+    train_command(
+        recipe, [entry, ENGINE, "run.steps=1", "rollout.max_completion_tokens=6"], False, False, None, recipe.parent / name
+    )
     return recipe.parent / name
 
 
