@@ -106,7 +106,7 @@ def test_a_call_that_misbehaves_costs_that_call_only(misbehaving, proof, name):
     assert (LIMIT if hangs else 0) <= seconds < LIMIT + 3
     # What is asked next is answered.
     assert totals(misbehaving.score([group("a", "bb")], 2)) == [[1.0, 2.0]]
-    proof(f"{said.splitlines()[0][:70]}; 4 of 4 others kept, {seconds:.1f} s")
+    proof(f"{name}: {cause} {part!r}; 4 of 4 others kept, {seconds:.1f} s")
 
 
 @pytest.mark.fault(30, 31)
@@ -256,7 +256,7 @@ def test_an_import_that_fails_or_never_ends(scorer, proof, source, parts):
         scorer(source, scoring={"import_timeout": 0.5})
     assert caught.value.exit_code == 5 and all(part in str(caught.value) for part in parts)
     assert time.monotonic() - start < 3
-    proof(str(caught.value)[-80:])
+    proof(f"{source.splitlines()[-1]}: {parts[0]}")
 
 
 def test_a_file_that_changes_under_a_run_is_noticed(scorer, tmp_path):

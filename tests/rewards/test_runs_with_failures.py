@@ -23,7 +23,7 @@ def f(completion, prompt_ids, step):
         return [lambda: time.sleep(1000), lambda: os._exit(1), lambda: 1 / 0][len(completion) % 3]()
     return len(set(completion)) + 0.01 * len(completion)
 """
-ENGINE = "engine={kind: transformers}"
+SMALL = ("engine={kind: transformers}", "run.steps=1", "rollout.max_completion_tokens=6")
 
 
 def run(recipe: Path, name: str, bad: set[str], *overrides: str) -> Path:
@@ -31,7 +31,7 @@ def run(recipe: Path, name: str, bad: set[str], *overrides: str) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(REWARD.replace("{bad}", repr(bad)))
     entry = f"rewards=[{{use: '{folder}/mine.py:f', timeout: 0.5, {', '.join(overrides)}}}]"
-    train_command(recipe, [entry, ENGINE, "run.steps=1"], False, False, None, recipe.parent / name)
+    train_command(recipe, [entry, *SMALL], False, False, None, recipe.parent / name)
     return recipe.parent / name
 
 

@@ -22,8 +22,10 @@ def test_a_reward_that_applies_to_a_part_makes_the_others_unscorable():
     assert weighted_sums(table, {"a": 1.0, "b": 1.0}) == [2.0, None, 3.0]
 
 
-def test_where_no_reward_applies_there_is_no_sum():
+@pytest.mark.fault(34)
+def test_where_no_reward_applies_there_is_no_sum(proof):
     assert weighted_sums([{"a": None}, {"a": None}], {"a": 1.0}) == [None, None]
+    proof("None for both samples of a group: no sum, not 0")
 
 
 def test_the_other_groups_do_not_decide_what_applies(scorer):
