@@ -15,6 +15,8 @@ from rlgen.rollout.sampler import Sampler
 from rlgen.trainers import build
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
+Proof = Callable[[str], None]
+
 STEPS, SIZE = 5, 2
 
 
@@ -90,7 +92,8 @@ def test_strictly_on_policy_is_of_present_weights() -> None:
     assert ages(engine, sampler(engine, ahead=False)) == [[0] * 4] * STEPS
 
 
-def test_older_ones_are_dropped_and_counted() -> None:
+@pytest.mark.fault(59)
+def test_older_ones_are_dropped_and_counted(proof: Proof) -> None:
     engine = Scripted(age=lambda place: 2 if place == 1 else 0)
     taken = sampler(engine, ahead=True, max_staleness=2)
     engine.version = 3
@@ -100,6 +103,7 @@ def test_older_ones_are_dropped_and_counted() -> None:
     groups, dropped = taken.groups(5)  # sampled by version 3 and 1, trained by version 4: ages 1 and 3
     assert dropped == 1
     assert [[sample.sample_index for sample in group.samples] for group in groups] == [[0], [0, 1]]
+    proof("samples three versions old in a step")
 
 
 def test_on_policy_an_old_sample_is_a_fault() -> None:
