@@ -284,7 +284,10 @@ async def through(gate: Gate, scope: dict[str, Any]) -> list[Any]:
     return sent
 
 
-def test_the_gate_holds_for_websockets_and_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(85)
+def test_the_gate_holds_for_websockets_and_needs_a_token(monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    proof("a server's gate made without a token, wherever it listens")
+
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(scope["type"])
 
