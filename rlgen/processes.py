@@ -68,8 +68,8 @@ class Processes:
         within = timedelta(seconds=timeout)
         try:
             shared, _, _ = next(dist.rendezvous("env://", timeout=within))
-            # A name of our own: a program that was launched around rlgen may use the same store.
-            store = dist.PrefixStore("rlgen", shared)
+            # A name of our own: a program that was launched around rlgen may use the same store, as did an earlier attempt.
+            store = dist.PrefixStore(f"rlgen/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
             dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=within)
             group = dist.new_group(backend="gloo", timeout=within)
             store.set(f"process_{rank}", json.dumps([socket.gethostname(), os.getpid(), psutil.Process().create_time()]))

@@ -25,7 +25,7 @@ import time
 
 GRACE = 10.0  # seconds between asking and killing
 POLL = 0.2
-NOTE = 25  # polls between two looks at the group's shared memory
+NOTE = 10  # polls between two looks at the group's shared memory
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # Names that Python's and vLLM's shared memory has in /dev/shm. Files of others, such as weights in transfer, are theirs.
 SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")

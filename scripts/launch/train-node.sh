@@ -32,7 +32,7 @@ resume=()
 
 asked=0 torchrun=
 stop() { ((asked++)) || [[ -z $torchrun ]] || kill -TERM "$torchrun" 2>/dev/null; }
-trap stop TERM INT
+trap stop TERM INT USR1
 
 # A session of its own: a scheduler may signal a whole process group, and torchrun must hear of it once, from here.
 setsid torchrun --nnodes "$NODES" --node-rank "$NODE" --nproc-per-node "$GPUS" \

@@ -8,7 +8,7 @@ NCCL itself is run by none of these tests.
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,8 @@ from rlgen.recipe import load_recipe
 from rlgen.rollout.score import score
 from rlgen.sentinel.sync import check_receipt
 from rlgen.types import Request, Sampling
+
+Proof = Callable[[str], None]
 
 WEIGHTS = {name: torch.full((2, 3), float(number)) for number, name in enumerate("abcde")}
 SECONDS = 2.0  # that a phase may take
@@ -237,7 +239,8 @@ def test_a_server_that_fails_ends_the_sync_at_once_and_for_good(route: str) -> N
     assert group.log == []
 
 
-def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(56)
+def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     group, _, broadcast = bench()
     monkeypatch.setattr(group, "broadcast", lambda tensors: time.sleep(30))
     began = time.monotonic()
@@ -254,6 +257,7 @@ def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(server, "_receive", lambda place, info, timeout: None)
     with pytest.raises(EngineError, match="/update_weights: no end within 2 s at the trainer's side; the group"):
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
+    proof("a side of the broadcast that never comes")
 
 
 def test_a_failure_of_this_side_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from rlgen.engines.launch import ServerPlan, claim, flags, reason
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors
+
+Proof = Callable[[str], None]
 
 pytestmark = pytest.mark.vllm
 
@@ -244,7 +246,8 @@ def test_an_unknown_method_does_not_end_the_server(serving: Serving) -> None:
 # --- what it refuses and opens -----------------------------------------------------------------------------------------------
 
 
-def test_no_route_answers_without_the_token(serving: Serving) -> None:
+@pytest.mark.fault(85, 86)
+def test_no_route_answers_without_the_token(serving: Serving, proof: Proof) -> None:
     paths = serving.client.get("/openapi.json").json()["paths"]
     routes = [(method, path) for path, methods in paths.items() for method in methods]
     routes += [("get", path) for path in ("/openapi.json", "/docs", "/redoc", "/metrics", "/metrics/", "/no/such/route")]
@@ -265,6 +268,7 @@ def test_no_route_answers_without_the_token(serving: Serving) -> None:
         assert stranger.get("/health", headers={"Authorization": right}).status_code == 200
     log = Path(re.search(r"log: (\S+)", serving.lines[0])[1]).read_text()  # type: ignore[index]
     assert 1 <= len(re.findall(r"requests refused without the token", log)) <= 10
+    proof(f"{len(routes)} routes asked with no token and with {len(wrong)} wrong ones: 401 each")
 
 
 async def through(gate: Gate, scope: dict[str, Any]) -> list[Any]:
@@ -280,7 +284,10 @@ async def through(gate: Gate, scope: dict[str, Any]) -> list[Any]:
     return sent
 
 
-def test_the_gate_holds_for_websockets_and_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(85)
+def test_the_gate_holds_for_websockets_and_needs_a_token(monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    proof("a server's gate made without a token, wherever it listens")
+
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(scope["type"])
 
@@ -296,9 +303,11 @@ def test_the_gate_holds_for_websockets_and_needs_a_token(monkeypatch: pytest.Mon
     assert asyncio.run(through(gate, {"type": "lifespan"})) == ["lifespan"]
 
 
-def test_nothing_listens_beyond_loopback(serving: Serving) -> None:
+@pytest.mark.fault(84)
+def test_nothing_listens_beyond_loopback(serving: Serving, proof: Proof) -> None:
     addresses = listening(tree(serving.process.pid))
     assert len(addresses) > 1 and set(addresses) == {"127.0.0.1"}
+    proof(f"{len(addresses)} sockets of the server's processes listen, all on 127.0.0.1")
 
 
 def test_an_engine_in_this_process_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +327,8 @@ def test_the_token_stands_in_no_command_line_and_in_a_file_for_its_owner(serving
     assert not any(token in line for line in serving.lines)
 
 
-def test_the_environment_holds_no_launch_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(77)
+def test_the_environment_holds_no_launch_around_it(monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     foreign = {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "VLLM_API_KEY"),
         *("TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "VLLM_DP_RANK", "VLLM_CONFIGURE_LOGGING"),
@@ -335,6 +345,7 @@ def test_the_environment_holds_no_launch_around_it(monkeypatch: pytest.MonkeyPat
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
     with pytest.raises(EngineError, match="needs a token"):
         PLAN.environment("")
+    proof(f"a server started with {len(foreign)} variables of a launch around it gets none of them")
 
 
 def test_arguments_become_flags() -> None:
@@ -401,7 +412,8 @@ sys.stdin.read()
 """
 
 
-def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.fault(78)
+def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path, proof: Proof) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/engines")])
@@ -428,3 +440,4 @@ def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path) -> None:
     assert gone(family, 20)
     assert not any(map(os.path.exists, shared))
     assert not os.path.exists(folder)
+    proof("SIGKILL to the owner of a real vLLM server of two workers")

@@ -30,6 +30,8 @@ from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.types import Completion, Request, Sampling
 
+Proof = Callable[[str], None]
+
 pytestmark = pytest.mark.vllm
 TIMEOUT = 6.0  # seconds without an answer
 SAMPLING = Sampling(max_tokens=128, temperature=1.0, stop_ids=tuple(range(240, 258)))  # of very unequal lengths
@@ -160,31 +162,40 @@ def failure(action: Callable[[], Any], within: float) -> RlgenError:
     return caught.value
 
 
-def test_a_server_that_is_not_there(bench: Bench) -> None:
+@pytest.mark.fault(50)
+def test_a_server_that_is_not_there(bench: Bench, proof: Proof) -> None:
     error = failure(lambda: bench.engine(url="http://127.0.0.1:9"), within=5)
     assert isinstance(error, ServerLost) and error.exit_code == 6
     assert "http://127.0.0.1:9 cannot be reached" in str(error)
+    proof(f"nobody listens: {error}")
 
 
-def test_a_wrong_token(bench: Bench) -> None:
+@pytest.mark.fault(50, 86)
+def test_a_wrong_token(bench: Bench, proof: Proof) -> None:
     error = failure(lambda: bench.engine(token="guessed"), within=5)
     assert error.exit_code == 6 and "engine.token_env" in str(error) and bench.token not in str(error)
+    proof("another token than the server's")
 
 
-def test_a_server_of_another_model(bench: Bench) -> None:
+@pytest.mark.fault(50)
+def test_a_server_of_another_model(bench: Bench, proof: Proof) -> None:
     shape = model_shape(tiny_model("llama").config)
     error = failure(lambda: ServerEngine._examined(Server(bench.supervisor.url, bench.token, TIMEOUT), shape), within=5)
     assert error.exit_code == 6 and "model_type is qwen3 there, llama here" in str(error)
+    proof("a qwen3 server asked as for a llama")
 
 
-def test_killed_while_idle(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+@pytest.mark.fault(51)
+def test_killed_while_idle(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     bench.kill()
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert engine.recoveries == 1
     assert "cannot be reached" in bench.said[0] and "starting it again" in bench.said[0] and "version 1" in bench.said[1]
+    proof("SIGKILL to all processes of a real server; one recovery counted")
 
 
-def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion]) -> None:
+@pytest.mark.fault(51)
+def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(supervised=False)
     engine.sync(checkpoint_tensors(bench.model), 1)
     bench.kill()
@@ -195,9 +206,11 @@ def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: l
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert engine.recoveries == 1 and "has the weights of version 1 again" in bench.said[0]
     close(engine)
+    proof("SIGKILL to a server that nobody restarts")
 
 
-def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+@pytest.mark.fault(51)
+def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     arrived: list[int] = []
     sample = Server.sample
 
@@ -216,17 +229,21 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
     assert engine.recoveries == 1
     assert arrived.index(arrived[-1]) >= 5 and len(set(arrived)) == len(REQUESTS)  # what had arrived was not asked again
     assert len(arrived) == len(REQUESTS)
+    proof("SIGKILL when 5 of 48 answers had arrived; none was asked twice")
 
 
-def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+@pytest.mark.fault(52)
+def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     Server(bench.supervisor.url, bench.token, TIMEOUT).pause()  # it takes requests and answers its health probe
     began = time.monotonic()
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert "has answered none for" in bench.said[0] and "still says that it is healthy" in bench.said[0]
     assert engine.recoveries == 1 and time.monotonic() - began < 90
+    proof(f"paused server: {bench.said[0]}")
 
 
-def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion]) -> None:
+@pytest.mark.fault(51, 52)
+def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(supervised=False)
     engine.sync(checkpoint_tensors(bench.model), 1)
     bench.signal_server(signal.SIGSTOP)
@@ -236,9 +253,11 @@ def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Comple
         bench.signal_server(signal.SIGCONT)
     assert isinstance(error, ServerLost) and "health probe" in str(error)
     close(engine)
+    proof(f"SIGSTOP to a server: {error}")
 
 
-def test_killed_during_a_sync(bench: Bench, engine: ServerEngine) -> None:
+@pytest.mark.fault(56)
+def test_killed_during_a_sync(bench: Bench, engine: ServerEngine, proof: Proof) -> None:
     load = Server.load
     fired: list[int] = []
 
@@ -256,9 +275,11 @@ def test_killed_during_a_sync(bench: Bench, engine: ServerEngine) -> None:
         answers = engine.generate(REQUESTS[:8], SAMPLING)
         assert {answer.weight_version for answer in answers} == {2}
         assert_log_probs(bench, answers)
+    proof("a server stopped by SIGSTOP with the order to load, then killed")
 
 
-def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+@pytest.mark.fault(54)
+def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     write = Outbox.write
 
     def cutting(self: Outbox, weights: Any, version: int) -> Path:
@@ -273,24 +294,29 @@ def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed
     assert type(error) is EngineError and "bytes, but" in str(error) and "model-00000.safetensors" in str(error)
     assert engine.weight_version == 1  # the server goes on with the weights it had, and says so
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+    proof("half of a file of weights cut off")
 
 
-def test_brought_back_often_enough(bench: Bench, undisturbed: list[Completion]) -> None:
+@pytest.mark.fault(61)
+def test_brought_back_often_enough(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(restarts=0)
     engine.sync(checkpoint_tensors(bench.model), 1)
     Server(bench.supervisor.url, bench.token, TIMEOUT).set_label("other.7")
     error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
     assert error.exit_code == 6 and "engine.restarts" in str(error) and "not those of this run" in str(error)
     close(engine)
+    proof(f"weights labelled by another run: {error}")
 
 
-def test_taken_over_by_another_run(bench: Bench, engine: ServerEngine, undisturbed: list[Completion]) -> None:
+@pytest.mark.fault(61)
+def test_taken_over_by_another_run(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     other = bench.engine()
     with bench.other_weights():
         other.sync(checkpoint_tensors(bench.model), 1)
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert engine.recoveries == 1 and len(bench.said) == 1
     close(other)
+    proof(f"another run's sync to the same server: {bench.said[0]}")
 
 
 def test_weights_change_under_requests_that_are_being_answered(bench: Bench, undisturbed: list[Completion]) -> None:

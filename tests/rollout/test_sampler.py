@@ -20,6 +20,8 @@ from rlgen.rollout.sampler import Sampler
 from rlgen.trainers import build
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
+Proof = Callable[[str], None]
+
 STEPS, SIZE = 5, 2
 
 

@@ -18,10 +18,12 @@ from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlgen.cli.train import goes_on
 from rlgen.errors import ProcessError
 from rlgen.processes import Processes, Seat
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.run.files import read_json
+from rlgen.run.directory import RunDirectory
+from rlgen.run.files import read_json, write_json
 from rlgen.run.launch import Launch, asked_for, check_launch
 
 HERE = Path(__file__).parent
@@ -375,9 +377,6 @@ def test_what_a_launcher_starts_again_goes_on(recipe: Path, tmp_path: Path, chai
     logs = tmp_path / "run" / "logs"
     for folder in (logs, logs / "attempt_1"):
         assert {"rlgen.log", "rlgen.rank1.log"} <= {path.name for path in folder.iterdir()}
-    # A run that this launch has not begun is not taken for its own.
-    taken = launch(*command, launcher=again)
-    assert taken.returncode != 0 and taken.stderr.count("already holds a run; go on with --resume") == 2
     proof("SIGKILL in step 3 of the first attempt; torchrun started both processes again")
 
 
@@ -462,6 +461,19 @@ def test_launches_that_are_well(tmp_path: Path) -> None:
     check_launch(TWO, 2, {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, [[*of_file[:-4], "train.sh"]])
     with pytest.raises(ProcessError, match="MASTER_ADDR, MASTER_PORT is not set"):
         Launch.of({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+
+
+def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path) -> None:
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert not goes_on(tmp_path / "run", again), "the first attempt had not come so far"
+    directory = RunDirectory.create(tmp_path / "run", "", "")
+    directory.write_status("running", 3, 9)
+    assert goes_on(directory.path, again)
+    assert not goes_on(directory.path, {}) and not goes_on(directory.path, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    status = read_json(directory.status_file)
+    write_json(directory.status_file, {**status, "launcher": status["launcher"] + 1})
+    assert not goes_on(directory.path, again), "a run that was there before the launch"
+    directory.close()
 
 
 def test_prompts_are_shared_by_engines_and_engines_by_processes() -> None:

@@ -1,6 +1,6 @@
 """Every fault that the sentinel can name is planted, and named: by the ladder before step 1."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.trainers.sides import load_data, open_sides, toy_gradient
 from rlgen.types import Completion, Request, Sampling
+
+Proof = Callable[[str], None]
 
 UP_1, UP_2 = "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"
 DOWN = "model.layers.2.mlp.down_proj.weight"
@@ -95,6 +97,13 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "split dependence": (p.local_denominator, 6, Fault.SPLIT_DEPENDENCE, "depends on the split", [TRANSFORMERS]),
 }
 # Named while a run goes on: see test_watch.py, and test_lora_runs.py for the last.
+# Lines of the list of faults.
+SHOWS = {
+    **dict.fromkeys([Fault.INCOMPLETE_SYNC, Fault.STALE_TENSOR, Fault.STALE_HEAD, Fault.SWAPPED_TENSORS], 54),
+    Fault.STALE_WEIGHTS: 55,
+    Fault.ADAPTER_IGNORED: 58,
+    **dict.fromkeys([Fault.COMPLETION_ORDER, Fault.DROPPED_STOP_TOKEN, Fault.MISSING_PROMPT], 60),
+}
 WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT, Fault.BASE_CHANGED}
 
 
@@ -109,8 +118,14 @@ def ladder(recipe: Path, overrides: list[str], greedy: bool = False) -> list[Run
         sides.probe.engine.close()
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.fault(SHOWS[fault])] if fault in SHOWS else [])
+        for n, (_, _, fault, _, _) in PLANTED.items()
+    ],
+)
+def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str, proof: Proof) -> None:
     plant, number, fault, words, overrides = PLANTED[name]
     fired = plant(monkeypatch)
     rungs = ladder(recipe_file, overrides)
@@ -120,6 +135,7 @@ def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyP
     assert words in rungs[-1].sentence
     error = rungs[-1].error()
     assert error.exit_code == 6 and error.fault is fault and fault.value in str(error)
+    proof(f"planted and fired: {name}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

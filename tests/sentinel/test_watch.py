@@ -20,6 +20,8 @@ from rlgen.run.files import read_json
 from rlgen.trainers import build
 from rlgen.types import Completion, Request, Sampling
 
+Proof = Callable[[str], None]
+
 ROWS = 32  # of a rollout in this file; probes ask for fewer
 TRANSFORMERS = "engine={kind: transformers}"
 Event = Callable[[pytest.MonkeyPatch], None]
@@ -151,9 +153,10 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
 }
 
 
+@pytest.mark.fault(54)
 @pytest.mark.parametrize("name", EVENTS)
 def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str, proof: Proof
 ) -> None:
     event, step, fault, words, overrides = EVENTS[name]
     fired = after_the_start(event)(monkeypatch)
@@ -171,6 +174,7 @@ def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
     records = read_jsonl(directory / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert all(record["sampler/delta_max"] <= 1e-4 and not record["sentinel/drift"] for record in records)
+    proof(f"came in a run: {name}")
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("stop", []), ("checkpoint_and_stop", ["step_000002"])])

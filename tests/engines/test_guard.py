@@ -1,0 +1,146 @@
+"""Whoever is killed, nothing of a server is left: the guard removes it, or, if that is killed too, whoever starts the next one.
+
+The server is a stand-in that has what a server has: shared memory, a socket that listens, files in its folder.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+
+from rlgen.engines import guard
+from rlgen.engines.transfer import Outbox
+
+Proof = Callable[[str], None]
+OWNER = """
+import sys, torch
+from pathlib import Path
+from test_serve import PLAN
+from rlgen.engines.launch import ServerPlan, ServerProcess
+from rlgen.engines.transfer import Outbox
+ServerPlan.command = lambda plan: [sys.executable, "-c", sys.argv[2]]
+outbox = Outbox(None)
+outbox.keep(outbox.write([("w", torch.ones(2))], 1))
+server = ServerProcess.start(PLAN, "token", Path(sys.argv[1]) / "log")
+print(outbox.current.parent, server._folder, flush=True)
+sys.stdin.read()
+"""
+SERVER = """
+import os, socket, time
+from multiprocessing.shared_memory import SharedMemory
+shared = SharedMemory(create=True, size=64)
+listening = socket.create_server(("127.0.0.1", 0))
+with open(os.environ["TMPDIR"] + "/names", "w") as file:
+    print("/dev/shm/" + shared.name, listening.getsockname()[1], flush=True, file=file)
+time.sleep(600)
+"""
+
+
+class Family:
+    """An owner with its weights, its guard, and a server."""
+
+    def __init__(self, place: Path) -> None:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/engines")])
+        self.owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(place), SERVER],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, "TMPDIR": "/tmp"},
+        )  # fmt: skip
+        assert self.owner.stdout is not None
+        self.outbox, self.folder = map(Path, self.owner.stdout.readline().split())
+        until = time.monotonic() + 30
+        while not (self.folder / "shared").exists() or "psm_" not in (self.folder / "shared").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        shared, port = (self.folder / "names").read_text().split()
+        self.shared, self.port = Path(shared), int(port)
+        self.processes = psutil.Process(self.owner.pid).children(recursive=True)
+        self.guard, self.server = self.processes[:2]
+
+    def left(self, seconds: float) -> list[str]:
+        """What is there after so many seconds, or nothing as soon as that is so."""
+        until = time.monotonic() + seconds
+        while (found := self.now()) and time.monotonic() < until:
+            time.sleep(0.1)
+        return found
+
+    def now(self) -> list[str]:
+        self.owner.poll()
+        living = [f"process {p.pid}" for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        files = [str(path) for path in (self.outbox, self.folder, self.shared) if path.exists()]
+        ports = [f"port {c.laddr.port}" for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == self.port]
+        return living + files + ports
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[Family]:
+    opened = Family(tmp_path)
+    assert len(opened.now()) >= 3 + 3 + 1
+    yield opened
+    for process in [*opened.processes, opened.owner]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    opened.owner.wait()
+
+
+@pytest.mark.fault(78)
+def test_the_owner_is_killed(family: Family, proof: Proof) -> None:
+    family.owner.kill()
+    family.owner.wait()
+    assert family.left(guard.GRACE + 5) == []
+    proof("SIGKILL to the trainer: server, port, shared memory and weights are gone")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(78)
+def test_the_server_is_killed(family: Family, proof: Proof) -> None:
+    family.server.kill()
+    until = time.monotonic() + 10
+    while family.guard.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:  # its owner has not asked yet
+        time.sleep(0.1)
+    assert family.left(1) == [str(family.outbox)], "the trainer lives, and its weights are for the next server"
+    proof("SIGKILL to the server: guard, port and shared memory are gone")
+
+
+@pytest.mark.fault(78)
+def test_all_are_killed_and_the_next_start_removes_what_is_left(family: Family, tmp_path: Path, proof: Proof) -> None:
+    own, unknown = SharedMemory(create=True, size=64), Path("/tmp") / f"rlgen-{os.getpid():08d}"
+    unknown.mkdir()
+    try:
+        guard.sweep("/tmp")
+        assert family.folder.exists(), "in use"
+        for process in [family.owner, *family.processes]:
+            os.kill(process.pid, signal.SIGKILL)
+        family.owner.wait()
+        assert family.left(2) == [str(family.outbox), str(family.folder), str(family.shared)], "nobody lived to remove them"
+        proof("SIGKILL to trainer, guard, server and its tracker at once: files were left")
+        guard.sweep("/tmp")
+        Outbox(None).close()
+        assert family.left(0) == []
+        assert unknown.exists() and Path(f"/dev/shm/{own.name}").exists(), "never what is somebody else's"
+    finally:
+        unknown.rmdir()
+        own.close()
+        own.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(78)
+def test_the_guard_is_killed(family: Family, proof: Proof) -> None:
+    """The server is asked to stop by the kernel; its owner removes the rest when it notices."""
+    family.guard.kill()
+    assert psutil.wait_procs([family.server], timeout=5)[1] == []
+    family.owner.kill()
+    family.owner.wait()
+    guard.sweep("/tmp")
+    Outbox(None).close()
+    assert family.left(5) == []
+    proof("SIGKILL to the guard")
