@@ -19,7 +19,7 @@ from rlgen.errors import RlgenError, UsageError
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.recipe.fields import moment
-from rlgen.rewards import Scorer
+from rlgen.rewards.score import Scorer
 from rlgen.run import checkpoint
 from rlgen.run.checkpoint import seed_random
 from rlgen.run.deadline import Deadline
