@@ -385,16 +385,18 @@ def test_the_longest_batch_leaves_no_trace(
             seen.append(tuple(batch.input_ids.shape))
         return forward(policy, batch, *arguments)
 
-    plain = run(recipe, f"trainer={trainer}", "run.steps=2", name="plain")
+    plain = run(recipe, f"trainer={trainer}", "run.steps=2", "optim.micro_batch_tokens=300", name="plain")
     monkeypatch.setattr(Policy, "forward", watched)
     probed = run(recipe, f"trainer={trainer}", "run.steps=2", "run.probe_max=true", "optim.micro_batch_tokens=300")
     assert seen[0] == (4, 72) and ("dpo" in trainer or seen[1] == (5, 60)), "prompts of 64 tokens, completions of 8"
     assert all(rows * width <= 300 for rows, width in seen)
     assert "the largest micro-batches fit: 4 rows of 72 tokens" in capsys.readouterr().out
-    assert of_steps(probed)[0] == of_steps(plain)[0]
+    assert of_steps(probed) == of_steps(plain) and same(saved(probed, 2), saved(plain, 2))
     pair = [load_file(path / "checkpoints" / "step_000001" / "state" / "random.safetensors") for path in (plain, probed)]
     assert same(*pair)
-    proof("4 rows of 72 tokens went through the model before step 1; random states and rollouts are those of a run without")
+    proof(
+        "4 rows of 72 tokens went through the model before step 1; weights, moments, random states and rollouts are those of a run without"
+    )
 
 
 @pytest.mark.fault(43)
