@@ -22,6 +22,7 @@ from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm
@@ -433,3 +434,13 @@ def test_it_is_a_flag_too(recipe: Path, rlgen: Callable[..., Any]) -> None:
     done = rlgen("train", recipe, "--probe-max", "--dry-run", "--run-dir", recipe.parent / "dry")
     assert done.returncode == 0, done.stderr
     assert load_recipe(recipe.parent / "dry" / "resolved.yaml", []).recipe.run.probe_max is True
+
+
+def test_records_are_json_whatever_is_in_them(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, None)
+    directory.rollouts.mkdir()
+    odd = {"step": 1, "loss": math.nan, "is/raw_max": math.inf, "reward": (0.5, -math.inf), "text": "NaN"}
+    plain = {"step": 1, "loss": None, "is/raw_max": None, "reward": [0.5, None], "text": "NaN"}
+    directory.write_metrics(odd)
+    directory.write_rollouts(1, [odd])
+    assert strict(directory.metrics) == strict(directory.rollouts / "step_000001.jsonl") == [plain] == directory.read_metrics()
