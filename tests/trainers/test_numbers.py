@@ -396,7 +396,7 @@ def test_the_longest_batch_leaves_no_trace(
     pair = [load_file(path / "checkpoints" / "step_000001" / "state" / "random.safetensors") for path in (plain, probed)]
     assert same(*pair)
     proof(
-        "4 rows of 72 tokens went through the model before step 1; weights, moments, random states and rollouts are those of a run without"
+        "4 rows of 72 tokens went through the model before step 1; weights, random states and rollouts are those without"
     )
 
 
