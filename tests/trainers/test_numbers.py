@@ -395,9 +395,7 @@ def test_the_longest_batch_leaves_no_trace(
     assert of_steps(probed) == of_steps(plain) and same(saved(probed, 2), saved(plain, 2))
     pair = [load_file(path / "checkpoints" / "step_000001" / "state" / "random.safetensors") for path in (plain, probed)]
     assert same(*pair)
-    proof(
-        "4 rows of 72 tokens went through the model before step 1; weights, random states and rollouts are those without"
-    )
+    proof("4 rows of 72 tokens went through the model before step 1; weights, random states and rollouts are those without")
 
 
 @pytest.mark.fault(43)
