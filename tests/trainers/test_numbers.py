@@ -22,6 +22,7 @@ from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.directory import RunDirectory
 from rlgen.run.files import read_json
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm
@@ -385,16 +386,16 @@ def test_the_longest_batch_leaves_no_trace(
             seen.append(tuple(batch.input_ids.shape))
         return forward(policy, batch, *arguments)
 
-    plain = run(recipe, f"trainer={trainer}", "run.steps=2", name="plain")
+    plain = run(recipe, f"trainer={trainer}", "run.steps=2", "optim.micro_batch_tokens=300", name="plain")
     monkeypatch.setattr(Policy, "forward", watched)
     probed = run(recipe, f"trainer={trainer}", "run.steps=2", "run.probe_max=true", "optim.micro_batch_tokens=300")
     assert seen[0] == (4, 72) and ("dpo" in trainer or seen[1] == (5, 60)), "prompts of 64 tokens, completions of 8"
     assert all(rows * width <= 300 for rows, width in seen)
     assert "the largest micro-batches fit: 4 rows of 72 tokens" in capsys.readouterr().out
-    assert of_steps(probed)[0] == of_steps(plain)[0]
+    assert of_steps(probed) == of_steps(plain) and same(saved(probed, 2), saved(plain, 2))
     pair = [load_file(path / "checkpoints" / "step_000001" / "state" / "random.safetensors") for path in (plain, probed)]
     assert same(*pair)
-    proof("4 rows of 72 tokens went through the model before step 1; random states and rollouts are those of a run without")
+    proof("4 rows of 72 tokens went through the model before step 1; weights, random states and rollouts are those without")
 
 
 @pytest.mark.fault(43)
@@ -431,3 +432,13 @@ def test_it_is_a_flag_too(recipe: Path, rlgen: Callable[..., Any]) -> None:
     done = rlgen("train", recipe, "--probe-max", "--dry-run", "--run-dir", recipe.parent / "dry")
     assert done.returncode == 0, done.stderr
     assert load_recipe(recipe.parent / "dry" / "resolved.yaml", []).recipe.run.probe_max is True
+
+
+def test_records_are_json_whatever_is_in_them(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, None)
+    directory.rollouts.mkdir()
+    odd = {"step": 1, "loss": math.nan, "is/raw_max": math.inf, "reward": (0.5, -math.inf), "text": "NaN"}
+    plain = {"step": 1, "loss": None, "is/raw_max": None, "reward": [0.5, None], "text": "NaN"}
+    directory.write_metrics(odd)
+    directory.write_rollouts(1, [odd])
+    assert strict(directory.metrics) == strict(directory.rollouts / "step_000001.jsonl") == [plain] == directory.read_metrics()
