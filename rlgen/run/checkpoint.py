@@ -77,7 +77,8 @@ class Checkpoints:
 
     def oldest(self) -> int:
         """The step of the first checkpoint that is kept; 0: there is none."""
-        return min((int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*")), default=0)
+        numbers = [path.name.removeprefix("step_") for path in self.folder.glob("step_*")]
+        return min((int(number) for number in numbers if number.isdecimal()), default=0)
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of `step` is there."""
