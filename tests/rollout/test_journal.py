@@ -61,16 +61,16 @@ def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
 def test_half_a_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, proof) -> None:  # type: ignore[no-untyped-def]
     journal = opened(tmp_path)
     for group in range(3):
-        journal.answered(1, group, 0, REQUEST, SAMPLING, completion((-1.0,)))
-    path = tmp_path / "step_000001.jsonl"
+        journal.answered(2, group, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    path = tmp_path / "step_000002.jsonl"
     whole = path.read_bytes()
     for cut in (len(whole) - 1, len(whole) - 40):  # without its line break the last line is whole still
         path.write_bytes(whole[:cut])
         again = opened(tmp_path)
-        assert [bool(found(again, group)) for group in range(3)] == [True, True, cut == len(whole) - 1]
-        again.answered(1, 2, 0, REQUEST, SAMPLING, completion((-2.0,)))
+        assert [bool(found(again, group, step=2)) for group in range(3)] == [True, True, cut == len(whole) - 1]
+        again.answered(2, 2, 0, REQUEST, SAMPLING, completion((-2.0,)))
         third = opened(tmp_path)
-        assert [bool(found(third, group)) for group in range(3)] == [True, True, True]
+        assert [bool(found(third, group, step=2)) for group in range(3)] == [True, True, True]
     proof("the last line was cut off 1 and 40 bytes before its end")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlgen.cli.app import main
 from rlgen.cli.train import train_command
 from rlgen.engines import vllm_compat
-from rlgen.engines.base import Receipt
+from rlgen.engines.base import Finished, Receipt
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
 from rlgen.run.files import read_json
@@ -89,11 +89,16 @@ def in_rollouts(change: Callable[[Any, Completion], Completion], first: int, pro
     def event(monkeypatch: pytest.MonkeyPatch) -> None:
         generate = TransformersEngine.generate
 
-        def changed(engine: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-            answers = generate(engine, requests, sampling)
+        def changed(
+            engine: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+        ) -> list[Completion]:
             if engine.weight_version < first or not (probes_too or len(requests) == ROWS):
-                return answers
-            return [change(engine, answer) for answer in answers]
+                return generate(engine, requests, sampling, finished)
+            answers = [change(engine, answer) for answer in generate(engine, requests, sampling)]
+            if finished:  # what is wrong is in the journal too, until the sentinel sees it
+                for place, answer in enumerate(answers):
+                    finished(place, answer)
+            return answers
 
         monkeypatch.setattr(TransformersEngine, "generate", changed)
 
@@ -108,12 +113,14 @@ def rollouts_of_older_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.setdefault(0, {name: value.clone() for name, value in engine._model.state_dict().items()})
         return sync(engine, weights, version, hashed)
 
-    def lagging(engine: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def lagging(
+        engine: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+    ) -> list[Completion]:
         if engine.weight_version != 2 or len(requests) != ROWS:
-            return generate(engine, requests, sampling)
+            return generate(engine, requests, sampling, finished)
         now = {name: value.clone() for name, value in engine._model.state_dict().items()}
         engine._model.load_state_dict(seen[0])
-        answers = generate(engine, requests, sampling)
+        answers = generate(engine, requests, sampling, finished)
         engine._model.load_state_dict(now)
         return answers
 
