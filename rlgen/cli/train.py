@@ -109,13 +109,17 @@ def deadline_of(recipe: Recipe, began: float) -> Deadline | None:
     return None if recipe.run.must_save_by is None else Deadline(moment(recipe.run.must_save_by, began))
 
 
-def again_of(path: Path, again: Again) -> Again:
-    """As asked for; or resumed, where torchrun starts this anew (`--max-restarts`) after an attempt that had begun the run.
+def goes_on(path: Path, environment: Mapping[str, str]) -> bool:
+    """Whether torchrun starts this anew (`--max-restarts`) after an attempt that had begun the run at `path`.
 
     A run that was there before this launch is another one, which only --resume goes on with.
     """
-    goes_on = restarted(os.environ) and RunDirectory.look(path).get("launcher") == os.getppid()
-    return replace(again, resume=True, clean=False) if goes_on else again
+    return restarted(environment) and RunDirectory.look(path).get("launcher") == os.getppid()
+
+
+def again_of(path: Path, again: Again) -> Again:
+    """As asked for; or a resumed run, where a launcher starts it anew."""
+    return replace(again, resume=True, clean=False) if goes_on(path, os.environ) else again
 
 
 def write_resolved(loaded: LoadedRecipe) -> None:

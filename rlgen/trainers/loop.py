@@ -29,6 +29,7 @@ from rlgen.run.directory import RunDirectory
 from rlgen.run.health import Checkup, Health
 from rlgen.run.records import nonfinite_records, rollout_records, sample_metrics, staleness_metrics
 from rlgen.run.signals import StopNow, StopRequest
+from rlgen.run.state import random_tensors, set_random
 from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.base import Algorithm, Scores, Signal
 from rlgen.trainers.update import Skipped, Updater
@@ -93,6 +94,7 @@ class Trainer:
         recipe, processes, at = self.recipe, self.processes, start
         clock = Clock()
         for step in range(start.step + 1, recipe.run.steps + 1):
+            draws = random_tensors()
             try:
                 stop.check(processes, before_step=True)
                 with stop.at_once(processes):
@@ -103,10 +105,12 @@ class Trainer:
                     self.schedule.step()
             except SentinelError:  # nothing of this step was trained on, nor shall it be when the run goes on
                 self.journal.distrust(step)
+                set_random(draws)
                 if recipe.sentinel.on_drift == "checkpoint_and_stop" and at != start:
                     self.save(at)
                 raise
             except StopNow:  # nor here
+                set_random(draws)
                 raise self.stopped(at, stop.why) from None
             at = Progress(step, at.position + got.prompts, at.nonfinite + 1 if skipped else 0)
             if skipped:

@@ -190,10 +190,10 @@ def test_a_stop_in_the_midst_of_vllms_generation(recipe_file: Path, monkeypatch:
     long = ["engine={kind: colocated}", "rollout.max_completion_tokens=3000", "data.limit=8", "optim.micro_batch_tokens=4000"]
     real, asked, answered = loop.Sampler.groups, [], []
 
-    def groups(sampler: Any, step: int) -> Any:
+    def groups(sampler: Any, step: int, prompts: Any) -> Any:
         asked.append(step)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        found = real(sampler, step)
+        found = real(sampler, step, prompts)
         answered.append(step)
         return found
 
