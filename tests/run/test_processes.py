@@ -18,6 +18,7 @@ from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlgen.cli.train import goes_on
 from rlgen.errors import ProcessError
 from rlgen.processes import Processes, Seat
 from rlgen.run.checkpoint import Checkpoints
