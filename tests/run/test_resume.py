@@ -57,7 +57,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_kill_9_and_resume(rlgen: Run, recipe_file: Path, undisturbed: Path) -> None:
+@pytest.mark.fault(63, 71)
+def test_kill_9_and_resume(rlgen: Run, recipe_file: Path, undisturbed: Path, proof: Callable[[str], None]) -> None:
     directory = recipe_file.parent / "run"
     assert start_and_signal(recipe_file, directory, signal.SIGKILL, after_step=5) == -signal.SIGKILL
     killed_after = len(read_jsonl(directory / "metrics.jsonl"))
@@ -77,6 +78,7 @@ def test_kill_9_and_resume(rlgen: Run, recipe_file: Path, undisturbed: Path) -> 
     last = f"checkpoints/step_{STEPS:06d}/model.safetensors"
     ours, theirs = load_file(directory / last), load_file(undisturbed / last)
     assert all((ours[name] == theirs[name]).all() for name in theirs)
+    proof(f"SIGKILL after step {killed_after} of {STEPS}, exit -9; archived {', '.join(archived)}")
 
 
 def test_a_termination_saves_and_exits_75(rlgen: Run, recipe_file: Path) -> None:
@@ -91,7 +93,10 @@ def test_a_termination_saves_and_exits_75(rlgen: Run, recipe_file: Path) -> None
     assert len(read_jsonl(directory / "metrics.jsonl")) == STEPS
 
 
-def test_a_run_never_writes_into_anothers_directory(rlgen: Run, recipe_file: Path, undisturbed: Path) -> None:
+@pytest.mark.fault(17, 68, 69)
+def test_a_run_never_writes_into_anothers_directory(
+    rlgen: Run, recipe_file: Path, undisturbed: Path, proof: Callable[[str], None]
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
     taken = rlgen("train", recipe_file, "--run-dir", undisturbed)
     assert taken.returncode == 2 and "already holds a run; go on with --resume" in taken.stderr
@@ -102,3 +107,4 @@ def test_a_run_never_writes_into_anothers_directory(rlgen: Run, recipe_file: Pat
     assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
     done = rlgen("train", undisturbed / "recipe.yaml", "--run-dir", undisturbed, "--resume", *SETTINGS)
     assert done.returncode == 0 and f"already complete, {STEPS} steps" in done.stdout
+    proof("taken, another seed, no run: exit 2 each, no file changed; the finished run resumed: exit 0")
