@@ -64,11 +64,15 @@ def test_copy_never_overwrites(rlgen: Run, tmp_path: Path) -> None:
     assert again.returncode == 2 and "exists already" in again.stderr
 
 
-def test_dry_run_writes_the_resolved_recipe_only(rlgen: Run, recipe_file: Path, tmp_path: Path) -> None:
+@pytest.mark.fault(16)
+def test_dry_run_writes_the_resolved_recipe_only(
+    rlgen: Run, recipe_file: Path, tmp_path: Path, proof: Callable[[str], None]
+) -> None:
     result = rlgen("train", recipe_file, "--dry-run", "--run-dir", tmp_path / "run")
     assert result.returncode == 0 and [path.name for path in (tmp_path / "run").iterdir()] == ["resolved.yaml"]
     shown = rlgen("show", tmp_path / "run" / "resolved.yaml", "--resolved")
     assert shown.stdout == (tmp_path / "run" / "resolved.yaml").read_text()
+    proof("one file, resolved.yaml; resolving that again gives the same bytes")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["validate", str(ROOT / "recipes" / "demo-grpo.yaml")]])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from rlgen.processes import Processes
 from rlgen.rollout.score import score
 from rlgen.types import Request, Sampling
 
+Proof = Callable[[str], None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SETTINGS = ["engine={kind: transformers}", "run.steps=4", "checkpoint.every=2"]
 
@@ -127,7 +129,8 @@ def test_a_written_file_that_differs_is_not_exported(adapter_run: Path, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_export_leaves_nothing_that_looks_like_one(adapter_run: Path, tmp_path: Path) -> None:
+@pytest.mark.fault(72)
+def test_an_interrupted_export_leaves_nothing_that_looks_like_one(adapter_run: Path, tmp_path: Path, proof: Proof) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
@@ -142,6 +145,20 @@ export_command(Path({str(adapter_run)!r}), Path({str(tmp_path / "out")!r}), None
     (tmp_path / ".writing_out" / "junk").touch()
     export_command(adapter_run, tmp_path / "out", None, "float32", False)
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "junk").exists()
+    proof("SIGKILL before the rename, exit -9: no folder of that name; the next export sweeps and succeeds")
+
+
+@pytest.mark.fault(65, 72)
+def test_a_damaged_checkpoint_is_not_exported(full_run: Path, tmp_path: Path, proof: Proof) -> None:
+    run = Path(shutil.copytree(full_run, tmp_path / "run"))
+    file = run / "checkpoints" / "step_000004" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"step_000004: model\.safetensors has other bytes than were written") as caught:
+        export_command(run, tmp_path / "out", None, "float32", False)
+    assert caught.value.exit_code == 8 and [path.name for path in tmp_path.iterdir()] == ["run"]
+    proof("one bit of the weights flipped: exit 8, nothing written")
 
 
 def test_what_cannot_be_exported(adapter_run: Path, tmp_path: Path, rlgen: Run) -> None:
@@ -162,8 +179,13 @@ def test_what_cannot_be_exported(adapter_run: Path, tmp_path: Path, rlgen: Run) 
     assert again.returncode == 2 and "exists already" in again.stderr
 
 
-def test_another_base_than_the_trained_one_is_refused(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(72)
+def test_another_base_than_the_trained_one_is_refused(
+    adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
     """The hub's copy moved on, or the folder was written over."""
     monkeypatch.setattr(weights, "base_digest", lambda model: "another")
     with pytest.raises(CheckpointError, match="adapts other weights"):
         export_command(adapter_run, tmp_path / "out", None, "float32", False)
+    assert list(tmp_path.iterdir()) == []
+    proof("the base's digest changed: exit 8, nothing written")

@@ -89,10 +89,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "removed": (lambda file: file.unlink(), "is missing"),
     "one bit": (flip, "has other bytes than were written"),
     "one more": (lambda file: file.with_name("model-2.safetensors").write_bytes(b"x"), "does not belong there"),
-    "a link": (
-        lambda file: (file.rename(file.parent.parent / "moved"), file.symlink_to(file.parent.parent / "moved")),
-        "is a link",
-    ),
+    "a link": (lambda file: file.symlink_to(file.rename(file.parent.parent / "moved")), "is a link"),
 }
 
 
@@ -271,10 +268,8 @@ def test_a_pickle_is_never_opened(
     again = parts()
     assert Checkpoints.load(path, *again, ALONE).step == 2
     moments = [again[1].state[parameter]["exp_avg"] for parameter in again[0].parameters()]
-    assert all(
-        torch.equal(ours, trained[1].state[theirs]["exp_avg"])
-        for ours, theirs in zip(moments, trained[0].parameters(), strict=True)
-    )
+    expected = [trained[1].state[parameter]["exp_avg"] for parameter in trained[0].parameters()]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(moments, expected, strict=True))
     assert not fired.exists() and read == []
     monkeypatch.undo()
     pickle.loads((path / "model.pt").read_bytes())

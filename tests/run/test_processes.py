@@ -162,12 +162,14 @@ def test_sharded_weights_learn_what_whole_ones_learn(chain: dict[str, Path]) -> 
     assert not [path for path in state.rglob("*") if path.is_file() and path.suffix not in (".safetensors", ".json")], "no pickle"
 
 
-def test_a_run_goes_on_in_another_number_of_processes(chain: dict[str, Path]) -> None:
+@pytest.mark.fault(64)
+def test_a_run_goes_on_in_another_number_of_processes(chain: dict[str, Path], proof: Callable[[str], None]) -> None:
     for name, step in (("one", 4), ("again", 6)):
         assert farthest(weights(chain[name], step), weights(chain["whole"], step)) <= PRECISE, name
     assert same_rollouts(chain["again"], chain["whole"]), "the data goes on where it stood"
     assert [record["step"] for record in read_jsonl(chain["again"] / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert len(read_json(chain["again"] / "provenance.json")) == 3
+    proof("2 processes with shards, then 1, then 2 again: weights within 1e-5 of 2 that went through, same rollouts")
 
 
 def test_what_is_loaded_is_what_was_saved_to_the_last_bit(chain: dict[str, Path], tmp_path: Path) -> None:

@@ -92,7 +92,8 @@ def test_a_termination_saves_and_exits_75(rlgen: Run, recipe_file: Path) -> None
     assert len(read_jsonl(directory / "metrics.jsonl")) == 12
 
 
-def test_a_run_never_writes_into_anothers_directory(rlgen: Run, kills: Kills, tmp_path: Path) -> None:
+@pytest.mark.fault(17, 68, 69)
+def test_a_run_never_writes_into_anothers_directory(rlgen: Run, kills: Kills, tmp_path: Path, proof: Proof) -> None:
     run, recipe = kills.undisturbed("transformers"), kills.recipe
 
     def times() -> dict[Path, int]:
@@ -108,6 +109,7 @@ def test_a_run_never_writes_into_anothers_directory(rlgen: Run, kills: Kills, tm
     assert before == times()
     done = rlgen("train", run / "recipe.yaml", "--run-dir", run, "--resume", *ENGINE)
     assert done.returncode == 0 and f"already complete, {STEPS} steps" in done.stdout
+    proof("taken, another seed, no run: exit 2 each, no file changed; the finished run resumed: exit 0")
 
 
 @pytest.mark.fault(71)

@@ -1,0 +1,265 @@
+"""Whole runs that go on after something went wrong with their files: as the run that nothing happened to, or not at all."""
+
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RECIPE, read_jsonl
+from safetensors.torch import load_file
+from test_damage import flip
+from test_directory import fill
+
+from rlgen.cli.train import train_command
+from rlgen.errors import CheckpointError, RlgenError, UsageError
+from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.directory import RunDirectory
+from rlgen.run.files import read_json
+from rlgen.run.manifest import check_files
+from rlgen.trainers import build, sides
+
+Proof = Callable[[str], None]
+STEPS = 4
+SETTINGS = ["engine={kind: transformers}", f"run.steps={STEPS}", "checkpoint={every: 1, keep: 3}"]
+SETTINGS += ["rollout={prompts_per_step: 2, group_size: 2, max_completion_tokens: 4}"]
+REWARDS = RECIPE[RECIPE.index("rewards:") : RECIPE.index("rollout:")]
+REWARD = "def spread(completion_ids): return sum(completion_ids) % 97 / 97\n"
+
+
+def train(folder: Path, *overrides: str, place: str = "run", **how: Any) -> Path:
+    train_command(folder / "recipe.yaml", [*SETTINGS, *overrides], how.pop("resume", False), False, None, folder / place, **how)
+    return folder / place
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_ladder() -> Iterator[None]:
+    """Files are what is tested here; the checks before a run take longer than these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "climb", lambda probe: [])
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run, started by someone whose umask lets everyone do everything; and its recipe beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "recipe.yaml").write_text(RECIPE.replace(REWARDS, f"rewards: [{{use: '{folder}/r.py:spread'}}]\n"))
+    (folder / "r.py").write_text(REWARD)
+    before = os.umask(0)
+    try:
+        return train(folder)
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy of all that."""
+    return Path(shutil.copytree(whole.parent, tmp_path / "copy"))
+
+
+def ended_alike(ours: Path, theirs: Path) -> bool:
+    """To the last bit, but for times."""
+
+    def records(directory: Path) -> list[dict[str, Any]]:
+        return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_jsonl(directory / "metrics.jsonl")]
+
+    def rollouts(directory: Path) -> list[str]:
+        return [path.read_text() for path in sorted((directory / "rollouts").iterdir())]
+
+    names = [f"checkpoints/step_{STEPS:06d}/{name}" for name in ("model.safetensors", "state/optimizer.safetensors")]
+    pairs = [(load_file(ours / name), load_file(theirs / name)) for name in names]
+    assert all(a.keys() == b.keys() and all(a[key].equal(b[key]) for key in a) for a, b in pairs)
+    assert records(ours) == records(theirs)
+    assert rollouts(ours) == rollouts(theirs)
+    status = read_json(ours / "status.json")
+    return (status["state"], status["exit_code"]) == ("done", 0)
+
+
+@pytest.mark.fault(91)
+def test_no_library_opens_the_directory_to_strangers(whole: Path, proof: Proof) -> None:
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (whole, *whole.rglob("*"))}
+    loose = {str(path): oct(mode) for path, mode in modes.items() if mode & ~(0o750 if path.is_dir() else 0o640)}
+    assert loose == {} and len(modes) > 50
+    proof(f"a run with umask 000 left {len(modes)} files and folders, none beyond 0640 and 0750")
+
+
+@pytest.mark.fault(65, 71)
+def test_a_damaged_newest_one_is_told_loudly_and_costs_nothing(
+    folder: Path, whole: Path, capsys: pytest.CaptureFixture[str], proof: Proof
+) -> None:
+    run = folder / "run"
+    flip(run / "checkpoints" / "step_000004" / "model.safetensors")
+    train(folder, resume=True)
+    said = capsys.readouterr().out
+    notice = "step_000004: model.safetensors has other bytes than were written; going on from step 3 instead"
+    assert said.count("DAMAGED CHECKPOINT") == 1 and notice in said and "resuming after step 3" in said
+    assert notice in (run / "logs" / "rlgen.log").read_text()
+    assert notice in read_json(run / "provenance.json")[-1]["notices"][0]
+    assert ended_alike(run, whole)
+    assert [path.name for path in (run / "checkpoints" / "set_aside").iterdir()] == ["step_000004"]
+    archived = run / "logs" / "attempt_1"
+    assert [record["step"] for record in read_jsonl(archived / "metrics.jsonl")] == [4]
+    assert [path.name for path in (archived / "rollouts").iterdir()] == ["step_000004.jsonl"]
+    proof("one bit of step 4 flipped: resumed from 3, ended as the undisturbed run to the last bit")
+
+
+@pytest.mark.fault(65, 48)
+def test_what_cannot_be_gone_on_from_is_known_before_the_engine_opens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
+    def opened(*values: object) -> None:
+        raise AssertionError("the engine was opened")
+
+    monkeypatch.setattr(sides, "build_engine", opened)
+    for path in (folder / "run" / "checkpoints").glob("step_*"):
+        flip(path / "state" / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match="no good checkpoint to go on from") as caught:
+        train(folder, resume=True)
+    assert all(f"step_00000{step}: state/optimizer.safetensors" in str(caught.value) for step in (2, 3, 4))
+    status = read_json(folder / "run" / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 8) and status["message"] == str(caught.value)
+    proof("all three damaged: exit 8 with each named, and no engine")
+
+
+@pytest.mark.fault(66)
+def test_a_checkpoint_of_another_run_is_refused_before_the_engine_opens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
+    """Copied into this run's folder by hand: the recipe says nothing of it."""
+    monkeypatch.setattr(sides, "build_engine", lambda *values: 1 / 0)
+    for settings, words in [
+        (["trainer={kind: rloo}"], "another trainer: trainer.kind was grpo and is rloo"),
+        (['model.path="tiny:llama"'], "another model: architecture was Qwen3ForCausalLM and is LlamaForCausalLM"),
+    ]:
+        place = folder / words[:13].replace(" ", "_")
+        RunDirectory.create(place, "", "").close()
+        shutil.copytree(folder / "run" / "checkpoints" / "step_000002", place / "checkpoints" / "step_000002")
+        monkeypatch.setattr("rlgen.cli.reopen.changes", lambda *values: [])
+        with pytest.raises(CheckpointError) as caught:
+            train(folder, *settings, place=place.name, resume=True)
+        assert words in str(caught.value) and caught.value.exit_code == 8
+        assert read_json(place / "status.json")["exit_code"] == 8
+    proof("step 2 of a GRPO run of tiny:qwen3 put into runs of RLOO and of tiny:llama")
+
+
+@pytest.mark.fault(68, 71)
+def test_going_on_from_a_step_that_is_named(folder: Path, whole: Path, proof: Proof) -> None:
+    run = folder / "run"
+    train(folder, resume_step=2)
+    assert ended_alike(run, whole)
+    assert sorted(path.name for path in (run / "checkpoints" / "set_aside").iterdir()) == ["step_000003", "step_000004"]
+    assert [record["step"] for record in read_jsonl(run / "logs" / "attempt_1" / "metrics.jsonl")] == [3, 4]
+    assert read_json(run / "provenance.json")[-1]["from_step"] == 2
+    with pytest.raises(UsageError, match=r"--resume-step 9: .* has no checkpoint of that step; there are: 2, 3, 4"):
+        train(folder, resume_step=9)
+    proof("--resume-step 2 of 4: steps 3 and 4 set aside, trained again, equal to the last bit")
+
+
+@pytest.mark.fault(68)
+def test_what_was_changed_is_shown_and_rewards_need_a_word(
+    folder: Path, whole: Path, request: pytest.FixtureRequest, proof: Proof
+) -> None:
+    run, code = folder / "run", whole.parent / "r.py"
+    request.addfinalizer(lambda: code.write_text(REWARD))
+    with pytest.raises(UsageError) as caught:
+        train(folder, "run.seed=1", "optim.learning_rate=0.5", f"rewards=[{{use: '{code}:spread', weight: 2.0}}]", resume=True)
+    assert caught.value.exit_code == 2
+    lines = ["  optim.learning_rate: 0.001 -> 0.5", "  rewards[0].weight: 1.0 -> 2.0", "  run.seed: 0 -> 1"]
+    assert str(caught.value).splitlines()[1:-1] == lines
+    assert "Only run.steps, run.dir, run.name, checkpoint, sentinel, engine, processes may change" in str(caught.value)
+    with pytest.raises(UsageError, match=r"(?s)optim\.schedule: constant -> linear.*run\.steps: 4 -> 5"):
+        train(folder, "optim.schedule=linear", "run.steps=5", resume=True)
+    code.write_text(REWARD + "# edited\n")
+    with pytest.raises(UsageError, match=r"the file of reward spread .* was edited .* --allow-changed-rewards") as caught:
+        train(folder, "run.steps=5", resume=True)
+    assert read_json(run / "status.json")["exit_code"] == 2
+    train(folder, "run.steps=5", resume=True, changed_rewards=True)
+    first, last = (read_json(run / "provenance.json")[place]["rewards"] for place in (0, -1))
+    assert first != last and [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    proof("three keys and a reward's file changed: each named; the file only with --allow-changed-rewards")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", place], capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.fault(70)
+@pytest.mark.parametrize("when", [pytest.param("rollouts", marks=pytest.mark.slow), "save"])
+def test_a_disk_that_fills_up(
+    folder: Path, whole: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, when: str, proof: Proof
+) -> None:
+    write, save, taken = RunDirectory.write_rollouts, Checkpoints.save, []
+
+    def writes(directory: RunDirectory, step: int, records: list[dict[str, Any]]) -> None:
+        if step == 3 and not taken:
+            taken.append(fill(disk, left=0))
+        write(directory, step, records)
+
+    def saves(checkpoints: Checkpoints, step: int, *values: Any) -> Path:
+        if step == 3 and not taken:
+            taken.append(fill(disk, left=1 << 20))  # the half of a checkpoint
+        return save(checkpoints, step, *values)
+
+    if when == "rollouts":
+        monkeypatch.setattr(RunDirectory, "write_rollouts", writes)
+    else:
+        monkeypatch.setattr(Checkpoints, "save", saves)
+    place = str(disk / "run")
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left on device.*; free space or change") as caught:
+        train(folder, place=place)
+    what = {"rollouts": "rollouts/step_000003.jsonl", "save": "checkpoints/step_000003"}[when]
+    assert taken and what in str(caught.value) and caught.value.exit_code == 8
+    run = Path(place)
+    status = read_json(run / "status.json")
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 8, 2)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+    for step in (1, 2):
+        check_files(run / "checkpoints" / f"step_00000{step}", hashes=True)
+    (disk / "ballast").unlink()
+    train(folder, place=place, resume=True)
+    assert ended_alike(run, whole)
+    proof(f"{taken[0] >> 20} MiB of ballast before the {when} of step 3; resumed with it gone, equal to the last bit")
+
+
+def test_a_checkpoint_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = RunDirectory.write_metrics
+
+    def writes(directory: RunDirectory, record: dict[str, Any]) -> None:
+        write(directory, record)
+        if record["step"] == 1:
+            directory.save_now.touch()
+
+    monkeypatch.setattr(RunDirectory, "write_metrics", writes)
+    run = train(folder, "checkpoint={every: 50, keep: 9}", "run.steps=3", place="asked")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+    assert not (run / "save_now").exists()
+
+
+@pytest.mark.fault(17, 69)
+def test_clean_starts_anew_and_a_finished_run_is_complete(
+    folder: Path, whole: Path, capsys: pytest.CaptureFixture[str], proof: Proof
+) -> None:
+    run = folder / "run"
+    train(folder, resume=True)
+    assert f"already complete, {STEPS} steps" in capsys.readouterr().out
+    assert read_json(run / "status.json")["exit_code"] == 0
+    with pytest.raises(RlgenError, match="already holds a run; go on with --resume"):
+        train(folder)
+    with pytest.raises(UsageError, match="leave one of them out"):
+        train(folder, resume=True, clean=True)
+    (run / "stray").touch()
+    train(folder, "run.steps=1", clean=True)
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1] and not (run / "stray").exists()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
+    proof("resumed when complete: exit 0; taken: exit 2; with --clean: trained from nothing")
