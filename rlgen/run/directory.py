@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlgen.errors import UsageError
+from rlgen.redact import printable_json
 from rlgen.run.files import read_json, write_json, write_text
 
 
@@ -107,7 +108,7 @@ class RunDirectory:
 
     def write_rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
         """One object a sample."""
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        lines = "".join(printable_json(json.dumps(record, ensure_ascii=False)) + "\n" for record in records)
         write_text(self.rollouts / f"step_{step:06d}.jsonl", lines)
 
     def write_status(self, state: str, step: int, steps: int, exit_code: int | None = None, message: str = "") -> None:

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlgen.redact import printable_json
+
 
 def write_text(path: Path, text: str) -> None:
     """Writes aside, flushes, renames: a reader, or a run after a power cut, never sees half a file."""
@@ -17,7 +19,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, printable_json(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 def flush_tree(folder: Path) -> None:
