@@ -213,7 +213,7 @@ def hub_rows(data: DataRecipe) -> Rows:
         table = builder.as_dataset(split=data.split)
     except OSError as error:  # no network, no such repository or revision, no access, too many requests
         raise SetupError(
-            f"data.source: the hub gives no {name}: {error}. Check the name and the network; "
+            f"data.source: the hub gives no {name}: {' '.join(str(error).split()).partition(' For more')[0]}. Check the name and the network; "
             "for a gated data set accept its terms and log in with `hf auth login`"
         ) from error
     except RuntimeError as error:  # the data set is a script
