@@ -40,8 +40,8 @@ KNOWN_FORMS = re.compile(
 )
 IN_URL = re.compile(r"""(?<=://)[^\s/@"'<>]{1,500}@""")
 
-# C0 and C1 controls but line end and tab, marks that turn the direction of text, and halves of characters.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0 and C1 controls but line end and tab, marks that end lines or turn the direction of text, and halves of characters.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def redacted(text: str) -> str:
@@ -73,3 +73,8 @@ def is_secret_name(name: str) -> bool:
 def printable(text: str) -> str:
     r"""The text as a terminal may show it: control characters, ANSI escapes and marks of direction become `\x1b`, `\u202e`."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def printable_json(text: str) -> str:
+    """JSON that means the same, with every such character as JSON's own escape: one line stays one line, in any file."""
+    return UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

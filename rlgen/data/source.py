@@ -212,8 +212,9 @@ def hub_rows(data: DataRecipe) -> Rows:
         builder.download_and_prepare()
         table = builder.as_dataset(split=data.split)
     except OSError as error:  # no network, no such repository or revision, no access, too many requests
+        said = " ".join(str(error).split()).partition(" For more information check")[0]
         raise SetupError(
-            f"data.source: the hub gives no {name}: {error}. Check the name and the network; "
+            f"data.source: the hub gives no {name}: {said}. Check the name and the network; "
             "for a gated data set accept its terms and log in with `hf auth login`"
         ) from error
     except RuntimeError as error:  # the data set is a script

@@ -488,7 +488,9 @@ def _absolute(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> tuple
         where = places.get(loc) or str(path)
         folder = (path if where.startswith("--set") else Path(_file(where))).resolve().parent
         try:
-            return str((folder / Path(text).expanduser()).resolve()) if always or (folder / text).is_dir() else text
+            place = (folder / Path(text).expanduser()).resolve()
+            place.exists()  # raises for what can be no path
+            return str(place) if always or (folder / text).is_dir() else text
         except (OSError, RuntimeError) as error:  # too long, or of a user who is not there
             problems.append(Problem(where, f"{_short(text)} is no path: {getattr(error, 'strerror', None) or error}"))
             return text

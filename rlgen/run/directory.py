@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgen.errors import CheckpointError, UsageError
+from rlgen.redact import printable_json
 from rlgen.run.files import (
     FOLDER_MODE,
     appears,
@@ -301,7 +302,7 @@ def json_line(record: dict[str, Any]) -> str:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except ValueError:
         text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
-    return text + "\n"
+    return printable_json(text) + "\n"
 
 
 def finite(value: Any) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgen.errors import CheckpointError
+from rlgen.redact import printable_json
 
 MODE, FOLDER_MODE = 0o640, 0o750  # the most that others may
 
@@ -94,7 +95,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, printable_json(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 def read_text(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The command line as a user meets it: messages, exit codes, quick answers."""
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -101,3 +102,56 @@ print(sorted({{"torch", "transformers", "vllm", "datasets", "accelerate", "numpy
 def test_several_processes_without_a_launcher_are_refused(rlgen: Run, recipe_file: Path, tmp_path: Path) -> None:
     result = rlgen("train", recipe_file, "--run-dir", tmp_path / "run", WORLD_SIZE="2")
     assert result.returncode == 9 and "WORLD_SIZE is 2, but RANK" in result.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.fault(15)
+def test_validate_answers_where_torch_cannot_be_imported(recipe_file: Path, tmp_path: Path, proof: Callable[[str], None]) -> None:
+    for name in ("torch", "transformers", "vllm", "datasets", "accelerate"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('no {name} here')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "rlgen", "validate", str(recipe_file)]
+    began = os.times()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    ended = os.times()
+    seconds = ended.children_user + ended.children_system - began.children_user - began.children_system
+    assert done.returncode == 0 and "valid" in done.stdout and "not looked at: rows of the data" in done.stdout
+    assert seconds < 1
+    failed = subprocess.run([*command[:3], "estimate", str(recipe_file)], capture_output=True, text=True, env=environment)
+    assert "no torch here" in failed.stderr
+    proof(f"torch cannot be imported; answered in {seconds:.2f} s of a core")
+
+
+@pytest.mark.fault(16)
+def test_a_dry_run_of_what_a_dry_run_wrote_gives_the_same_bytes(
+    rlgen: Run, recipe_file: Path, tmp_path: Path, proof: Callable[[str], None]
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert rlgen("train", recipe_file, "--dry-run", "--run-dir", first, "--set", "run.seed=3").returncode == 0
+    text = (first / "resolved.yaml").read_text()
+    assert rlgen("train", first / "resolved.yaml", "--dry-run", "--run-dir", again).returncode == 0
+    assert (again / "resolved.yaml").read_text() == text.replace("name: first", "name: again") != text
+    proof(f"{len(text)} bytes, the same but for the name")
+
+
+@pytest.mark.parametrize(
+    "place, code, said",
+    [
+        ("file", 2, "file is a file"),
+        ("file/run", 2, "is a file"),
+        ("/proc/run", 8, "cannot be written"),
+        ("/sys/a/b", 8, "cannot be"),
+    ],
+)
+def test_an_output_folder_that_cannot_be(rlgen: Run, recipe_file: Path, tmp_path: Path, place: str, code: int, said: str) -> None:
+    mine = tmp_path / "file"
+    mine.write_text("mine")
+    for arguments in ([], ["--dry-run"]):
+        done = rlgen("train", recipe_file, "--run-dir", tmp_path / place, *arguments)
+        assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert "--run-dir" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "recipe.yaml"} and mine.read_text() == "mine"
+
+
+def test_quotes_in_a_run_directory(rlgen: Run, recipe_file: Path, tmp_path: Path) -> None:
+    done = rlgen("train", recipe_file, "--dry-run", "--run-dir", tmp_path / 'it\'s "mine"' / "run")
+    assert done.returncode == 0 and (tmp_path / 'it\'s "mine"' / "run" / "resolved.yaml").exists()

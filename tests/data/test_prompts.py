@@ -58,7 +58,8 @@ def test_a_position_is_one_integer(tmp_path: Path) -> None:
     assert [p.row for p in stream(rows, tmp_path, shuffle=False).take(0, 9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
 
 
-def test_over_long_prompts_are_counted_or_refused(tmp_path: Path) -> None:
+@pytest.mark.fault(21, 24)
+def test_over_long_prompts_are_counted_or_refused(tmp_path: Path, proof: Any) -> None:
     rows = [{"prompt": "ab"}, {"prompt": "abcdef"}, {"prompt": "ab"}]
     made = stream(rows, tmp_path, max_prompt_tokens=4)
     assert dict(made.counts) == {
@@ -74,8 +75,10 @@ def test_over_long_prompts_are_counted_or_refused(tmp_path: Path) -> None:
         stream(rows, tmp_path, max_prompt_tokens=4, overlong="error")
     with pytest.raises(DataError, match=r"no row is left: .*3 over_long"):
         stream(rows, tmp_path, max_prompt_tokens=1)
+    proof("3 of 3 rows too long; 1 duplicate counted")
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize(
     "prompt, part",
     [
@@ -89,9 +92,10 @@ def test_over_long_prompts_are_counted_or_refused(tmp_path: Path) -> None:
         ("", "no row is left: 1 read, 1 empty"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, prompt: Any, part: str) -> None:
+def test_bad_rows_are_named(tmp_path: Path, prompt: Any, part: str, proof: Any) -> None:
     with pytest.raises(DataError, match=part):
         stream([{"prompt": prompt}], tmp_path)
+    proof(part)
 
 
 def test_columns(tmp_path: Path) -> None:

@@ -46,12 +46,15 @@ def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path):
     assert [(p.row, p.text) for p in built.take(0, 2)] == [(0, "a"), (1, "b")]
 
 
-def test_no_row_left_gives_every_count(tmp_path):
+@pytest.mark.fault(21)
+def test_no_row_left_gives_every_count(tmp_path, proof):
     with pytest.raises(DataError, match="2 read, 1 empty, 0 no_answer, 0 odd_answer, 1 over_long, 0 duplicates, 0 used"):
         stream(tmp_path, [{"prompt": "abcdef"}, {"prompt": ""}], max_prompt_tokens=3)
+    proof("one row empty, one too long")
 
 
-def test_a_few_rows_without_an_answer_are_left_out_and_more_are_an_error(tmp_path):
+@pytest.mark.fault(26)
+def test_a_few_rows_without_an_answer_are_left_out_and_more_are_an_error(tmp_path, proof):
     rows = [{"prompt": f"p{index}", "answer": None if index == 50 else "1"} for index in range(100)]
     built = stream(tmp_path, rows, columns={"answer": "answer"})
     assert (built.counts["no_answer"], built.counts["used"]) == (1, 99)
@@ -59,8 +62,10 @@ def test_a_few_rows_without_an_answer_are_left_out_and_more_are_an_error(tmp_pat
     rows[7]["answer"] = None
     with pytest.raises(DataError, match="`answer` is empty in 2 of 100 rows"):
         stream(tmp_path, rows, columns={"answer": "answer"})
+    proof("1 of 100 without an answer is counted, 2 are refused")
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -69,10 +74,11 @@ def test_a_few_rows_without_an_answer_are_left_out_and_more_are_an_error(tmp_pat
         ([{"role": "developer", "content": "x"}, USER], "no developers here"),
     ],
 )
-def test_more_bad_messages_name_the_row(tmp_path, value, said):
+def test_more_bad_messages_name_the_row(tmp_path, value, said, proof):
     with pytest.raises(DataError) as caught:
         stream(tmp_path, [{"prompt": "fine"}, {"prompt": value}])
     assert "rows.jsonl, row 1" in str(caught.value) and said in str(caught.value)
+    proof(said)
 
 
 def test_two_system_messages_are_refused(tmp_path):

@@ -68,6 +68,7 @@ def test_a_task_takes_its_options_and_the_seed():
     assert other_seed.fingerprint != loaded.fingerprint
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -83,14 +84,16 @@ def test_a_task_takes_its_options_and_the_seed():
         ("a.txt", b"text", ".txt"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, name, content, said):
+def test_a_damaged_file_is_named(tmp_path, name, content, said, proof):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         load_rows(recipe(tmp_path / name), 0)
     assert said in str(caught.value) and str(tmp_path) in str(caught.value)
+    proof(f"{name}: {said}")
 
 
-def test_a_missing_file_and_a_missing_column(tmp_path):
+@pytest.mark.fault(19)
+def test_a_missing_file_and_a_missing_column(tmp_path, proof):
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
         load_rows(recipe(tmp_path / "nowhere.jsonl"), 0)
     path = write_lines(tmp_path / "a.jsonl", [{"question": "a", "solution": "b"}])
@@ -100,6 +103,7 @@ def test_a_missing_file_and_a_missing_column(tmp_path):
     assert "did you mean `question`?" in str(caught.value) and "question, solution" in str(caught.value)
     with pytest.raises(DataError, match=r"data\.columns\.answer"):
         load_rows(recipe(path, columns={"prompt": "question", "answer": "answer"}), 0)
+    proof(str(caught.value))
 
 
 def test_a_hub_data_set_is_pinned_by_its_commit(monkeypatch):
@@ -127,6 +131,7 @@ def test_a_hub_data_set_is_pinned_by_its_commit(monkeypatch):
     assert loaded.kind == "hub" and loaded.fingerprint == Builder.hash and list(loaded.rows) == [{"prompt": "a"}]
 
 
+@pytest.mark.fault(25)
 @pytest.mark.parametrize(
     ("raised", "error"),
     [
@@ -136,7 +141,7 @@ def test_a_hub_data_set_is_pinned_by_its_commit(monkeypatch):
         (ValueError("Unknown split \"tset\". Should be one of ['test']."), DataError),
     ],
 )
-def test_what_the_hub_says_becomes_one_message(monkeypatch, raised, error):
+def test_what_the_hub_says_becomes_one_message(monkeypatch, raised, error, proof):
     def refuse(*args, **settings):
         raise raised
 
@@ -145,6 +150,7 @@ def test_what_the_hub_says_becomes_one_message(monkeypatch, raised, error):
         load_rows(recipe("org/name", revision="v2"), 0)
     assert type(caught.value) is error
     assert "org/name (revision v2)" in str(caught.value) and str(raised) in str(caught.value)
+    proof(str(caught.value)[:100])
 
 
 def test_a_folder_is_never_taken_for_a_hub_data_set(monkeypatch, tmp_path):

@@ -299,6 +299,8 @@ def test_a_changed_base_is_not_saved_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
-def test_few_bits_need_a_gpu() -> None:
+@pytest.mark.fault(44)
+def test_few_bits_need_a_gpu(proof: Any) -> None:
     with pytest.raises(SetupError, match="nf4 needs an NVIDIA GPU"):
         load_model(str(build_tiny("qwen3")), None, torch.bfloat16, "sdpa", CPU, quantization="nf4")
+    proof("no GPU: nf4 is refused before the model is read")

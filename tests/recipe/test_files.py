@@ -213,3 +213,13 @@ def test_names_with_dots_and_odd_values_are_shown(rlgen: Callable[..., object], 
     path = write("r.yaml", RECIPE.replace("args: {target: 6}", "args: {target: 6, 'a.b': {'0': 1}}"))
     shown = rlgen("show", path, "--json")
     assert json.loads(shown.stdout)["rewards.1.args.a.b.0"]["value"] == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize(
+    "override", ["data={source: ~nobody-at-all/x.jsonl}", f"model.path=./{'a' * 4000}", "rewards.0.use=~no-one/r.py:f"]
+)
+def test_what_is_no_path_is_blamed_on_its_argument(write: Write, override: str, proof: Proof) -> None:
+    (told,) = problems(write("r.yaml", RECIPE), override)
+    assert told.startswith("--set 1: ") and " is no path: " in told and len(told) < 600
+    proof(told[:100])

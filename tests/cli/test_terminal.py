@@ -1,0 +1,136 @@
+"""Any kind of standard output, and texts of a model that a terminal would obey."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE, ROOT, make_sample, read_jsonl
+
+from rlgen.errors import RewardError
+from rlgen.redact import printable
+from rlgen.run.console import Console, Terminal
+from rlgen.run.directory import RunDirectory
+from rlgen.run.files import read_json
+from rlgen.run.records import rollout_records
+
+Proof = Callable[[str], None]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "40", "PYTHONIOENCODING": "ascii"}
+
+
+@pytest.mark.fault(18)
+def test_a_run_outlives_the_reader_of_its_output_and_an_old_code_page(recipe_file: Path, tmp_path: Path, proof: Proof) -> None:
+    recipe_file.write_text(RECIPE + "engine: {kind: transformers}\n")
+    command = [sys.executable, "-m", "rlgen", "train", str(recipe_file), "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **PLAIN})
+    assert process.stdout is not None and process.stderr is not None
+    first = process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    errors = process.stderr.read().decode("ascii")
+    assert process.wait(200) == 0 and first.startswith(b"note: ") and "Traceback" not in errors and "BrokenPipe" not in errors
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["exit_code"], len(read_jsonl(tmp_path / "run/metrics.jsonl"))) == ("done", 0, 2)
+    proof("the reader left after one line; the run went on to its end, exit 0")
+
+
+@pytest.mark.fault(18)
+@pytest.mark.parametrize("arguments", [("show",), ("show", "--resolved"), ("validate",), ("validate", "--set", "run.steps=0")])
+def test_a_reader_that_goes_away_changes_no_exit_code(recipe_file: Path, arguments: tuple[str, ...], proof: Proof) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "rlgen", arguments[0], str(recipe_file), *arguments[1:]]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, text=True)
+    os.close(write)
+    assert done.returncode == (2 if "--set" in arguments else 0)
+    assert "Traceback" not in done.stderr and "Broken" not in done.stderr
+    proof(f"rlgen {' '.join(arguments)}: its reader had gone")
+
+
+@pytest.mark.fault(14, 18)
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["trian", "r.yaml"], "Did you mean 'train'?"),
+        (["train", "r.yaml", "--reusme"], "--resume"),
+        (["recipes", "lst"], "Did you mean 'list'?"),
+        (["train", "r.yaml", "--max-steps", "many"], "'--max-steps'"),
+        (["train"], "Missing argument 'RECIPE'"),
+    ],
+)
+def test_a_typo_is_answered_with_a_suggestion_on_any_terminal(rlgen: Run, arguments: list[str], hint: str, proof: Proof) -> None:
+    done = rlgen(*arguments, **PLAIN)
+    assert done.returncode == 2 and hint in done.stderr and "Traceback" not in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    proof(f"rlgen {' '.join(arguments)}: {hint}")
+
+
+@pytest.mark.fault(18, 81)
+def test_nothing_from_a_recipe_is_obeyed_by_a_terminal(tmp_path: Path, proof: Proof) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE + '"\\e[31mred\\e]0;title\\a": 1\n')
+    ours, theirs = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "rlgen",
+        "validate",
+        str(path),
+        "--set",
+        "run.name='[red]x'",
+        "--set",
+        b"run.dir=\xff\x1b[2J",
+    ]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT)
+    os.close(theirs)
+    said = b""
+    try:
+        while part := os.read(ours, 4096):
+            said += part
+    except OSError:  # the end, as Linux says it
+        pass
+    os.close(ours)
+    assert process.wait(60) == 2 and b"\x1b" not in said and b"\x07" not in said
+    assert b"\\x1b[31mred" in said and b"[red]x" in said and b"\\x1b[2J" in said
+    proof("escapes in a key, in a value and on the command line, on a real terminal")
+
+
+HOSTILE = {
+    "10 MB": "x" * 10_000_000,
+    "escapes": "\x1b[31mred\x1b]0;title\x07\x9b2J\r\x08",
+    "html": "<script>alert(1)</script>&amp;\"'",
+    "markup": "[red]x[/red] [link=file:///etc/passwd]y[/link]",
+    "other scripts": "😀 עברית العربية \u202eabc\u2066 \u2028\u2029\x85\ufeff",
+    "lines": "a\nb\r\nc\x0b\x0c\x1c\x1d\x1e",
+    "half a character": "\ud83d",
+    "zero": "\x00",
+}
+
+
+@pytest.mark.fault(81)
+def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "", "")
+    samples = [make_sample(sample_index=index, completion=text) for index, text in enumerate(HOSTILE.values())]
+    directory.write_rollouts(1, rollout_records(1, samples, [0.0] * len(samples), [True] * len(samples)))
+    directory.close()
+    file = tmp_path / "run" / "rollouts" / "step_000001.jsonl"
+    assert [record["completion"] for record in read_jsonl(file)] == list(HOSTILE.values())
+    text = file.read_text(encoding="utf-8")
+    assert "עברית" in text and printable(text) == text  # which `cat` may show
+    proof(f"{', '.join(HOSTILE)}: written and read back")
+
+
+@pytest.mark.fault(81)
+def test_no_text_of_a_model_reaches_a_terminal_as_it_is(capfd: pytest.CaptureFixture[str], proof: Proof) -> None:
+    with Console(2, 0, quiet=False) as console:
+        for text in list(HOSTILE.values())[1:]:
+            console.say(f"{RewardError(text)}")
+            Terminal(quiet=False).say(text)
+    said = capfd.readouterr().out
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said)
+    assert said.count("[red]x[/red] [link=file:///etc/passwd]y[/link]") == 2 and "\\x1b[31mred" in said and "<script>" in said
+    proof("escapes, marks of direction and markup are shown, not obeyed")

@@ -1,0 +1,178 @@
+"""Models and tokenizers that cannot be used are refused before a weight is read, with what to do."""
+
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CPU, make_sample
+from transformers import AutoTokenizer
+
+from rlgen.errors import DataError, RlgenError, SetupError
+from rlgen.models.load import check_model, load_model, load_tokenizer, locate
+from rlgen.models.tiny import build_tiny, byte_tokenizer
+from rlgen.recipe import load_recipe
+from rlgen.rollout.batch import collate
+from rlgen.trainers.sides import load_data
+
+Proof = Callable[[str], None]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder of a model, to be spoilt."""
+    return Path(shutil.copytree(build_tiny("qwen3"), tmp_path / "model"))
+
+
+def check(folder: Path) -> str:
+    """What is said of a model before its weights are read."""
+    with pytest.raises(SetupError) as error:
+        check_model(str(folder), None, load_tokenizer(locate(str(folder)), None))
+    assert error.value.exit_code == 3 and "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.fault(38)
+def test_a_folder_that_is_no_model(model: Path, proof: Proof) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    said = check(model)
+    assert "only pytorch_model.bin: that is a pickle" in said and "save_pretrained(NEW_FOLDER)` writes safetensors" in said
+    with pytest.raises(SetupError, match="safetensors"):
+        load_model(str(model), None, torch.float32, "sdpa", CPU)
+    (model / "pytorch_model.bin").unlink()
+    assert check(model).endswith("holds no weights in safetensors")
+    (model / "config.json").unlink()
+    assert "holds no config.json" in check(model)
+    proof(said)
+
+
+@pytest.mark.fault(39)
+def test_a_model_that_needs_its_own_code(model: Path, tmp_path: Path, recipe_file: Path, proof: Proof) -> None:
+    ran = tmp_path / "ran"
+    (model / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass C: pass\nclass M: pass\n")
+    config = json.loads((model / "config.json").read_text())
+    own = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "own_kind", "auto_map": own}))
+    said = check(model)
+    assert f"model.path: {model} needs Python code of its own repository, which rlgen never runs" in said and not ran.exists()
+    with pytest.raises(RlgenError, match="rlgen runs no code of a model's repository"):
+        load_recipe(recipe_file, ["model.trust_remote_code=true"])
+    proof(said)
+
+
+@pytest.mark.fault(40)
+def test_a_tokenizer_with_more_ids_than_the_model(model: Path, proof: Proof) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(model)
+    said = check(model)
+    assert "has ids up to 260, but the model has embeddings of 260 only" in said
+    proof(said)
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize("pad", [None, "<|im_end|>"])
+def test_padding_never_hides_the_end_of_a_completion(model: Path, pad: str | None, proof: Proof) -> None:
+    """Masks follow from lengths: no pad id is looked at anywhere."""
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(model)
+    loaded = load_tokenizer(str(model), None)
+    end = loaded.eos_token_id
+    assert loaded.pad_token_id == (end if pad else None)
+    check_model(str(model), None, loaded)
+    long = make_sample(completion_ids=(7, end, 8, 9, end), sampler_logp=(-0.5,) * 5, loss_mask=(True,) * 5)
+    short = replace(make_sample(), completion_ids=(7, 8, end))
+    batch = collate([long, short], [0, 1], CPU)
+    assert batch.mask.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    assert batch.completion_ids[batch.mask].tolist() == [7, end, 8, 9, end, 7, 8, end]
+    proof(f"pad {pad}: every end is trained on")
+
+
+@pytest.mark.fault(23)
+def test_a_chat_without_a_template_is_refused(model: Path, recipe_file: Path, proof: Proof) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(DataError, match="has no chat template; take an instruction-tuned model, or prompts as text") as error:
+        load_data(load_recipe(recipe_file, [f"model.path={model}"]).recipe)
+    proof(str(error.value))
+
+
+@pytest.mark.fault(21)
+def test_fewer_rows_than_a_step_asks_for(recipe_file: Path, proof: Proof) -> None:
+    said = r"3 read, 0 empty, .* 3 used: less than rollout.prompts_per_step 4.* set it to 3 or less"
+    with pytest.raises(DataError, match=said) as e:
+        load_data(load_recipe(recipe_file, ["data.limit=3"]).recipe)
+    assert e.value.exit_code == 4
+    load_data(load_recipe(recipe_file, ["data.limit=3", "rollout.prompts_per_step=3"]).recipe)
+    proof(str(e.value))
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Answers with the status that the repository's name has: org/s404."""
+
+    def answer(self) -> None:
+        found = re.search(r"org/s(\d{3})", self.path)
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.send_response(int(found[1]) if found else 404)
+        self.send_header("Retry-After", "1")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD = do_POST = answer
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+ASK = """
+import json, sys, time
+from rlgen.data.source import load_rows
+from rlgen.errors import SetupError
+from rlgen.models.load import load_config, load_tokenizer
+from rlgen.recipe.models import DataRecipe
+for status in sys.argv[1:]:
+    name = f"org/s{status}"
+    data = DataRecipe(source=name)
+    for ask in (lambda: load_tokenizer(name, "v2"), lambda: load_config(name, None), lambda: load_rows(data, 0)):
+        began = time.monotonic()
+        try:
+            ask()
+        except SetupError as error:
+            print(json.dumps([int(status), str(error), time.monotonic() - began]))
+"""
+
+
+@pytest.mark.fault(25, 38)
+@pytest.mark.parametrize("statuses", [(404, 401, 403), pytest.param((429, 503), marks=pytest.mark.slow)])
+def test_a_hub_that_refuses(tmp_path: Path, statuses: tuple[int, ...], proof: Proof) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        hub.asked = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread.start()
+        where = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_" + "a" * 20}
+        command = [sys.executable, "-c", ASK, *map(str, statuses)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, **where})
+        hub.shutdown()
+        asked = len(hub.asked)  # type: ignore[attr-defined]
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [status for status, _, _ in told] == [status for status in statuses for _ in range(3)], done.stderr
+    for (status, said, seconds), what in zip(
+        told, ["tokenizer of org/s{} (revision v2)", "config of org/s{}", "org/s{}"] * 9, strict=False
+    ):
+        assert f"the hub gives no {what.format(status)}" in said and seconds < 100 and "hf auth login" in said
+        assert "\n" not in said and "hf_a" not in said
+        assert what == "org/s{}" or str(status) in said.replace(f"org/s{status}", "")
+    assert 0 < asked <= 40 * len(statuses)
+    proof(f"HTTP {statuses}: {asked} requests, {max(seconds for _, _, seconds in told):.1f} s at most")

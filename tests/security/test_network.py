@@ -1,0 +1,79 @@
+"""No telemetry, no connection that the recipe does not name: runs in a namespace with loopback only, and a list of all calls."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE, ROOT, read_jsonl
+
+from rlgen.run.files import read_json
+
+Proof = Callable[[str], None]
+
+# Brings up loopback in a new network namespace, then becomes the command.
+ENTER = """
+import ctypes, fcntl, os, socket, struct, sys
+if ctypes.CDLL(None, use_errno=True).unshare(0x40000000):  # CLONE_NEWNET
+    sys.exit(f"no namespace: {os.strerror(ctypes.get_errno())}")
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    fcntl.ioctl(probe, 0x8914, struct.pack("16sh14s", b"lo", 0x1 | 0x40, b""))  # SIOCSIFFLAGS: up, running
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+# Python runs it at every start, in every process of the run.
+WATCH = """
+import os, sys
+def watch(event, args):
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"):
+        what = args[1] if event in ("socket.connect", "socket.sendto") else args[0]
+        with open(os.environ["RLGEN_TEST_CALLS"], "a") as file:
+            print(event, repr(what), file=file)
+sys.addaudithook(watch)
+"""
+INSIDE = ("127.0.0.1", "localhost", "::1", "None", "''", "0.0.0.0")
+
+
+def namespaces() -> bool:
+    return subprocess.run([sys.executable, "-c", ENTER, "-c", ""], capture_output=True).returncode == 0
+
+
+ENGINES = ["{kind: transformers}", pytest.param("{kind: colocated}", marks=[pytest.mark.slow, pytest.mark.vllm])]
+ENGINES += [pytest.param("{kind: server, launch: true}", marks=[pytest.mark.slow, pytest.mark.vllm])]
+
+
+@pytest.mark.fault(15, 92)
+@pytest.mark.skipif(not namespaces(), reason="may not make a network namespace")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_needs_no_network_and_asks_for_none(tmp_path: Path, engine: str, proof: Proof) -> None:
+    watch, calls, recipe = tmp_path / "watch", tmp_path / "calls", tmp_path / "recipe.yaml"
+    watch.mkdir()
+    (watch / "sitecustomize.py").write_text(WATCH)
+    recipe.write_text(RECIPE + f"engine: {engine}\n")
+    path = os.pathsep.join([str(watch), str(ROOT)])
+    offline = [name for name in os.environ if name.endswith(("OFFLINE", "DO_NOT_TRACK", "NO_USAGE_STATS", "TELEMETRY"))]
+    environment = {name: value for name, value in os.environ.items() if name not in offline}
+    done = subprocess.run(
+        [sys.executable, "-c", ENTER, "-m", "rlgen", "train", str(recipe), "--run-dir", str(tmp_path / "run")],
+        env={**environment, "PYTHONPATH": path, "RLGEN_TEST_CALLS": str(calls)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_json(tmp_path / "run" / "status.json")["state"] == "done" and len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 2
+    made = calls.read_text().splitlines() if calls.exists() else []
+    outside = [call for call in made if not any(host in call for host in INSIDE) and "'/" not in call and "b'\\x00" not in call]
+    assert outside == []
+    proof(f"engine {json.dumps(engine)}: done without a network, {len(made)} calls, none beyond this machine")
+
+
+def test_the_watch_sees_a_connection(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    code = "import socket\ntry: socket.create_connection(('192.0.2.1', 9), 0.1)\nexcept OSError: pass"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "RLGEN_TEST_CALLS": str(tmp_path / "calls")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    assert "socket.connect ('192.0.2.1', 9)" in (tmp_path / "calls").read_text()
