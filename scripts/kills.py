@@ -175,7 +175,7 @@ class Kills:
 
 def left_behind(run: Path, mark: str) -> str | None:
     """Files of nobody, or processes of the killed run."""
-    stray = [path for path in run.rglob(".*") if path.name != ".lock"]
+    stray = [path for path in run.rglob(".*") if path.name not in (".lock", ".reserve")]
     if stray:
         return f"left {stray[0]}"
     deadline = time.monotonic() + ORPHANS

@@ -26,7 +26,19 @@ ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 
 # Long files with few tests: begun first, so that no core waits for the other at the end (`make test`).
-LONG = ("test_learning", "test_processes", "test_server_faults", "test_parity", "test_ladder", "test_watch", "test_lora_runs")
+LONG = (
+    *(
+        "test_learning",
+        "test_processes",
+        "test_server_faults",
+        "test_resume",
+        "test_signals",
+        "test_parity",
+        "test_ladder",
+        "test_watch",
+    ),
+    *("test_lora_runs", "test_splits", "test_golden", "test_serve", "test_numbers"),
+)
 
 RECIPE = """\
 run: {name: test, steps: 2}

@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -42,7 +43,7 @@ from rlgen.rewards.builtin import BUILTIN
 
 Cause = Literal["error", "timeout", "died", "memory"]
 CONCURRENT = 64  # calls of async rewards under way at once
-LONGEST_MESSAGE, LONGEST_TRACEBACK = 2000, 8000
+LONGEST_MESSAGE, LONGEST_TRACEBACK, LONGEST_LINE = 2000, 8000, 1 << 16
 PR_SET_PDEATHSIG = 1
 PRESENT = Struct("=qd")  # the id of a call, and when it began (time.monotonic, the same clock for all processes of a machine)
 NO_CALL = -1
@@ -180,10 +181,10 @@ def told(error: BaseException) -> str:
         text = str(error)
     except Exception:  # its own __str__ fails
         text = "(no text)"
-    return printable(f"{type(error).__name__}: {text}" if text else type(error).__name__, LONGEST_MESSAGE)
+    return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__, LONGEST_MESSAGE)
 
 
-def printable(text: str, longest: int) -> str:
+def shortened(text: str, longest: int) -> str:
     text = redacted(text).encode("utf-8", "replace").decode()
     return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
 
@@ -203,7 +204,7 @@ def failure_of(error: BaseException, file: str | None) -> Failed:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != __file__]
     text = "".join(["Traceback (most recent call last):\n", *traceback.format_list(own), told(error)])
-    return Failed(cause, f"{told(error)} {user_line(error, file)}".rstrip(), printable(text, LONGEST_TRACEBACK))
+    return Failed(cause, f"{told(error)} {user_line(error, file)}".rstrip(), shortened(text, LONGEST_TRACEBACK))
 
 
 def values_of(answer: Any, of_group: int | None) -> list[float | None] | Failed:
@@ -231,7 +232,7 @@ def as_number(value: Any) -> float:
 
 def shown(value: Any) -> str:
     try:
-        return printable(repr(value), 80)
+        return shortened(repr(value), 80)
     except Exception:
         return f"a {type(value).__name__}"
 
@@ -347,6 +348,34 @@ def serve(line: socket.socket, present: mmap) -> None:
         runner.close()
 
 
+class Printed(io.TextIOBase):
+    """What the user's code prints, line by line and without secrets. What goes past Python, as that of programs, is as it is."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        whole, _, self._rest = (self._rest + text).rpartition("\n")
+        if whole or text.endswith("\n"):
+            self._put(f"{whole}\n")
+        if len(self._rest) > LONGEST_LINE:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        rest, self._rest = self._rest, ""
+        self._put(rest)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def _put(self, text: str) -> None:
+        unsaid = "\n".join(map(redacted, text.split("\n"))).encode("utf-8", "backslashreplace")
+        while unsaid:
+            unsaid = unsaid[os.write(self._descriptor, unsaid) :]
+
+
 def main(line: int, present: int, stack: int, parent: int, memory: int) -> None:
     """The process. `line`, `present` and `stack` are open files: the socket to the trainer, the memory that both share, and where
     the process writes its position when it hangs or crashes."""
@@ -362,4 +391,5 @@ def main(line: int, present: int, stack: int, parent: int, memory: int) -> None:
     # Both write without the interpreter's lock, which the call may hold.
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    sys.stdout, sys.stderr = Printed(1), Printed(2)
     serve(socket.socket(fileno=line), mmap(present, PRESENT.size))

@@ -181,8 +181,7 @@ class Trainer:
         """All samples of the step with their rewards, in the order of the prompts, from all processes to all."""
 
         def score_own() -> list[Sample]:
-            score = partial(self.scorer.score, step=step)
-            scored = self.journal.score(step, groups, score) if self.seat.speaks else []
+            scored = self.journal.score(step, groups, lambda fresh: self.scorer.score(fresh, step)) if self.seat.speaks else []
             return [sample for group in scored for sample in group.samples]
 
         return [sample for samples in self.processes.together(score_own) for sample in samples]

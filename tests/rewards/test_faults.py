@@ -58,7 +58,7 @@ def f(completion):
         return f(completion)
     return float(len(completion))
 """
-LIMIT = 0.5
+LIMIT = 1.0
 # name -> cause, a part of the message, whether it is killed at the deadline
 FAULTS = {
     "sleep": ("timeout", "rewards.py:6", True),
@@ -242,8 +242,8 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
         ("import sys\nsys.exit(0)\n", ["SystemExit", "rewards.py:2"]),
         ("x = 1\ndef f(:\n", ["SyntaxError", "rewards.py:2"]),
         ("import no_such_module\n", ["no_such_module", "rewards.py:1"]),
-        ("import time\n\ntime.sleep(1000)\n", ["did not end within 0.5 s", "rewards.py:3", "scoring.import_timeout"]),
-        ("x = 1\nx = 9**9**9**9\n", ["did not end within 0.5 s", "rewards.py:2"]),
+        ("import time\n\ntime.sleep(1000)\n", ["did not end within 1.5 s", "rewards.py:3", "scoring.import_timeout"]),
+        ("x = 1\nx = 9**9**9**9\n", ["did not end within 1.5 s", "rewards.py:2"]),
         ("import os\nos._exit(0)\n", ["ended with exit code 0"]),
         ("import ctypes\nctypes.string_at(0)\n", ["SIGSEGV", "rewards.py:2"]),
         ("def g(completion): return 1.0\n", ["has no function `f`", "there are g"]),
@@ -253,7 +253,7 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
 def test_an_import_that_fails_or_never_ends(scorer, proof, source, parts):
     start = time.monotonic()
     with pytest.raises(RewardError) as caught:
-        scorer(source, scoring={"import_timeout": 0.5})
+        scorer(source, scoring={"import_timeout": 1.5})
     assert caught.value.exit_code == 5 and all(part in str(caught.value) for part in parts)
     assert time.monotonic() - start < 3
     proof(f"{source.splitlines()[-1]}: {parts[0]}")
@@ -355,9 +355,9 @@ def test_no_message_holds_a_secret_of_the_environment(scorer, tmp_path, monkeypa
     with pytest.raises(RewardError) as caught:
         build.score([group("a")], 1)
     (saved,) = (tmp_path / "failed").iterdir()
-    assert "Bearer [JUDGE_API_KEY]" in str(caught.value) and "planted-secret" not in str(caught.value) + saved.read_text()
+    assert "Bearer [redacted]" in str(caught.value) and "planted-secret" not in str(caught.value) + saved.read_text()
     str(caught.value).encode()  # printable
-    proof("the exception held the key; message and saved sample hold [JUDGE_API_KEY]")
+    proof("the exception held the key; message and saved sample hold [redacted]")
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -410,10 +410,10 @@ def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proo
             return score
     """
     kinds = ["fine", "500", "429", "json", "nonsense", "tls", "hang", "good"]
-    build = scorer(source, {"use": "f", "timeout": 1.5, "on_error": "skip", "max_error_fraction": 1.0})
+    build = scorer(source, {"use": "f", "timeout": 4.0, "on_error": "skip", "max_error_fraction": 1.0})
     start = time.monotonic()
     (scored,) = build.score([group(*kinds)], 1)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 15
     assert [sample.reward for sample in scored.samples] == [0.5, *[None] * 6, 0.5]
     said = {sample.completion: sample.reward_errors.get("f", "") for sample in scored.samples}
     for kind, part in {
@@ -422,10 +422,10 @@ def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proo
         "json": "error: JSONDecodeError",
         "nonsense": "error: ValueError: the judge said 'rather good'",  # in the record, as it came
         "tls": "error: ConnectError",
-        "hang": "timeout: no answer within 1.5 s",
+        "hang": "timeout: no answer within 4 s",
     }.items():
         assert said[kind].startswith(part), said[kind]
-    assert "planted-secret" not in "".join(said.values()) and "[JUDGE_API_KEY]" in said["500"]
+    assert "planted-secret" not in "".join(said.values()) and "[redacted]" in said["500"]
     assert {"500", "429", "json", "nonsense", "hang"} <= set(judge.asked)
     assert build.pool.killed == 0, "a call that can be cancelled costs no process"
     proof(f"a server answered {len(judge.asked)} requests: 500, 429, invalid JSON, nonsense, never; one was no TLS")

@@ -44,9 +44,9 @@ class Count:
 
         real = Trainer.sample
 
-        def sample(trainer: Any, step: int) -> Any:
+        def sample(trainer: Any, step: int, *rest: Any) -> Any:
             self.now = step
-            return real(trainer, step)
+            return real(trainer, step, *rest)
 
         Trainer.sample = sample  # type: ignore[method-assign]
 

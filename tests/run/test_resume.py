@@ -130,7 +130,7 @@ def test_what_is_beyond_the_resumed_step_is_kept_apart(tmp_path: Path, proof: Pr
     assert (attempt / "metrics.jsonl").read_text() == '{"step": 3}\n{"step": 4, "lo'
     assert sorted(path.name for path in directory.rollouts.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
     assert sorted(path.name for path in attempt.rglob("*")) == ["metrics.jsonl", "rlgen.log", "rollouts", "step_000003.jsonl"]
-    assert [path.name for path in directory.path.rglob(".*")] == [".lock"]
+    assert [path.name for path in directory.path.rglob(".*")] == [".lock", ".reserve"]
     proof("metrics of steps 3 and, torn, 4 and rollouts of 3 were there; cut at 2")
 
 
