@@ -4,6 +4,13 @@ A test says which it shows with `@pytest.mark.fault(62)`, and by the fixture `pr
 """
 
 GPU = frozenset([41, 42])  # cannot be shown without a CUDA device
+# There is nothing yet that it could happen to.
+ABSENT = {
+    80: "no tracker is built in",
+    82: "no `rlgen compare` yet",
+    83: "no `rlgen report` yet",
+    90: "no built-in runs model code",
+}
 
 CASES = {
     # recipe and command line

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from faults.cases import CASES, GPU
+from faults.cases import ABSENT, CASES, GPU
 
 
 @dataclass
@@ -62,20 +62,26 @@ class Table:
             return
         write = terminalreporter.write_line
         write(f"{'#':>3}  {'fault':50}  {'tests':>5}  {'s':>6}  how it is known to have happened")
-        good = 0
         for number, title in CASES.items():
             row = self.rows[number]
-            if number in GPU and not row.passed:
-                write(f"{number:3}  {title:50}  {'-':>5}  {'-':>6}  needs a GPU")
+            if number in self.waiting:
+                write(f"{number:3}  {title:50}  {'-':>5}  {'-':>6}  {ABSENT.get(number, 'needs a GPU')}")
                 continue
-            good += row.problem is None
             more = f" (and {len(row.proofs) - 1} more)" if len(row.proofs) > 1 else ""
             write(f"{number:3}  {title:50}  {row.passed:5}  {row.seconds:6.1f}  {row.problem or row.proofs[0] + more}")
-        waiting = sum(number in GPU and not self.rows[number].passed for number in CASES)
-        write(f"{good} passed, {len(CASES) - good - waiting} failed" + (f", {waiting} need a GPU" if waiting else ""))
+        shown = [number for number in CASES if number not in self.waiting]
+        failed = sum(self.rows[number].problem is not None for number in shown)
+        gpu = len(self.waiting - ABSENT.keys())
+        write(f"{gpu} need a GPU, {len(self.waiting) - gpu} have nothing to happen to")
+        write(f"{len(shown) - failed} passed, {failed} failed")
+
+    @property
+    def waiting(self) -> set[int]:
+        """Faults that cannot be produced here."""
+        return {number for number in {*GPU, *ABSENT} if not self.rows[number].passed}
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not hasattr(session.config, "workerinput") and any(
-            self.rows[number].problem for number in CASES if not (number in GPU and not self.rows[number].passed)
+            self.rows[number].problem for number in CASES if number not in self.waiting
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
