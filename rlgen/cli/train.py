@@ -27,6 +27,9 @@ from rlgen.run.signals import StopNow, StopRequest
 if TYPE_CHECKING:
     from rlgen.processes import Processes
 
+# Exit codes of ends that a launcher's restart changes nothing about: a stop that was asked for, and what is wrong with the input.
+FINAL = (2, 3, 4, 5, 7, 8, 75)
+
 
 def train_command(
     recipe: Path,
@@ -118,8 +121,19 @@ def goes_on(path: Path, environment: Mapping[str, str]) -> bool:
 
 
 def again_of(path: Path, again: Again) -> Again:
-    """As asked for; or a resumed run, where a launcher starts it anew."""
-    return replace(again, resume=True, clean=False) if goes_on(path, os.environ) else again
+    """As asked for; or a resumed run, where a launcher starts it anew.
+
+    Raises:
+        RlgenError: what it starts anew had come to an end that another attempt would only repeat; with its exit code.
+    """
+    if not goes_on(path, os.environ):
+        return again
+    before = RunDirectory.look(path)
+    if (code := before.get("exit_code")) in FINAL:
+        ended = RlgenError(f"{path} is not started anew, since its last attempt ended on purpose: {before['message']}")
+        ended.exit_code = code
+        raise ended
+    return replace(again, resume=True, clean=False)
 
 
 def write_resolved(loaded: LoadedRecipe) -> None:

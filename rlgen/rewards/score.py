@@ -126,7 +126,6 @@ class Scorer:
         """Writes down what a reward failed at, to be called with it again."""
         if self.failures is None:
             return None
-        self.failures.mkdir(parents=True, exist_ok=True)
         sample = "" if ask.reward.of_group else f"_{ask.samples[0].sample_index}"
         path = self.failures / f"step_{step:06d}_{ask.reward.label}_{ask.group.group_id}{sample}.json"
         record = {
@@ -141,8 +140,13 @@ class Scorer:
             "arguments": ask.arguments,
         }
         aside = path.with_name(f".{path.name}.{os.getpid()}")
-        aside.write_text(json.dumps(record, indent=2, default=repr) + "\n", encoding="utf-8")
-        aside.replace(path)
+        try:
+            self.failures.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps(record, indent=2, default=repr) + "\n", encoding="utf-8")
+            aside.replace(path)
+        except OSError as error:  # a disk too full for a note is no reason to end a run
+            log.warning("%s cannot be written: %s", path, error)
+            return None
         return path
 
 

@@ -131,9 +131,12 @@ def find(use: str) -> tuple[Callable[..., Any], str | None]:
         if not path.is_file():
             raise RewardError(f"rewards: {path} does not exist; a path in a recipe starts at the recipe's folder")
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        module = run_module(source, lambda: load_file(path, f"rlgen_reward_{sha256[:16]}"))
+        name_of_module = f"rlgen_reward_{sha256[:16]}"
+        module = run_module(source, lambda: load_file(path, name_of_module))
     else:
         module = run_module(source, lambda: importlib.import_module(source))
+        if (written := inspect.getsourcefile(module) if module.__file__ else None) is not None:
+            sha256 = hashlib.sha256(Path(written).read_bytes()).hexdigest()
     function = vars(module).get(name)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]

@@ -85,8 +85,7 @@ def build_trainer(
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(sides.probe.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")
-        if processes.is_main:
-            record_attempt(directory, data, scorer, rungs, sides.done, notices)
+        processes.on_main(lambda: record_attempt(directory, data, scorer, rungs, sides.done, notices))
         if recipe.run.probe_max:
             sleeps = isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep
             if sleeps:  # as in a step

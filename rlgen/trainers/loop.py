@@ -25,7 +25,7 @@ from rlgen.rollout.score import score
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.clock import Clock
 from rlgen.run.console import Console
-from rlgen.run.directory import RunDirectory
+from rlgen.run.directory import RunDirectory, finite
 from rlgen.run.health import Checkup, Health
 from rlgen.run.records import nonfinite_records, rollout_records, sample_metrics, staleness_metrics
 from rlgen.run.signals import StopNow, StopRequest
@@ -92,7 +92,7 @@ class Trainer:
             RlgenError: as its parts raise, in all processes; the last checkpoint stands.
         """
         recipe, processes, at = self.recipe, self.processes, start
-        clock = Clock()
+        clock, saving = Clock(), 0.0
         for step in range(start.step + 1, recipe.run.steps + 1):
             draws = random_tensors()
             try:
@@ -116,14 +116,14 @@ class Trainer:
             if skipped:
                 self.tolerate(skipped, window, at)
             with clock("generate"):
-                self.sampler.before_sync()
+                processes.patiently(self.sampler.before_sync)
             with clock("sync"):
                 refused, probed = self.sync(step)
             with clock("save"):
                 records = self.rollouts(step, got, signal, skipped)
                 processes.on_main(partial(self.directory.write_rollouts, step, records))
             checkup = processes.on_main(partial(self.report, step, got, {**measured, **learned, **probed}, clock))
-            seconds, clock = clock.seconds, Clock()
+            seconds, clock = clock.seconds - saving, Clock()
             # After the metrics: those of a step whose checkpoint is there are there too. Its time counts to the next step.
             asked = processes.on_main(self.directory.asked_to_save)
             if refused or asked or checkup.saves or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
@@ -133,8 +133,9 @@ class Trainer:
                 raise refused
             if checkup.ends:
                 raise checkup.ends
+            saving = clock.seconds
             if stop.deadline is not None:
-                stop.deadline.took(seconds, clock.seconds)
+                stop.deadline.took(seconds, saving)
 
     def collect(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
         """Samples the prompts from `position` on; groups without signal give their places to further prompts, if the recipe says.
@@ -193,7 +194,8 @@ class Trainer:
         """
         probed: dict[str, Any] = {}
         watch = self.update.watch
-        self.journal.starts_from(step, bits(self.policy.model, self.processes), watch.means if watch else ())
+        weights = bits(self.policy.model, self.processes)
+        self.processes.agreed(lambda: self.journal.starts_from(step, weights, watch.means if watch else ()))
         try:
             send_weights(self.engine, self.policy.model, step, self.processes)
             if watch is not None:
@@ -290,8 +292,7 @@ class Trainer:
         self.checkpoints.save(
             at.step, at.position, self.policy.model, self.tokenizer, self.update.optimizer, self.schedule, at.nonfinite
         )
-        if self.processes.is_main:
-            self.journal.drop(0, self.checkpoints.oldest())
+        self.processes.on_main(lambda: self.journal.drop(0, self.checkpoints.oldest()))
 
     def stopped(self, at: Progress, why: str) -> Stopped:
         """Saves what was trained last."""
@@ -319,6 +320,7 @@ class Trainer:
             "weights/version": self.engine.weight_version,
             **clock.metrics(),
         }
+        record = finite(record)  # what the rules see now is what they see again when the run is resumed
         checkup = self.health(record)
         self.directory.write_metrics(record | checkup.metrics)
         self.directory.write_status("running", step, self.recipe.run.steps, health=checkup.broken)

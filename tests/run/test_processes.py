@@ -396,7 +396,8 @@ def test_a_stop_asked_of_one_process_is_a_stop_of_all(recipe: Path, tmp_path: Pa
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert (tmp_path / "run" / "checkpoints" / f"step_{status['step']:06d}").is_dir()
     assert ended.stderr.count("stopped on request") == 1 and ("exitcode  : 75" in ended.stderr or to == "torchrun")
-    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"rlgen.log", "rlgen.rank1.log"}
+    logs = {f"{name}{rank}.log" for name in ("rlgen", "rewards") for rank in ("", ".rank1")}
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == logs
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
