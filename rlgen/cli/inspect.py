@@ -36,6 +36,7 @@ def validate_command(path: Path, overrides: list[str], as_json: bool) -> None:
     for notice in notices:
         echo(f"note: {notice}")
     echo(plan(recipe))
+    echo("not looked at: rows of the data, the model, the GPU; `rlgen doctor` opens all of them")
 
 
 def plan(recipe: Recipe) -> str:

@@ -148,7 +148,7 @@ def test_an_output_folder_that_cannot_be(rlgen: Run, recipe_file: Path, tmp_path
     for arguments in ([], ["--dry-run"]):
         done = rlgen("train", recipe_file, "--run-dir", tmp_path / place, *arguments)
         assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert "--run-dir" in done.stderr and len(done.stderr.splitlines()) == 1
+        assert "run.dir" in done.stderr and len(done.stderr.splitlines()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"file", "recipe.yaml"} and mine.read_text() == "mine"
 
 

@@ -154,7 +154,8 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         patch.setattr(sides, "build_engine", lambda *_: engine)
         patch.setattr(build, "climb", lambda probe: [])  # the engine's weights are still those of the case before
         patch.setattr(build, "record_attempt", lambda *_: None)
-        trainer, _ = build.build_trainer(recipe, RunDirectory(folder, None), None, Console(2, 0, quiet=True), Processes.alone())
+        directory = RunDirectory.create(Path(mkdtemp(dir=folder)), "", "")  # with a journal of its own
+        trainer, _ = build.build_trainer(recipe, directory, None, Console(2, 0, quiet=True), Processes.alone())
     policy, reference = trainer.policy, trainer.reference
     assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.

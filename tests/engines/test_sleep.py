@@ -249,6 +249,7 @@ def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: 
 
     monkeypatch.setattr(sides_module, "build_engine", named("engine", build))
     monkeypatch.setattr(sides_module, "copy", SimpleNamespace(deepcopy=named("reference", copied)))
+    monkeypatch.setattr(sides_module, "check_fit", lambda *_: None)
     monkeypatch.setattr(sides_module.Checkpoints, "load", loaded)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}", "trainer={kind: grpo, beta: 0.1}"]).recipe
     with pytest.raises(Loaded):

@@ -415,7 +415,9 @@ def test_accelerate_that_starts_two_processes(recipe: Path, tmp_path: Path, proo
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     directory = train(recipe, tmp_path / "run", "--max-steps", "1", launcher=launcher)
     logs = {path.name for path in (directory / "logs").iterdir()}
-    assert logs == {"rlgen.log", "rlgen.rank1.log"}, "two processes, none of them started others"
+    assert {name for name in logs if name.startswith("rlgen")} == {"rlgen.log", "rlgen.rank1.log"}, (
+        "two processes, none of them started others"
+    )
     proof("`accelerate launch` around `rlgen train`, which never launches: two logs of two processes")
 
 
