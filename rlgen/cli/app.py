@@ -1,5 +1,6 @@
 """The commands. Nothing heavy is imported before a command needs it."""
 
+import atexit
 import os
 import sys
 import traceback
@@ -266,4 +267,10 @@ def leave(code: int) -> None:
         from rlgen.run.console import hush
 
         hush(sys.stdout)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        # Threads of the open groups, which the other processes are leaving, may abort an interpreter that is torn down (SIGABRT):
+        # the launcher would read that instead of the code. Closing the groups could wait for a process that hangs.
+        atexit._run_exitfuncs()
+        os._exit(code)
     sys.exit(code)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rlgen.cli.train import print_line
+from rlgen.cli.output import echo
 from rlgen.errors import EngineError, UsageError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import ServerEngineRecipe, VllmRecipe
@@ -32,7 +32,7 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
     recipe = load_recipe(path, overrides).recipe
     settings = server_settings(recipe, host, port)
     if not is_loopback(settings.host):
-        print_line(f"warning: {settings.host}: everyone who reaches this machine sees what is sent; for trusted networks only")
+        echo(f"warning: {settings.host}: everyone who reaches this machine sees what is sent; for trusted networks only")
 
     from rlgen.engines import server_plan
     from rlgen.engines.launch import ServerProcess, claim
@@ -45,12 +45,12 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
     log, secret = folder / f"{settings.port}.log", folder / f"{settings.port}.token"
     with token_of(settings.token_env, secret) as (token, shown), stoppable():
         log.unlink(missing_ok=True)
-        print_line(f"starting vLLM on {recipe.model.path}; log: {log}")
+        echo(f"starting vLLM on {recipe.model.path}; log: {log}")
         server = ServerProcess.start(server_plan(recipe, settings, locate(recipe.model.path)), token, log)
         try:
             seconds = server.wait_ready(settings.start_timeout)
             train = shlex.join(["rlgen", "train", str(path), *command_line([*overrides, connection(settings, server.url)])])
-            print_line(f"ready after {seconds:.0f} s at {server.url}; {shown} {train}")
+            echo(f"ready after {seconds:.0f} s at {server.url}; {shown} {train}")
             watch(server)
         finally:
             server.stop()
@@ -103,7 +103,7 @@ def watch(server: "ServerProcess") -> None:
         while server.alive():
             time.sleep(0.2)
     except KeyboardInterrupt:
-        print_line("stopping")
+        echo("stopping")
         return
     raise EngineError(f"the vLLM server at {server.url} {server.last_words()}")
 

@@ -103,7 +103,7 @@ def load_checked(
         )
     if launch.rank == 0:
         for notice in loaded.notices:
-            print_line(f"note: {notice}")
+            echo(f"note: {notice}")
     return loaded
 
 
@@ -144,7 +144,7 @@ def write_resolved(loaded: LoadedRecipe) -> None:
     with written(path):
         path.mkdir(parents=True, exist_ok=True)
     write_text(path / "resolved.yaml", dump_recipe(loaded.recipe))
-    print_line(f"{path / 'resolved.yaml'} written; nothing was started")
+    echo(f"{path / 'resolved.yaml'} written; nothing was started")
 
 
 def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
@@ -290,7 +290,3 @@ def log_to(path: Path) -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
-
-
-def print_line(text: str) -> None:
-    echo(text)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 # How long things took, who did them, and what happened to be in a cache of the engine: not what was trained.
-MEASURED = ("time", "time/", "pid", "cached_tokens")
+MEASURED = ("time", "pid", "cached_tokens")
 TRAINED = ("*.safetensors", "state/state.json", "adapter_config.json", "config.json")  # of a checkpoint, whatever else is there
 
 

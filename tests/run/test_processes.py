@@ -426,6 +426,24 @@ def test_a_mistake_of_the_recipe_is_said_once(recipe: Path, tmp_path: Path) -> N
     assert ended.stderr.count("processes.count is 3, but 2 run") == 1 and "exitcode  : 9" in ended.stderr
 
 
+ABORTS = """\
+import atexit, ctypes, sys
+import torch.distributed as dist
+from rlgen.cli import app
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)  # as a thread of gloo may do in the tear-down
+atexit.register(print, "put away")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+app.app = lambda: (_ for _ in ()).throw(app.UsageError("a mistake"))
+app.main()
+"""
+
+
+def test_the_exit_code_outlives_what_aborts_in_the_teardown() -> None:
+    ended = launch("-c", ABORTS, launcher=[sys.executable])
+    assert (ended.returncode, ended.stdout) == (2, "put away\n") and "error: a mistake" in ended.stderr
+
+
 ONE, TWO = Launch(0, 1), Launch(0, 2)
 ACCELERATE = ["python", "/venv/bin/accelerate", "launch"]
 
