@@ -146,7 +146,8 @@ class Processes:
         """As `on_main`, for work that may take longer than `timeout`: the others hear in between that it goes on."""
         if self.world == 1:
             return work()
-        with ThreadPoolExecutor(max_workers=1) as aside:
+        aside = ThreadPoolExecutor(max_workers=1)
+        try:
             working = aside.submit(work) if self.is_main else None
             done = False
             while not done:
@@ -154,6 +155,8 @@ class Processes:
                     wait([working], timeout=self.timeout / 4)
                 done = self.any(working is not None and working.done())
             return self.on_main(lambda: working.result() if working is not None else None)  # type: ignore[return-value]
+        finally:
+            aside.shutdown(wait=False)  # who stops at once does not wait for it
 
     def main_first(self, work: Callable[[], T]) -> T:
         """Every process does it, the main one before the others: it fills caches and folders that they find."""

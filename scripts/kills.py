@@ -61,7 +61,7 @@ class Kill:
 
 COMMON = (
     ("between completions", f"after:{JOURNAL}:Journal.answered:5@3"),
-    ("in half a line of the journal", f"half:{JOURNAL}:Journal.write:9@4"),
+    ("in half a line of the journal", f"half:{JOURNAL}:append_text:9@4"),
     ("before any reward", "before:rlgen.rewards.score:Scorer.score:1@5"),
     ("after all rewards", "after:rlgen.rewards.score:Scorer.score:1@3"),
     ("inside of backward", f"half:{UPDATE}:Updater._backward:1@4"),
@@ -83,7 +83,7 @@ KILLS = [
             MID_COLOCATED,
             *COMMON,
             ("in the first step", f"after:{JOURNAL}:Journal.answered:7@1"),
-            ("in half a line of rewards", f"half:{JOURNAL}:Journal.write:18@5"),
+            ("in half a line of rewards", f"half:{JOURNAL}:append_text:18@5"),
             ("before a step's rollouts are there", "file:/rollouts/:2@3"),
             ("while the status is written", "file:status.json:2@5"),
             ("at 20 % of a save", SAVE.format(at=0.2)),
@@ -96,7 +96,7 @@ KILLS = [
         for what in (
             ("while the next step is sampled", f"after:{JOURNAL}:Journal.answered:3@4"),
             ("in mid-generation", "half:rlgen.engines.server:ServerEngine._sample:1@5"),
-            ("in half a line of the journal", f"half:{JOURNAL}:Journal.write:4@5"),
+            ("in half a line of the journal", f"half:{JOURNAL}:append_text:4@5"),
             ("in the first step", f"after:{JOURNAL}:Journal.answered:20@1"),
             ("before any reward", "before:rlgen.rewards.score:Scorer.score:1@3"),
             ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@5"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlgen"
-ORDER = ["redact", "errors", "types", "recipe", "data", "rewards", "losses", "processes", "models"]
+ORDER = ["redact", "errors", "types", "files", "recipe", "data", "rewards", "losses", "processes", "models"]
 ORDER += ["engines", "rollout", "sentinel", "run", "trainers", "cli"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -72,10 +72,10 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
+    from rlgen.files import flush_tree, read_json
     from rlgen.models.load import load_model, load_tokenizer
     from rlgen.models.lora import CONFIG
     from rlgen.models.weights import own_tensors
-    from rlgen.run.files import flush_tree, read_json
 
     disable_progress_bar()
 

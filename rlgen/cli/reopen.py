@@ -7,9 +7,9 @@ from typing import Any
 import yaml
 
 from rlgen.errors import UsageError
+from rlgen.files import read_text, write_text
 from rlgen.recipe import LoadedRecipe
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import read_text, write_text
 
 # What may change between the attempts of one run. Steps: only with a constant schedule, which does not depend on their number.
 STEPS = "run.steps"

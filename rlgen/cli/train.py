@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from rlgen.cli.output import echo
 from rlgen.cli.reopen import Again, reopen
 from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
+from rlgen.files import LogFile, private_files, write_text, written
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.deadline import Deadline
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import LogFile, private_files, write_text, written
 from rlgen.run.launch import Launch, check_launch, parents, restarted
 from rlgen.run.signals import StopNow, StopRequest
 

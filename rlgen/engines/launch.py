@@ -24,6 +24,7 @@ import rlgen
 from rlgen.engines import guard, vllm_compat
 from rlgen.engines.gate import TOKEN_VARIABLE
 from rlgen.errors import EngineError
+from rlgen.files import open_log
 
 # Of a launch around this process, which would be taken for the server's own: a launch inside a launch.
 FOREIGN_NAMES = {
@@ -164,7 +165,7 @@ class ServerProcess:
         lock = guard.locked(str(folder))
         environment |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(lock), str(folder), *plan.command()]
-        with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o640)) as output:
+        with open_log(log) as output:
             process = subprocess.Popen(
                 command,
                 env=environment,

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlgen.errors import RewardError
+from rlgen.files import open_log
 from rlgen.rewards.worker import NO_CALL, PRESENT, Call, Chunk, Facts, Failed, Source
 
 # The paths of the trainer, so that the same names mean the same files; -P: nothing of the working directory comes before them.
@@ -248,7 +249,7 @@ class Pool:
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         with (
             tempfile.TemporaryFile() as shared,
-            open(self._output, "ab") if self._output else open(os.dup(2), "wb") as printed,
+            open_log(self._output) if self._output else open(os.dup(2), "wb") as printed,
         ):
             shared.write(PRESENT.pack(NO_CALL, 0.0))
             shared.flush()
@@ -400,8 +401,8 @@ class Pool:
         with suppress(OSError):
             if self._output is not None and self._output.stat().st_size > LONGEST_LOG:
                 os.truncate(self._output, 0)  # the workers append
-                with self._output.open("a") as file:
-                    file.write(f"(more than {LONGEST_LOG >> 20} MiB were printed; what came before is left out)\n")
+                with open_log(self._output) as file:
+                    file.write(b"(more than %d MiB were printed; what came before is left out)\n" % (LONGEST_LOG >> 20))
 
 
 class Queue:

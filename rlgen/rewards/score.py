@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlgen.errors import RewardError
+from rlgen.errors import CheckpointError, RewardError
+from rlgen.files import write_text, written
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
+from rlgen.redact import printable_json
 from rlgen.rewards.pool import Limits, Pool
 from rlgen.rewards.resolve import RewardFunction, resolve
 from rlgen.rewards.worker import Call, Failed, Source
@@ -139,13 +141,12 @@ class Scorer:
             "traceback": failed.traceback,
             "arguments": ask.arguments,
         }
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self.failures.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(record, indent=2, default=repr) + "\n", encoding="utf-8")
-            aside.replace(path)
-        except OSError as error:  # a disk too full for a note is no reason to end a run
-            log.warning("%s cannot be written: %s", path, error)
+            with written(self.failures):
+                self.failures.mkdir(parents=True, exist_ok=True)
+            write_text(path, printable_json(json.dumps(record, indent=2, default=repr)) + "\n")
+        except CheckpointError as error:  # a disk too full for a note is no reason to end a run
+            log.warning("%s", error)
             return None
         return path
 

@@ -5,7 +5,7 @@ one for the weights that the step starts from. Of several processes each writes 
 
 A line is in the hands of the system when `append` returns: a killed process loses none, and half a line, which ends the file of
 one that was killed while it wrote, is left out. A power cut may lose what was not flushed: it is sampled again. What a checkpoint
-relies on is flushed before it is written (`flush`).
+relies on is flushed before it is written (`flush`). Each line ends with its checksum: one that a disk has changed is left out.
 
 An answer is taken from the journal when it was given to the same request (prompt, seed, sampling settings) by an engine of the
 same kind, version and settings with the same weights, bit for bit. All else is sampled anew, and said.
@@ -13,16 +13,16 @@ same kind, version and settings with the same weights, bit for bit. All else is 
 
 import hashlib
 import json
-import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rlgen.engines.base import Facts
-from rlgen.errors import CheckpointError
+from rlgen.files import append_text, flush, read_bytes, written
 from rlgen.processes import Processes
 from rlgen.types import Completion, Group, Request, Sample, Sampling
 
@@ -45,7 +45,7 @@ class Journal:
     scores: dict[tuple[int, int], list[Line]] = field(default_factory=dict)  # by step and group
     starts: list[Line] = field(default_factory=list)  # weights, and what they came from
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
-    whole: set[int] = field(default_factory=set)  # steps whose file of this process ends with a whole line
+    begun: set[int] = field(default_factory=set)  # steps of which this process has written
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)  # answers come in another thread
 
@@ -53,12 +53,17 @@ class Journal:
     def open(
         cls, folder: Path, done: int, processes: Processes, engine: Facts, judge: Sequence[object], say: Callable[[str], None]
     ) -> "Journal":
-        """Reads what is there of the steps after `done`."""
+        """Reads what is there of the steps after `done`.
+
+        Raises:
+            CheckpointError: the folder cannot be made, or a file in it is a link.
+        """
 
         def read() -> list[tuple[int, Line]]:
-            folder.mkdir(exist_ok=True)
+            with written(folder):
+                folder.mkdir(exist_ok=True)
             files = [(step, path) for path in sorted(folder.iterdir()) if (step := step_of(path)) is not None and step > done]
-            return [(step, line) for step, path in files for line in whole_lines(path)]
+            return [(step, line) for step, path in files for line in sound_lines(path, say)]
 
         described = {name: value for name, value in asdict(engine).items() if name not in ("max_model_len", "cache_block")}
         journal = cls(
@@ -176,32 +181,22 @@ class Journal:
 
     def append(self, step: int, line: Line) -> None:
         """Raises CheckpointError."""
-        path = self.path(step)
-        text = json.dumps(line, ensure_ascii=False) + "\n"
-        try:
-            with self.lock:
-                if not self.closed:
-                    self.write(path, step, text)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error}; free space or change run.dir") from error
-
-    def write(self, path: Path, step: int, text: str) -> None:
-        with path.open("ab") as file:
-            if step not in self.whole:
-                if not ends_whole(path):
-                    text = "\n" + text
-                self.whole.add(step)
-            file.write(text.encode())
+        text = as_text(line)
+        with self.lock:
+            if self.closed:
+                return
+            path = self.path(step)
+            if step not in self.begun and path.exists() and not read_bytes(path).endswith(b"\n"):
+                text = "\n" + text  # an attempt before was killed in the middle of a line
+            append_text(path, text, False)
+            self.begun.add(step)
 
     def flush(self, step: int) -> None:
-        """Waits until what this process has written of `step` is on disk."""
+        """Waits until what this process has written of `step` is on disk. Raises CheckpointError."""
         path = self.path(step)
-        for place in (path, self.folder) if path.exists() else ():
-            descriptor = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with written(path):
+            for place in (path, self.folder) if path.exists() else ():
+                flush(place)
 
     def distrust(self, step: int) -> None:
         """Forgets all from `step` on, and takes down no more: it was sampled by an engine that the sentinel has caught."""
@@ -210,12 +205,12 @@ class Journal:
         self.drop(step, sys.maxsize)
 
     def drop(self, first: int, last: int) -> None:
-        """Removes what there is of the steps from `first` to `last`."""
-        for path in list(self.folder.iterdir()):
-            step = step_of(path)
-            if step is not None and first <= step <= last:
-                path.unlink(missing_ok=True)
-        self.whole = {step for step in self.whole if not first <= step <= last}
+        """Removes what there is of the steps from `first` to `last`. Raises CheckpointError."""
+        with written(self.folder):
+            for path in list(self.folder.iterdir()):
+                step = step_of(path)
+                if step is not None and first <= step <= last:
+                    path.unlink(missing_ok=True)
 
     def path(self, step: int) -> Path:
         return self.folder / (f"step_{step:06d}.rank{self.rank}.jsonl" if self.rank else f"step_{step:06d}.jsonl")
@@ -226,22 +221,27 @@ def step_of(path: Path) -> int | None:
     return int(number) if path.suffix == ".jsonl" and number.isdecimal() else None
 
 
-def whole_lines(path: Path) -> Iterator[Line]:
-    """Without what was cut off by a crash."""
-    for text in path.read_bytes().split(b"\n"):
+def as_text(line: Line) -> str:
+    """One line with the checksum of all that stands before it."""
+    text = json.dumps(line)
+    return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}\n'
+
+
+def sound_lines(path: Path, say: Callable[[str], None]) -> Iterator[Line]:
+    """What was written; what a kill has cut off, or a disk has changed, is left out and said."""
+    damaged = 0
+    for text in filter(None, read_bytes(path).split(b"\n")):
         try:
             line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "kind" in line:
+            sound = as_text({key: value for key, value in line.items() if key != "crc32"}).encode() == text + b"\n"
+        except (ValueError, AttributeError, RecursionError):
+            sound = False
+        if sound:
             yield line
-
-
-def ends_whole(path: Path) -> bool:
-    """Whether nothing, or a whole line, ends the file."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        return size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n"
+        else:
+            damaged += 1
+    if damaged:
+        say(f"journal: {damaged} lines of {path.name} are cut off or damaged: left out")
 
 
 def completion_of(line: Line, request: Request) -> Completion:

@@ -77,8 +77,9 @@ class Sampler:
                     f"journal: {late} answers of step {step} are not in it: weights of version {version} sample them, and not"
                     " earlier ones as in a run that is not disturbed"
                 )
-        call = self.pending.pop(step)
+        call = self.pending[step]
         answers = call.pending.result() if call.pending else []
+        del self.pending[step]  # not before: who stops while these are waited for saves, and so settles them
         self.submit(step + 1, self.submit_to)
         return without_stale(self.answered(call, answers, version, oldest=0), version - self.max_staleness)
 
@@ -125,16 +126,20 @@ class Sampler:
             self.rest()
 
     def rest(self) -> None:
-        """Waits for what is being sampled."""
+        """Waits for what is being sampled. An error is raised where the answers are taken."""
         for call in self.pending.values():
             if call.pending:
                 call.pending.exception()
 
-    def settle(self) -> None:
-        """Before a checkpoint: what earlier weights were asked cannot be asked again after it, so it must be in the journal."""
-        self.rest()
-        for step in self.pending:
-            self.journal.flush(step)
+    def settle(self, done: int) -> None:
+        """Before a checkpoint of step `done`: the journal must have what earlier weights answered to the prompts of the next one.
+
+        They cannot be asked again. What is asked of the weights that are saved can be.
+        """
+        call = self.pending.get(done + 1)
+        if call is not None and call.pending:
+            call.pending.exception()
+        self.journal.flush(done + 1)
 
 
 def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:

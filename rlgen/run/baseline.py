@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlgen.run.files import read_json, write_json
+from rlgen.files import read_json, write_json
 from rlgen.sentinel.verdict import Rung
 
 NOTABLE = 3.0  # a value this many times the earlier one is a change

@@ -34,10 +34,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlgen
 from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
+from rlgen.files import appears, flush, read_json, unwritable, write_json
 from rlgen.models.lora import is_adapted, load_adapter, save_adapter
 from rlgen.models.weights import base_digest
 from rlgen.processes import Processes
-from rlgen.run.files import appears, flush, read_json, unwritable, write_json
 from rlgen.run.manifest import differences, read_manifest, seal
 from rlgen.run.shelf import WRITING, Choice, Shelf
 from rlgen.run.state import (

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgen.errors import CheckpointError, UsageError
-from rlgen.redact import printable_json
-from rlgen.run.files import (
+from rlgen.files import (
     FOLDER_MODE,
     appears,
     append_text,
@@ -32,6 +31,7 @@ from rlgen.run.files import (
     write_text,
     written,
 )
+from rlgen.redact import printable_json
 
 RESERVE = 1 << 14  # bytes that are given up for the last words of a run on a full disk
 
@@ -47,6 +47,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.rollouts = path / "rollouts"
         self.nonfinite = path / "nonfinite"
+        self.failed_rewards = path / "failed_rewards"
         self.journal = path / "journal"
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
@@ -160,15 +161,15 @@ class RunDirectory:
             write_text(self._reserve, "." * RESERVE)
 
     def cut(self, step: int) -> None:
-        """Moves metrics, rollouts and logs of the attempts before to `logs/attempt_K`, except what belongs to steps 1 to `step`.
+        """Moves what the attempts before have recorded to `logs/attempt_K`, except what belongs to steps 1 to `step`.
 
-        They were trained into weights that no longer exist. A run that is resumed trains the later steps again, on the same
-        samples as far as the journal has them, and writes them again.
+        Metrics, rollouts, logs and failures: they were trained into weights that no longer exist. A run that is resumed trains
+        the later steps again, on the same samples as far as the journal has them, and writes them again.
         """
         before = [path.name.removeprefix("attempt_") for path in self.logs.glob("attempt_*")]
         attempt = self.logs / f"attempt_{max([int(number) for number in before if number.isdecimal()], default=0) + 1}"
         attempt.mkdir()
-        for folder in (self.path, self.rollouts):
+        for folder in (self.path, self.rollouts, self.nonfinite, self.failed_rewards):
             for left in folder.glob(".?*.?*.[0-9]*"):  # half-written by a process that was killed, see `write_text`
                 left.unlink()
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
@@ -182,9 +183,9 @@ class RunDirectory:
                     attempt / "metrics.jsonl", "".join(line for line, keep in zip(lines, belongs, strict=True) if not keep)
                 )
                 write_text(self.metrics, "".join(line for line, keep in zip(lines, belongs, strict=True) if keep))
-        for folder in (self.rollouts, self.nonfinite):
+        for folder in (self.rollouts, self.nonfinite, self.failed_rewards):
             for file in list(folder.iterdir()) if folder.exists() else ():
-                number = file.stem.removeprefix("step_")
+                number = file.stem.removeprefix("step_").partition("_")[0]
                 if not number.isdecimal() or int(number) > step:
                     (attempt / folder.name).mkdir(exist_ok=True)
                     shutil.move(file, attempt / folder.name / file.name)

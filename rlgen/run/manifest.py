@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint
-from rlgen.run.files import flush, flush_tree, read_json, write_json
+from rlgen.files import flush, flush_tree, read_json, write_json
 
 FORMAT = 2
 NAME = "manifest.json"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
-from rlgen.run.files import flush, written
+from rlgen.files import flush, written
 from rlgen.run.manifest import check_files
 
 WRITING, REMOVING, ASIDE = ".writing_", ".removing_", "set_aside"

@@ -72,8 +72,13 @@ class Watch:
         probe, temperature = replace(self.probe, version=step), self.probe.sampling.logp_temperature
         samples = probe.sample(temperature, FEWER_TOKENS, probe.prompts[:PROBED])
         logp = probe.trainer.logp(samples, temperature)
+        remembered = tuple(self.means)
         drifted = self.drifted(samples, logp, step + 1, f"weight sync of step {step}")
-        return {"sentinel/probe_delta": compare(samples, logp).max_delta, "sentinel/drift": drifted} if due else {}
+        if due:
+            return {"sentinel/probe_delta": compare(samples, logp).max_delta, "sentinel/drift": drifted}
+        self.means.clear()  # a run that was not resumed has not looked here
+        self.means.extend(remembered)
+        return {}
 
     def drifted(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int, where: str) -> bool:
         """Whether engine and trainer differ on samples of the weights before `step`, and what that leads to."""

@@ -9,6 +9,7 @@ from rlgen.data import Rows, listed
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared import SharedEngine
 from rlgen.errors import UsageError
+from rlgen.files import read_json, write_json
 from rlgen.models.lora import describe
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
@@ -20,7 +21,6 @@ from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints, saved_processes, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import read_json, write_json
 from rlgen.run.health import Health, rules_of
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.ladder import climb, summary
@@ -151,7 +151,7 @@ def build_trainer(
 def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
     columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
     output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
-    longest, failures = recipe.rollout.max_completion_tokens, directory.path / "failed_rewards"
+    longest, failures = recipe.rollout.max_completion_tokens, directory.failed_rewards
     return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures)
 
 

@@ -217,7 +217,7 @@ class Trainer:
         verdict = {"step": at.step, **skipped.verdict()}
         path = self.processes.on_main(lambda: self.directory.write_nonfinite(at.step, [verdict, *rows]))
         most = self.recipe.optim.max_nonfinite
-        said = f"step {at.step}: {skipped.words()}: the update was skipped and no weight has moved; the batch is in {path}"
+        said = f"step {at.step}: {skipped.words()}: {skipped.consequence()}; the batch is in {path}"
         if at.nonfinite > most:
             raise DivergedError(
                 f"{said}. That is {at.nonfinite} in a row, optim.max_nonfinite is {most}. The last checkpoint is good: open it in"
@@ -288,7 +288,7 @@ class Trainer:
         """Unless it is saved already."""
         if self.processes.on_main(lambda: self.checkpoints.has(at.step)):
             return
-        self.processes.patiently(self.sampler.settle)
+        self.processes.patiently(partial(self.sampler.settle, at.step))
         self.checkpoints.save(
             at.step, at.position, self.policy.model, self.tokenizer, self.update.optimizer, self.schedule, at.nonfinite
         )

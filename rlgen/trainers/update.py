@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """An update that was not made, because one of its numbers is not finite. No weight has moved, and no gradient is left."""
+    """An update that was not made, because one of its numbers is not finite. It has moved no weight and left no gradient."""
 
     update: int  # of the step, from 0; those after it see the same weights and are not tried
     loss: float
@@ -70,6 +70,12 @@ class Skipped:
         if self.grad_norm is None:
             return f"log-probs or losses of {len(self.rows)} samples are not finite"
         return f"the gradient's norm is {self.grad_norm}, first in {next(iter(self.parameters), 'another process')}"
+
+    def consequence(self) -> str:
+        """`the update was skipped and no weight has moved`"""
+        if self.update:
+            return f"the updates after the first {self.update} of the step were skipped"
+        return "the update was skipped and no weight has moved"
 
     def verdict(self) -> dict[str, Any]:
         """What was not finite."""

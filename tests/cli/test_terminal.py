@@ -12,10 +12,10 @@ import pytest
 from conftest import RECIPE, ROOT, make_sample, read_jsonl
 
 from rlgen.errors import RewardError
+from rlgen.files import read_json
 from rlgen.redact import printable
 from rlgen.run.console import Console, Terminal
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import read_json
 from rlgen.run.records import rollout_records
 
 Proof = Callable[[str], None]

@@ -11,7 +11,7 @@ from conftest import read_jsonl
 
 from rlgen.cli.train import train_command
 from rlgen.errors import RewardError
-from rlgen.run.files import read_json
+from rlgen.files import read_json
 
 REWARD = """
 import os, time

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import random
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from rlgen.engines.base import Facts, Settings
 from rlgen.errors import CheckpointError
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
-from rlgen.rollout.journal import Journal, whole_lines
+from rlgen.rollout.journal import Journal, sound_lines
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=64, temperature=0.7, stop_ids=(257,))
@@ -58,7 +60,7 @@ def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(63)
-def test_half_a_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, proof) -> None:  # type: ignore[no-untyped-def]
+def test_half_a_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, proof: Callable[[str], None]) -> None:
     journal = opened(tmp_path)
     for group in range(3):
         journal.answered(2, group, 0, REQUEST, SAMPLING, completion((-1.0,)))
@@ -74,8 +76,42 @@ def test_half_a_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, p
     proof("the last line was cut off 1 and 40 bytes before its end")
 
 
-def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
+@pytest.mark.fault(65)
+def test_a_changed_bit_costs_its_line_and_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], proof: Callable[[str], None]
+) -> None:
     journal = opened(tmp_path)
+    for group in range(3):
+        journal.answered(2, group, 0, REQUEST, SAMPLING, completion((-1.5,)))
+    path = tmp_path / "step_000002.jsonl"
+    first, changed, last = path.read_text().splitlines()
+    path.write_text("\n".join([first, changed.replace("[-1.5]", "[-1.4]"), last, ""]))
+    capsys.readouterr()
+    again = opened(tmp_path)
+    assert [bool(found(again, group, step=2)) for group in range(3)] == [True, False, True]
+    assert capsys.readouterr().out == "journal: 1 lines of step_000002.jsonl are cut off or damaged: left out\n"
+    proof("a log-prob of -1.5 in the journal was made -1.4")
+
+
+def test_a_journal_that_cannot_be_written_or_is_a_link_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    journal = opened(tmp_path / "a")
+    outside = tmp_path / "outside"
+    outside.write_text("somebody's")
+    (tmp_path / "a" / "step_000002.jsonl").symlink_to(outside)
+    with pytest.raises(CheckpointError, match="is a link"):
+        journal.answered(2, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    with pytest.raises(CheckpointError, match="is a link"):
+        opened(tmp_path / "a")
+    assert outside.read_text() == "somebody's"
+    (tmp_path / "b").write_text("a file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        opened(tmp_path / "b")
+
+
+def test_many_threads_write_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = opened(tmp_path)
+    write_all = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write_all(file, data[:500]))  # as a disk that is nearly full does
 
     def write(group: int) -> None:
         for _ in range(50):
@@ -86,7 +122,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(list(whole_lines(tmp_path / "step_000001.jsonl"))) == 1 + 8 * 50
+    assert len(list(sound_lines(tmp_path / "step_000001.jsonl", print))) == 1 + 8 * 50
 
 
 def test_another_number_of_processes_finds_all_by_group(tmp_path: Path) -> None:

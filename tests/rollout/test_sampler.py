@@ -1,8 +1,11 @@
 """Sampling ahead: which weights answer which prompts, what is dropped, when the loop waits, and what a resumed run asks again."""
 
+import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,7 +18,7 @@ from rlgen.engines.base import Facts, Finished, Settings
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
-from rlgen.rollout.journal import Journal
+from rlgen.rollout.journal import Journal, as_text
 from rlgen.rollout.sampler import Sampler
 from rlgen.trainers import build
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
@@ -246,6 +249,50 @@ def test_ahead_the_answers_of_earlier_weights_come_from_the_journal(tmp_path: Pa
     assert {sample.weight_version for group in resumed[0] for sample in group.samples} == {1}
 
 
+class Waiting(Scripted):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.futures: list[Future[list[Completion]]] = []
+        self.of_future: list[Callable[[], list[Completion]]] = []
+
+    def submit(
+        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+    ) -> "Future[list[Completion]]":
+        self.futures.append(Future())
+        self.of_future.append(partial(self.generate, requests, sampling, finished))
+        return self.futures[-1]
+
+    def answer(self, call: int) -> None:
+        self.futures[call].set_result(self.of_future[call]())
+
+
+def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(tmp_path: Path) -> None:
+    engine = Waiting()
+    taken = sampler(engine, ahead=True, of=journal(tmp_path)[0])
+    taken.submit(1, engine.submit)
+    engine.answer(0)
+    taken.groups(1)  # asks for step 2
+    taken.journal.starts_from(1, "w1", ())
+    engine.version = 1
+    interrupted = Future[list[Completion]]()
+    interrupted.set_exception(KeyboardInterrupt())  # a stop, while step 2 waits for its answers
+    taken.pending[2], waiting = replace(taken.pending[2], pending=interrupted), taken.pending[2]
+    with pytest.raises(KeyboardInterrupt):
+        taken.groups(2)
+    taken.pending[2] = waiting
+    saved = threading.Thread(target=taken.settle, args=(1,))
+    saved.start()
+    saved.join(0.2)
+    assert saved.is_alive()
+    engine.answer(1)
+    saved.join(10)
+    assert not saved.is_alive()
+    taken.groups(2)  # asks for step 3, of the weights of step 1
+    taken.settle(1)  # does not wait for it: a run that goes on after step 1 asks for it again
+
+
 def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> None:
     engine = Scripted()
     engine.version = 2
@@ -280,7 +327,9 @@ def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:
     engine = Scripted()
     sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
     path = tmp_path / "step_000001.jsonl"
-    path.write_text(path.read_text().replace("[7, 257]", "[7, 8]"))  # ended by a stop token that is not there
+    lines = [json.loads(text.replace("[7, 257]", "[7, 8]")) for text in path.read_text().splitlines()]
+    path.write_text("".join(as_text({key: value for key, value in line.items() if key != "crc32"}) for line in lines))
+    # The checksums hold, but an answer is ended by a stop token that is not there.
     with pytest.raises(SentinelError) as caught:
         sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
     assert caught.value.fault is Fault.DROPPED_STOP_TOKEN

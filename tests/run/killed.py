@@ -79,8 +79,8 @@ def patch(where: str, module: str, function: str, count: Count) -> None:
     setattr(owner, name, counting)
 
 
-def half_a_line(real: Callable[..., Any], count: Count, journal: Any, path: Path, step: int, text: str) -> None:
-    real(journal, path, step, text[: len(text) // 2])
+def half_a_line(real: Callable[..., Any], count: Count, path: Path, text: str, flushed: bool) -> None:
+    real(path, text[: len(text) // 2], flushed)
     count.die()
 
 
@@ -127,7 +127,7 @@ def half_a_request(real: Callable[..., Any], count: Count, *arguments: Any) -> A
 
 
 HALVES = {
-    "Journal.write": half_a_line,
+    "append_text": half_a_line,
     "RunDirectory.write_metrics": half_the_metrics,
     "Updater._backward": half_a_backward,
     "Ledger.record": half_the_weights,

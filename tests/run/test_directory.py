@@ -13,9 +13,9 @@ import pytest
 from conftest import read_jsonl
 
 from rlgen.errors import CheckpointError, UsageError
+from rlgen.files import appears, private_files, read_json, write_json, write_text
 from rlgen.run import directory as module
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import appears, private_files, read_json, write_json, write_text
 
 Proof = Callable[[str], None]
 

@@ -17,9 +17,9 @@ from test_directory import fill
 from rlgen.cli.reopen import MAY_CHANGE
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, RlgenError, UsageError
+from rlgen.files import read_json
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import read_json
 from rlgen.run.manifest import check_files
 from rlgen.trainers import build, sides
 

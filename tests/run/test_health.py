@@ -9,9 +9,9 @@ from conftest import read_jsonl
 
 from rlgen.cli.train import train_command
 from rlgen.errors import DivergedError, RecipeError
+from rlgen.files import read_json
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
 from rlgen.recipe.models import HealthRecipe, HealthRule
-from rlgen.run.files import read_json
 from rlgen.run.health import Health, rules_of
 
 Proof = Callable[[str], None]

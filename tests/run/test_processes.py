@@ -20,10 +20,10 @@ from torch import Tensor
 
 from rlgen.cli.train import goes_on
 from rlgen.errors import ProcessError
+from rlgen.files import read_json, write_json
 from rlgen.processes import Processes, Seat
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import read_json, write_json
 from rlgen.run.launch import Launch, asked_for, check_launch
 
 HERE = Path(__file__).parent

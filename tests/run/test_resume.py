@@ -16,9 +16,9 @@ from kills import ENGINES, KILLS, RECIPE, SAVE, Kill, Kills
 from rlgen.cli import prove
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
+from rlgen.files import read_json
 from rlgen.run import directory as directory_module
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import read_json
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Proof = Callable[[str], None]

@@ -16,6 +16,7 @@ from conftest import read_jsonl
 
 from rlgen.cli.train import train_command
 from rlgen.errors import RlgenError, UsageError
+from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.recipe.fields import moment
@@ -23,7 +24,6 @@ from rlgen.rewards.score import Scorer
 from rlgen.run import checkpoint
 from rlgen.run.checkpoint import seed_random
 from rlgen.run.deadline import Deadline
-from rlgen.run.files import read_json
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.trainers import build, loop, sides
 from rlgen.trainers.update import Updater

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE, ROOT, read_jsonl
 
-from rlgen.run.files import read_json
+from rlgen.files import read_json
 
 Proof = Callable[[str], None]
 

@@ -10,8 +10,8 @@ import pytest
 from conftest import RECIPE
 
 from rlgen.cli.app import main
+from rlgen.files import read_json
 from rlgen.redact import is_secret_name, printable, redacted
-from rlgen.run.files import read_json
 
 Proof = Callable[[str], None]
 PLANTED = {

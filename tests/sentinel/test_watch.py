@@ -16,7 +16,7 @@ from rlgen.engines import vllm_compat
 from rlgen.engines.base import Finished, Receipt
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
-from rlgen.run.files import read_json
+from rlgen.files import read_json
 from rlgen.trainers import build
 from rlgen.types import Completion, Request, Sampling
 

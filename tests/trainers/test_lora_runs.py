@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rlgen.cli.train import train_command
 from rlgen.errors import Fault, SentinelError, UsageError
+from rlgen.files import read_json
 from rlgen.models import weights
 from rlgen.models.load import load_model
 from rlgen.models.lora import base_weight, facts_of, without_adapter
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import base_digest, checkpoint_tensors
-from rlgen.run.files import read_json
 from rlgen.sentinel import sync
 from rlgen.trainers import loop
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import DivergedError, Fault, SentinelError, SetupError
+from rlgen.files import read_json
 from rlgen.losses.advantages import gdpo_advantages, group_advantages, rloo_advantages, without_signal
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.recipe import load_recipe
 from rlgen.run.directory import RunDirectory
-from rlgen.run.files import read_json
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm
 from rlgen.trainers.update import Updater

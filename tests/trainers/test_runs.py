@@ -9,8 +9,8 @@ import torch
 from conftest import read_jsonl
 
 from rlgen.cli.train import train_command
+from rlgen.files import read_json
 from rlgen.models.policy import Policy, PolicyScores
-from rlgen.run.files import read_json
 from rlgen.trainers import build, update
 from rlgen.types import Batch
 

@@ -10,9 +10,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import FileIO, TextIOWrapper
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlgen.errors import CheckpointError
 from rlgen.redact import printable_json
@@ -52,6 +52,11 @@ def open_plain(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
 
 
+def open_log(path: Path) -> BinaryIO:
+    """The end of a file, for programs to write to; it is no link. Raises OSError."""
+    return os.fdopen(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes aside, flushes, renames: a reader, or a run after a power cut, never sees half a file.
 
@@ -72,8 +77,11 @@ def write_text(path: Path, text: str) -> None:
             raise
 
 
-def append_text(path: Path, text: str) -> None:
-    """Adds to the end; on disk when this returns.
+def append_text(path: Path, text: str, flushed: bool = True) -> None:
+    """Adds to the end.
+
+    Args:
+        flushed: it is on disk when this returns; else in the hands of the system, and survives this process but no power cut.
 
     Raises:
         CheckpointError: the disk is full, or takes no files; the file is as it was before.
@@ -86,7 +94,8 @@ def append_text(path: Path, text: str) -> None:
                 rest = text.encode()
                 while rest:
                     rest = rest[os.write(file, rest) :]
-                os.fsync(file)
+                if flushed:
+                    os.fsync(file)
             except OSError:
                 os.ftruncate(file, before)
                 raise
@@ -99,6 +108,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_text(path: Path) -> str:
+    """As `read_bytes`."""
+    return read_bytes(path).decode("utf-8")
+
+
+def read_bytes(path: Path) -> bytes:
     """Raises CheckpointError for a link, OSError for what is not there."""
     try:
         file = open_plain(path, os.O_RDONLY)
@@ -106,7 +120,7 @@ def read_text(path: Path) -> str:
         if error.errno == errno.ELOOP:
             raise unwritable(path, error) from error
         raise
-    with os.fdopen(file, encoding="utf-8") as opened:
+    with os.fdopen(file, "rb") as opened:
         return opened.read()
 
 
@@ -144,8 +158,7 @@ class LogFile(logging.FileHandler):
     """A log that is no link. A disk that is full costs its lines, not the run, which says so where it writes results."""
 
     def _open(self) -> TextIOWrapper:
-        descriptor = open_plain(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        return TextIOWrapper(FileIO(descriptor, "a"), encoding="utf-8", write_through=True)
+        return TextIOWrapper(open_log(Path(self.baseFilename)), encoding="utf-8", write_through=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Nothing: the standard one prints a traceback for each line."""
