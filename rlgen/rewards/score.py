@@ -44,6 +44,11 @@ class Scorer:
     failures: Path | None  # folder for samples whose reward failed: the first of each reward, and what ends the run
     known: set[str] = field(default_factory=set)  # labels of rewards that have failed before
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """By label, in the order of the recipe."""
+        return {reward.label: reward.weight for reward in self.rewards}
+
     def close(self) -> None:
         """Ends the processes."""
         self.pool.close()
@@ -92,7 +97,7 @@ class Scorer:
         errors: dict[tuple[int, int], dict[str, str]],
     ) -> Group:
         """The group with its values in the order of the recipe, and their sums."""
-        weights = {reward.label: reward.weight for reward in self.rewards}
+        weights = self.weights
         table = [{label: values[key(sample)][label] for label in weights} for sample in group.samples]
         samples: list[Sample] = []
         for sample, rewards, total in zip(group.samples, table, weighted_sums(table, weights), strict=True):

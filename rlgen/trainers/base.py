@@ -1,5 +1,6 @@
 """What an algorithm is: two pure hooks, and what it needs computed."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -10,6 +11,7 @@ from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.kl import KL
 from rlgen.recipe.trainers import CorrectionRecipe, PolicyRecipe
+from rlgen.types import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,24 @@ class Scores:
     sample_index: Tensor  # [B] within the group
     truncated: Tensor  # [B] bool, ended by the token limit
     kl: Tensor | None  # [B] KL of each completion to the reference, if the algorithm takes it from the reward
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], weights: Mapping[str, float], kl: Tensor | None = None) -> "Scores":
+        """One row a sample, in their order.
+
+        Args:
+            weights: of the rewards, by label.
+        """
+        single = [[_number(None if sample.failed else sample.rewards[label]) for sample in samples] for label in weights]
+        return cls(
+            rewards=torch.tensor([_number(sample.reward) for sample in samples], dtype=torch.float64),
+            columns=torch.tensor(single, dtype=torch.float64).T,
+            column_weights=torch.tensor(list(weights.values()), dtype=torch.float64),
+            group_ids=torch.tensor([sample.group_id for sample in samples], dtype=torch.long),
+            sample_index=torch.tensor([sample.sample_index for sample in samples], dtype=torch.long),
+            truncated=torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool),
+            kl=kl,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +139,8 @@ def kl_of(recipe: PolicyRecipe) -> KL | None:
     if recipe.beta == 0 or recipe.kl == "k1_in_reward":
         return None
     return KL(recipe.beta, recipe.kl, recipe.kl_use_weight)
+
+
+def _number(reward: float | None) -> float:
+    """A reward in a tensor: NaN where it does not apply."""
+    return float("nan") if reward is None else reward

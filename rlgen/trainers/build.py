@@ -27,9 +27,12 @@ from rlgen.sentinel.ladder import climb, summary
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
+from rlgen.trainers.collect import Collector
 from rlgen.trainers.longest import try_longest
 from rlgen.trainers.loop import Progress, Trainer
-from rlgen.trainers.sides import Data, load_data, open_sides
+from rlgen.trainers.report import Reporter
+from rlgen.trainers.sides import Data, Sides, load_data, open_sides
+from rlgen.trainers.window import WindowBuilder
 
 
 def build_trainer(
@@ -93,59 +96,84 @@ def build_trainer(
             console.say(try_longest(recipe, sides.updater(None), processes))
             if sleeps:
                 send_weights(sides.probe.engine, sides.probe.policy.model, sides.done, processes)
-        count = recipe.rollout.prompts_per_step
-        engine = sides.probe.engine
-        judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
-        journal = Journal.open(directory.journal, sides.done, processes, engine.facts(), judge, console.say)
-        sampler = Sampler(
-            engine=engine,
-            prompts_of=lambda step: sides.probe.seat.share(
-                data.prompts.take((step - 1) * count, count if step <= recipe.run.steps else 0)
-            ),
-            sampling=sides.probe.sampling,
-            group_size=recipe.rollout.group_size,
-            run_seed=recipe.run.seed,
-            tokenizer=data.tokenizer,
-            submit_to=engine.submit if recipe.rollout.ahead and isinstance(engine, ServerEngine | SharedEngine) else None,
-            max_staleness=recipe.rollout.max_staleness,
-            in_flight=isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.in_flight,
-            journal=journal,
-            journals=sides.probe.seat.speaks,
-            all_or_none=recipe.engine.kind == "transformers",
-            say=console.say,
-        )
-        watch = Watch(
-            probe=sides.probe,
-            on_drift=recipe.sentinel.on_drift,
-            sleeps=isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep,
-            probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
-            rest=sampler.rest,
-            say=console.say,
-        )
-        watch.means.extend(journal.starts_from(sides.done, bits(sides.probe.policy.model, processes), ()))
-        trainer = Trainer(
-            recipe=recipe,
-            processes=processes,
-            seat=sides.probe.seat,
-            tokenizer=data.tokenizer,
-            prompts=data.prompts,
-            scorer=scorer,
-            engine=sides.probe.engine,
-            sampler=sampler,
-            journal=journal,
-            sampling=sides.probe.sampling,
-            policy=sides.probe.policy,
-            reference=sides.reference,
-            algorithm=sides.algorithm,
-            update=sides.updater(None if sides.probe.sampling.regex else watch),
-            schedule=sides.schedule,
-            directory=directory,
-            checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, sides.base, recipe.trainer.kind),
-            health=Health(rules_of(recipe), directory.read_metrics() if sides.done and processes.is_main else ()),
-            console=console,
-        )
+        trainer = assemble(recipe, directory, console, processes, data, scorer, sides)
         undo.pop_all()
     return trainer, Progress(sides.done, sides.position, sides.nonfinite)
+
+
+def assemble(
+    recipe: Recipe, directory: RunDirectory, console: Console, processes: Processes, data: Data, scorer: Scorer, sides: Sides
+) -> Trainer:
+    """The parts of the loop, from what is open."""
+    count = recipe.rollout.prompts_per_step
+    engine = sides.probe.engine
+    judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
+    journal = Journal.open(directory.journal, sides.done, processes, engine.facts(), judge, console.say)
+    sampler = Sampler(
+        engine=engine,
+        prompts_of=lambda step: sides.probe.seat.share(
+            data.prompts.take((step - 1) * count, count if step <= recipe.run.steps else 0)
+        ),
+        sampling=sides.probe.sampling,
+        group_size=recipe.rollout.group_size,
+        run_seed=recipe.run.seed,
+        tokenizer=data.tokenizer,
+        submit_to=engine.submit if recipe.rollout.ahead and isinstance(engine, ServerEngine | SharedEngine) else None,
+        max_staleness=recipe.rollout.max_staleness,
+        in_flight=isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.in_flight,
+        journal=journal,
+        journals=sides.probe.seat.speaks,
+        all_or_none=recipe.engine.kind == "transformers",
+        say=console.say,
+    )
+    watch = Watch(
+        probe=sides.probe,
+        on_drift=recipe.sentinel.on_drift,
+        sleeps=isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep,
+        probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
+        rest=sampler.rest,
+        say=console.say,
+    )
+    watch.means.extend(journal.starts_from(sides.done, bits(sides.probe.policy.model, processes), ()))
+    return Trainer(
+        recipe=recipe,
+        processes=processes,
+        tokenizer=data.tokenizer,
+        policy=sides.probe.policy,
+        engine=engine,
+        scorer=scorer,
+        sampler=sampler,
+        journal=journal,
+        collect=Collector(
+            recipe=recipe.rollout,
+            processes=processes,
+            seat=sides.probe.seat,
+            prompts=data.prompts,
+            engine=engine,
+            sampler=sampler,
+            scorer=scorer,
+            journal=journal,
+            algorithm=sides.algorithm,
+        ),
+        windows=WindowBuilder(
+            processes=processes,
+            algorithm=sides.algorithm,
+            weights=scorer.weights,
+            reference=sides.reference,
+            temperature=sides.probe.sampling.logp_temperature,
+            budget=recipe.optim.micro_batch_tokens,
+        ),
+        update=sides.updater(None if sides.probe.sampling.regex else watch),
+        schedule=sides.schedule,
+        checkpoints=Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, sides.base, recipe.trainer.kind),
+        report=Reporter(
+            steps=recipe.run.steps,
+            processes=processes,
+            directory=directory,
+            health=Health(rules_of(recipe), directory.read_metrics() if sides.done and processes.is_main else ()),
+            console=console,
+        ),
+    )
 
 
 def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:

@@ -3,15 +3,20 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlgen.errors import DivergedError
 from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import Totals
+from rlgen.losses.kl import reward_kl
+from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import deal, pad_rows
-from rlgen.trainers.base import Signal
+from rlgen.rollout.score import score
+from rlgen.trainers.base import Algorithm, Scores, Signal
 from rlgen.types import Batch, Sample
 
 
@@ -92,3 +97,51 @@ class Window:
     def padded(self, batch_tokens: int) -> int:
         """Padding positions, of `batch_tokens` positions that all micro-batches of all processes have together."""
         return batch_tokens - sum(len(s.prompt_ids) + len(s.completion_ids) for s in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowBuilder:
+    """rewards -> window: what the algorithm makes of them, and the reference's log-probs where it needs them."""
+
+    processes: Processes
+    algorithm: Algorithm
+    weights: Mapping[str, float]  # of the rewards, by label
+    reference: Policy | None
+    temperature: float  # of the sampler's log-probs
+    budget: int  # tokens of a micro-batch
+
+    def build(self, samples: Sequence[Sample], epoch: float) -> tuple[Window, Signal, dict[str, Any]]:
+        """What to learn from the samples of a step, with the reference's log-probs where the algorithm needs them.
+
+        The third is what was measured on the way.
+        """
+        kl = self.kl(samples) if self.algorithm.reference == "reward" else None
+        signal = self.algorithm.advantages(Scores.of(samples, self.weights, kl))
+        window = Window.of(samples, signal, epoch, self.budget, self.processes)
+        if self.algorithm.reference == "loss":
+            window.ref_logp.update(enumerate(self.reference_logp(window.samples)))
+        if kl is None:
+            return window, signal, {}
+        tokens = sum(sum(sample.loss_mask) for sample in samples)
+        return window, signal, {"kl/ref_k1": kl.sum().item() / tokens if tokens else None}
+
+    def reference_logp(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """One [L] tensor a sample, at the temperature of the loss."""
+        assert self.reference is not None  # built whenever the algorithm names a use for it
+        temperature = self.algorithm.loss_temperature or self.temperature
+        return score(self.reference, samples, temperature, self.budget, self.processes)
+
+    def kl(self, samples: Sequence[Sample]) -> Tensor:
+        """[B] sampled KL of each completion to the reference.
+
+        Raises:
+            DivergedError: it is not finite: as part of a reward it would pass for a reward that does not apply.
+        """
+        if not samples:
+            return torch.zeros(0)
+        sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in samples], 0.0)
+        mask = pad_rows([torch.tensor(sample.loss_mask) for sample in samples], False)
+        kl = reward_kl(sampler_logp, pad_rows(self.reference_logp(samples), 0.0), mask)
+        if not kl.isfinite().all():
+            raise DivergedError("the KL to the reference (trainer.kl k1_in_reward) is not finite: the reference overflows")
+        return kl

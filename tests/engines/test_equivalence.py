@@ -156,7 +156,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         patch.setattr(build, "record_attempt", lambda *_: None)
         directory = RunDirectory.create(Path(mkdtemp(dir=folder)), "", "")  # with a journal of its own
         trainer, _ = build.build_trainer(recipe, directory, None, Console(2, 0, quiet=True), Processes.alone())
-    policy, reference = trainer.policy, trainer.reference
+    policy, reference, collect = trainer.policy, trainer.windows.reference, trainer.collect
     assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.
     generator = torch.Generator().manual_seed(1)
@@ -165,21 +165,21 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
             parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
     before = flat(policy)
     # Adam divides a gradient by its own size: of one that is zero by construction it would make steps of rounding errors.
-    heard = Overheard(trainer.algorithm)
+    heard = Overheard(collect.algorithm)
     update = replace(trainer.update, algorithm=heard, optimizer=torch.optim.SGD(policy.parameters(), lr=0.1))
-    sampling = replace(trainer.sampling, stop_ids=(*trainer.sampling.stop_ids, *further_stops))
-    sampler = replace(trainer.sampler, sampling=sampling)
-    trainer = replace(trainer, sampling=sampling, sampler=sampler, update=update)
+    sampling = collect.sampler.sampling
+    sampling = replace(sampling, stop_ids=(*sampling.stop_ids, *further_stops))
+    collect = replace(collect, sampler=replace(collect.sampler, sampling=sampling))
 
     send_weights(engine, policy.model, VERSION, Processes.alone(), hashed=True)
-    prompts = trainer.prompts.take(0, len(PROMPTS))
-    groups, dropped = trainer.sample(VERSION + 1, prompts, last=True)
+    prompts = collect.prompts.take(0, len(PROMPTS))
+    groups, dropped = collect.sample(VERSION + 1, prompts, last=True)
     assert dropped == 0
     samples = [sample for group in trainer.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
-    window, signal, _ = trainer.window(samples, epoch=0.0)
+    window, signal, _ = trainer.windows.build(samples, epoch=0.0)
     temperature = 1.0 if recipe.trainer.kind == "online_dpo" else recipe.rollout.temperature or 1.0
     logp, ref_logp = (score(model, samples, temperature, 4096, Processes.alone()) for model in (policy, reference))
-    metrics, _ = trainer.update(window, step=VERSION + 1)
+    metrics, _ = update(window, step=VERSION + 1)
     trainer.scorer.close()
     pieces = len(window.micro_batches)
     assert pieces > 1 and len(heard.losses) == 2 * pieces

@@ -23,7 +23,6 @@ from rlgen.models.weights import part, whole
 from rlgen.processes import Processes
 from rlgen.rollout.score import score
 from rlgen.trainers.base import Algorithm, Scores, Signal
-from rlgen.trainers.loop import number
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
 from rlgen.types import Sample
@@ -141,19 +140,8 @@ def reference_logp(dtype: torch.dtype) -> list[Tensor]:
 
 def signal_of(algorithm: Algorithm, rows: Sequence[int]) -> Signal:
     """What these rows are to teach."""
-    chosen = [samples()[row] for row in rows]
-    rewards_B = torch.tensor([number(sample.reward) for sample in chosen], dtype=torch.float64)
-    return algorithm.advantages(
-        Scores(
-            rewards=rewards_B,
-            columns=rewards_B[:, None],
-            column_weights=torch.ones(1, dtype=torch.float64),
-            group_ids=torch.tensor([sample.group_id for sample in chosen]),
-            sample_index=torch.tensor([sample.sample_index for sample in chosen]),
-            truncated=torch.tensor([sample.finish_reason == "length" for sample in chosen]),
-            kl=None,
-        )
-    )
+    chosen = [replace(samples()[row], rewards={"one": samples()[row].reward}) for row in rows]
+    return algorithm.advantages(Scores.of(chosen, {"one": 1.0}))
 
 
 def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], processes: Processes = ONE) -> Window:

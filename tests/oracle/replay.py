@@ -1,13 +1,12 @@
-"""The same random tensors for both sides, and rlgen's side: its real trainer and updater, with a model that replays log-probs.
+"""The same random tensors for both sides, and rlgen's side: its real windows and updater, with a model that replays log-probs.
 
 Each row's prompt is its number, by which model and reference, here and in `trl_oracle.py`, find what they have to answer.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,9 @@ from rlgen.models.policy import PolicyScores
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
-from rlgen.trainers.loop import Trainer
 from rlgen.trainers.registry import build_algorithm
 from rlgen.trainers.update import Part, Updater
-from rlgen.trainers.window import Window
+from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Batch, Sample
 
 ROWS, WIDTH, GROUP = 24, 8, 4
@@ -119,20 +117,22 @@ class RecordedUpdater(Updater):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfflineTrainer(Trainer):
-    """rlgen's trainer without a model: what it learns from samples is its own, the reference replays."""
+class OfflineWindows(WindowBuilder):
+    """What rlgen learns from samples, without a model: the reference replays."""
 
     rollout: Rollout
 
     @classmethod
-    def of(cls, recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int) -> "OfflineTrainer":
-        parts = dict.fromkeys(field.name for field in fields(Trainer)) | {
-            "algorithm": build_algorithm(recipe),
-            "processes": Processes.alone(),
-            "recipe": SimpleNamespace(optim=SimpleNamespace(micro_batch_tokens=micro_batch_tokens)),
-            "scorer": SimpleNamespace(rewards=[SimpleNamespace(label=name, weight=WEIGHTS[name]) for name in WEIGHTS]),
-        }
-        return cls(**parts, rollout=rollout)
+    def of(cls, recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int) -> "OfflineWindows":
+        return cls(
+            processes=Processes.alone(),
+            algorithm=build_algorithm(recipe),
+            weights=WEIGHTS,
+            reference=None,
+            temperature=1.0,
+            budget=micro_batch_tokens,
+            rollout=rollout,
+        )
 
     def reference_logp(self, samples: Sequence[Sample]) -> list[Tensor]:
         return [self.rollout.ref_logp[sample.prompt_ids[0], : len(sample.completion_ids)] for sample in samples]
@@ -142,8 +142,8 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
     """What rlgen learns from a rollout: at its only update, or after another one that has moved old to policy log-probs."""
     dtype = rollout.old_logp.dtype
     with default_dtype(dtype):
-        trainer = OfflineTrainer.of(recipe, rollout, micro_batch_tokens)
-        window, signal, _ = trainer.window(samples_of(rollout), epoch=0.0)
+        windows = OfflineWindows.of(recipe, rollout, micro_batch_tokens)
+        window, signal, _ = windows.build(samples_of(rollout), epoch=0.0)
         # A window keeps them in float32; comparing in float64 would see that.
         window = replace(window, advantages=signal.advantages[signal.trained].to(dtype))
         replay = Replay([rollout.old_logp, rollout.policy_logp][: recipe.updates_per_rollout], rollout.entropy)
@@ -152,7 +152,7 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
             sharded=False,
             policy=replay,
             optimizer=replay,
-            algorithm=trainer.algorithm,
+            algorithm=windows.algorithm,
             updates=recipe.updates_per_rollout,
             max_grad_norm=1.0,
             temperature=1.0,

@@ -40,15 +40,15 @@ class Count:
         return self.times == self.last
 
     def follow_steps(self) -> None:
-        from rlgen.trainers.loop import Trainer
+        from rlgen.trainers.collect import Collector
 
-        real = Trainer.sample
+        real = Collector.sample
 
-        def sample(trainer: Any, step: int, *rest: Any) -> Any:
+        def sample(collect: Any, step: int, *rest: Any) -> Any:
             self.now = step
-            return real(trainer, step, *rest)
+            return real(collect, step, *rest)
 
-        Trainer.sample = sample  # type: ignore[method-assign]
+        Collector.sample = sample  # type: ignore[method-assign]
 
     def die(self, what: str = "") -> None:
         sys.stderr.write(f"KILLED {self.instant} {what}\n")

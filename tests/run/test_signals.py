@@ -26,7 +26,9 @@ from rlgen.run.checkpoint import seed_random
 from rlgen.run.deadline import Deadline
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.trainers import build, loop, sides
+from rlgen.trainers.collect import Collector
 from rlgen.trainers.update import Updater
+from rlgen.trainers.window import Window
 
 Proof = Callable[[str], None]
 STEPS = 3
@@ -48,7 +50,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     "generation of step 1": (loop.Sampler, "groups", 1, 0),
     "generation": (loop.Sampler, "groups", 3, 2),
     "reward": (Scorer, "score", 2, 1),
-    "window": (loop.Window, "of", 2, 2),
+    "window": (Window, "of", 2, 2),
     "backward": (Updater, "_run", 2, 2),
     "sync": (loop, "send_weights", 2, 2),
     "save": (checkpoint, "random_name", 1, 2),
@@ -94,8 +96,8 @@ def when(monkeypatch: pytest.MonkeyPatch, phase: str, *numbers: int) -> list[int
 
 
 def draw(patch: pytest.MonkeyPatch) -> None:
-    rewarded = loop.Trainer.rewarded
-    patch.setattr(loop.Trainer, "rewarded", lambda *arguments: (random.random(), rewarded(*arguments))[1])
+    rewarded = Collector.rewarded
+    patch.setattr(Collector, "rewarded", lambda *arguments: (random.random(), rewarded(*arguments))[1])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from rlgen.cli.app import main
-from rlgen.trainers.loop import Trainer
+from rlgen.trainers.collect import Collector
 from rlgen.trainers.update import Updater
 
 
@@ -34,13 +34,13 @@ def plant(what: str, step_of_fault: int = 2) -> None:
 
 
 def some_constant() -> None:
-    rewarded = Trainer.rewarded
+    rewarded = Collector.rewarded
 
-    def changed(trainer, groups, step):  # type: ignore[no-untyped-def]
-        samples = rewarded(trainer, groups, step)
+    def changed(collect, groups, step):  # type: ignore[no-untyped-def]
+        samples = rewarded(collect, groups, step)
         return [replace(sample, reward=0.5) if sample.group_id % 3 == 0 else sample for sample in samples]
 
-    Trainer.rewarded = changed  # type: ignore[method-assign]
+    Collector.rewarded = changed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rlgen.losses.advantages import gdpo_advantages, group_advantages, rloo_adva
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.recipe import load_recipe
 from rlgen.run.directory import RunDirectory
-from rlgen.trainers.loop import Trainer
+from rlgen.trainers.collect import Collector
 from rlgen.trainers.registry import build_algorithm
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
@@ -258,12 +258,12 @@ def load_rloo() -> Any:
 
 def rewarding(monkeypatch: pytest.MonkeyPatch, change: Callable[[Sample, int], Sample]) -> None:
     """Changes the samples of each step once they are rewarded."""
-    rewarded = Trainer.rewarded
+    rewarded = Collector.rewarded
 
-    def changed(trainer: Trainer, groups: list[Group], step: int) -> list[Sample]:
-        return [change(sample, step) for sample in rewarded(trainer, groups, step)]
+    def changed(collect: Collector, groups: list[Group], step: int) -> list[Sample]:
+        return [change(sample, step) for sample in rewarded(collect, groups, step)]
 
-    monkeypatch.setattr(Trainer, "rewarded", changed)
+    monkeypatch.setattr(Collector, "rewarded", changed)
 
 
 @pytest.mark.fault(33, 34, 47)
