@@ -85,10 +85,6 @@ class Checkpoints:
         self.base = base
         self.trainer = trainer
 
-    def newest(self) -> Path | None:
-        """The last complete checkpoint, or None."""
-        return max(self.shelf.complete(), default=None)
-
     def oldest(self) -> int:
         """The step of the first checkpoint that is kept; 0: there is none."""
         return min(self.shelf.steps(), default=0)

@@ -42,10 +42,6 @@ class Shelf:
         names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.folder.glob("step_*"))
         return dict(sorted((int(match[1]), path) for match, path in names if match))
 
-    def complete(self) -> list[Path]:
-        """Checkpoints whose manifest and sizes are right, oldest first."""
-        return [path for path in self.steps().values() if is_complete(path)]
-
     def has(self, step: int) -> bool:
         """Whether a complete checkpoint of `step` is there."""
         return is_complete(self.path(step))

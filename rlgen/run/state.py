@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from rlgen.errors import CheckpointError
 from rlgen.models.load import model_shape
 from rlgen.models.lora import adapter_tensors, config_of, is_adapted
-from rlgen.models.weights import gone_through, model_tensors, own_tensors, part, part_like, whole
+from rlgen.models.weights import all_finite, gone_through, model_tensors, own_tensors, part, part_like, whole
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """The name of the first tensor with a value that is not finite; of a sharded one, this process looks at its part."""
     for name, tensor in tensors:
-        if tensor.is_floating_point() and not part(tensor.detach()).isfinite().all():
+        if tensor.is_floating_point() and not all_finite([tensor]):
             return name
     return None
 

@@ -50,13 +50,13 @@ def test_going_on_equals_never_stopping(tmp_path: Path) -> None:
 def test_the_newest_stay_and_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     model, optimizer, schedule = parts()
     checkpoints = Checkpoints(tmp_path, 2, Processes.alone())
-    assert checkpoints.newest() is None
+    assert checkpoints.choose().path is None
     for step in (1, 2, 10):
         checkpoints.save(step, step, model, byte_tokenizer(), optimizer, schedule)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000010"]
     (tmp_path / ".writing_000011").mkdir()
     (tmp_path / "step_000012").mkdir()
-    assert checkpoints.newest() == tmp_path / "step_000010"
+    assert checkpoints.choose().path == tmp_path / "step_000010"
     assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.bin")), "nothing is a pickle"
 
 
@@ -83,4 +83,4 @@ def test_a_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("rlgen.run.checkpoint.save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device; free space"):
         checkpoints.save(2, 2, model, byte_tokenizer(), optimizer, schedule)
-    assert checkpoints.newest() == tmp_path / "step_000001"
+    assert checkpoints.choose().path == tmp_path / "step_000001"
