@@ -58,7 +58,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
     resume_step: Annotated[
-        int | None, typer.Option(min=0, metavar="STEP", help="Go on from that checkpoint; later ones are set aside.")
+        int | None, typer.Option(min=1, metavar="STEP", help="Go on from that checkpoint; later ones are set aside.")
     ] = None,
     allow_changed_rewards: Annotated[
         bool, typer.Option("--allow-changed-rewards", help="Go on although the file of a reward was edited.")
@@ -73,16 +73,18 @@ def train(
     ] = False,
 ) -> None:
     """Train a model as the recipe says."""
+    overrides = [*(overrides or []), *(["run.probe_max=true"] if probe_max else [])]
     if prove_resume:
         from rlgen.cli.prove import prove_command
 
-        if resume or dry_run:
-            raise UsageError("--prove-resume makes runs of its own: leave --resume and --dry-run out")
-        prove_command(recipe, overrides or [], max_steps, run_dir)
+        of_a_run = {"--resume": resume, "--resume-step": resume_step, "--allow-changed-rewards": allow_changed_rewards}
+        of_a_run |= {"--clean": clean, "--dry-run": dry_run}
+        if given := [option for option, value in of_a_run.items() if value]:
+            raise UsageError(f"--prove-resume makes runs of its own: leave {' and '.join(given)} out")
+        prove_command(recipe, overrides, max_steps, run_dir)
         return
     from rlgen.cli.train import train_command
 
-    overrides = [*(overrides or []), *(["run.probe_max=true"] if probe_max else [])]
     train_command(recipe, overrides, resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean)
 
 

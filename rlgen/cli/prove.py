@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
+from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.recipe import LoadedRecipe, load_recipe
 
 STEPS = 4
 POLL = 0.002  # seconds between two looks at the journal
 TRIES = 3
+SLOWER, LEAST = 10.0, 60.0  # what the killed run may take: times of the undisturbed one; and seconds, if that is more
 
 
 def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> None:
@@ -39,11 +39,12 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
     folder = Path(tempfile.mkdtemp(prefix=f"{beside.name}.prove-resume-", dir=beside.parent))
     settings = [*overrides, f"checkpoint.every={every}", *fitted(loaded, steps)]
     try:
-        typer.echo(f"1 of 3: {steps} steps undisturbed, in {folder}")
+        echo(f"1 of 3: {steps} steps undisturbed, in {folder}")
+        began = time.monotonic()
         run(command(recipe, settings, steps, folder / "undisturbed"), folder / "undisturbed.log")
-        killed = kill(recipe, settings, steps, every, folder)
-        typer.echo(f"2 of 3: {killed}")
-        typer.echo("3 of 3: resuming")
+        killed = kill(recipe, settings, steps, every, folder, max(LEAST, SLOWER * (time.monotonic() - began)))
+        echo(f"2 of 3: {killed}")
+        echo("3 of 3: resuming")
         run([*command(recipe, settings, steps, folder / "killed"), "--resume"], folder / "resumed.log")
         from rlgen.run.compare import first_difference
 
@@ -56,7 +57,7 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder)
-    typer.echo(f"yes: {killed}, resumed, and equal to the undisturbed run to the last bit in metrics, rollouts and checkpoints")
+    echo(f"yes: {killed}, resumed, and equal to the undisturbed run to the last bit in metrics, rollouts and checkpoints")
 
 
 def command(recipe: Path, settings: Sequence[str], steps: int, directory: Path) -> list[str]:
@@ -86,11 +87,11 @@ def run(words: Sequence[str], log: Path) -> None:
         )
 
 
-def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path) -> str:
+def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path, patience: float) -> str:
     """Kills a run in the last step before its last checkpoint, as soon as the journal has an answer of it; says when.
 
     Raises:
-        CheckpointError: it ended before it could be killed.
+        CheckpointError: it ended before it could be killed, or had not come so far within `patience` seconds.
     """
     step = every * (steps // every) if steps // every > 1 else steps
     for attempt in range(1, TRIES + 1):
@@ -99,8 +100,13 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
         with (folder / f"killed_{attempt}.log").open("w", encoding="utf-8") as file:
             process = subprocess.Popen(command(recipe, settings, steps, directory), stdout=file, stderr=subprocess.STDOUT)
             try:
-                journal = directory / "journal" / f"step_{step:06d}.jsonl"
+                journal, began = directory / "journal" / f"step_{step:06d}.jsonl", time.monotonic()
                 while process.poll() is None and not answers(journal):
+                    if time.monotonic() - began > patience:
+                        raise CheckpointError(
+                            f"--prove-resume: the run to be killed in step {step} of {steps} has not come so far in"
+                            f" {patience:.0f} s, although the undisturbed one has ended; see {file.name}"
+                        )
                     time.sleep(POLL)
             finally:
                 if process.poll() is None:

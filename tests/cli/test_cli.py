@@ -38,6 +38,7 @@ def test_three_mistakes_with_their_lines_and_no_traceback(rlgen: Run, recipe_fil
         (["recipes", "list"], 0, "smoke"),
         (["--version"], 0, "rlgen 0."),
         (["train", "--help"], 0, "--resume"),
+        (["train", "x.yaml", "--resume-step", "0"], 2, "Invalid value for '--resume-step'"),
     ],
 )
 def test_commands(rlgen: Run, arguments: list[str], code: int, text: str) -> None:

@@ -2,10 +2,12 @@ import hashlib
 import textwrap
 
 import pytest
-from scoring import loaded
+from scoring import loaded, opened
 
 from rlgen.errors import RewardError
 from rlgen.rewards.builtin import exact_match
+
+__all__ = ["opened"]
 
 
 @pytest.fixture
@@ -34,6 +36,22 @@ def test_a_function_of_a_file_keeps_the_hash_of_the_file(write):
 def test_a_function_of_a_module():
     reward, one = loaded("rlgen.rewards.builtin:regex_match", args={"pattern": "a"})
     assert one.function(**reward.arguments({"completion": "cat"})) == 1.0
+
+
+def test_a_function_of_a_module_keeps_the_hash_of_the_file_behind_it(write, tmp_path, monkeypatch, opened):
+    (tmp_path / "judges").mkdir()
+    write("", name="judges/__init__.py")
+    monkeypatch.syspath_prepend(tmp_path)  # workers find what the trainer finds
+
+    def hashed(source):
+        path = write(source, name="judges/short.py")
+        (reward,) = opened([{"use": "judges.short:f"}], set()).rewards  # imported by a new worker
+        return reward.sha256 == hashlib.sha256(path.read_bytes()).hexdigest(), reward.sha256
+
+    found, first = hashed("def f(completion): return 0.25\n")
+    assert found
+    found, edited = hashed("def f(completion): return 0.5\n")
+    assert found and edited != first
 
 
 def test_a_file_may_define_dataclasses(write):

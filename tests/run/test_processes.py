@@ -18,8 +18,9 @@ from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlgen.cli.train import goes_on
-from rlgen.errors import ProcessError
+from rlgen.cli.reopen import Again
+from rlgen.cli.train import again_of, goes_on
+from rlgen.errors import ProcessError, RlgenError
 from rlgen.files import read_json, write_json
 from rlgen.processes import Processes, Seat
 from rlgen.run.checkpoint import Checkpoints
@@ -335,6 +336,18 @@ def test_a_process_that_is_deaf_is_ended(
     proof(f"{fault} in process {rank} of 2; all gone after {time.monotonic() - began:.0f} s, starts included")
 
 
+def test_what_takes_the_main_process_longer_than_the_timeout_ends_nobody(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for answers before a sync, and the others wait for it."""
+    monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", "0")
+    command = [HERE / "faulty.py", "one_is_slow_before_the_sync", "train", recipe, "--run-dir", tmp_path / "run"]
+    ended = launch(*command, "--max-steps", "1", "--set", "processes.timeout=5", timeout=90)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert record["time/generate"] > 7 and read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
+
+
 @pytest.mark.fault(76)
 def test_processes_that_go_different_ways_are_told_apart(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     ended = launch(HERE / "faulty.py", "one_goes_another_way", "train", recipe, "--run-dir", tmp_path / "run", timeout=60)
@@ -499,6 +512,44 @@ def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path) -> None:
     write_json(directory.status_file, {**status, "launcher": status["launcher"] + 1})
     assert not goes_on(directory.path, again), "a run that was there before the launch"
     directory.close()
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Path]:
+    """What an attempt that ended with a code has left to torchrun's next one, which this process is."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    def leave(code: int | None) -> Path:
+        directory = RunDirectory.create(tmp_path / "run", "", "")
+        directory.write_status("running" if code is None else "failed", 3, 9, code, "" if code is None else "what it said")
+        directory.close()
+        return directory.path
+
+    return leave
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 7, 8, 75])
+def test_a_restart_does_not_repeat_an_end_that_was_meant(ended: Callable[[int | None], Path], code: int, proof: Proof) -> None:
+    path = ended(code)
+    before = (path / "status.json").read_bytes()
+    with pytest.raises(RlgenError, match=r"anew, since its last attempt ended on purpose: what it said$") as caught:
+        again_of(path, Again(resume=False))
+    assert caught.value.exit_code == code and str(caught.value).startswith(f"{path} ")
+    assert (path / "status.json").read_bytes() == before
+    proof(f"status.json of the attempt before: exit {code}")
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("code", [6, 9, 70, 130, None])  # None: it was killed
+def test_a_restart_goes_on_from_an_end_that_nobody_meant(
+    ended: Callable[[int | None], Path], monkeypatch: pytest.MonkeyPatch, code: int | None, proof: Proof
+) -> None:
+    path, asked = ended(code), Again(resume=False, changed_rewards=True, clean=True)
+    assert again_of(path, asked) == Again(resume=True, changed_rewards=True), "and --clean was for the first attempt"
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert again_of(path, asked) is asked, "started by hand"
+    proof(f"status.json of the attempt before: exit {code}")
 
 
 def test_prompts_are_shared_by_engines_and_engines_by_processes() -> None:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import read_jsonl
 from kills import ENGINES, KILLS, RECIPE, SAVE, Kill, Kills
 
 from rlgen.cli import prove
+from rlgen.cli.app import app
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import read_json
@@ -173,7 +175,7 @@ def proven(monkeypatch: pytest.MonkeyPatch, folder: Path, reward: str) -> Path:
         steps = int(words[words.index("--max-steps") + 1])
         train_command(recipe, settings, "--resume" in words, False, steps, place)
 
-    def kill(recipe: Path, settings: list[str], steps: int, every: int, parent: Path) -> str:
+    def kill(recipe: Path, settings: list[str], steps: int, every: int, parent: Path, patience: float) -> str:
         run(prove.command(recipe, settings, steps, parent / "killed"), parent / "log")
         shutil.rmtree(parent / "killed" / "checkpoints" / "step_000004")
         return "killed"
@@ -202,6 +204,65 @@ def test_prove_resume_names_the_first_difference(monkeypatch: pytest.MonkeyPatch
     assert (left / "undisturbed" / "metrics.jsonl").exists() and (left / "killed" / "metrics.jsonl").exists()
     with pytest.raises(UsageError, match="2 steps or more"):
         prove.prove_command(recipe, [], 1, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--resume"], "--resume"),
+        (["--resume-step", "1"], "--resume-step"),
+        (["--allow-changed-rewards"], "--allow-changed-rewards"),
+        (["--clean"], "--clean"),
+        (["--dry-run"], "--dry-run"),
+        (["--clean", "--resume-step", "2"], "--resume-step and --clean"),
+    ],
+)
+def test_prove_resume_refuses_what_is_said_of_one_run(
+    monkeypatch: pytest.MonkeyPatch, recipe_file: Path, given: list[str], named: str
+) -> None:
+    monkeypatch.setattr(prove, "run", lambda *values: pytest.fail("a run was started"))
+    with pytest.raises(UsageError, match=f": leave {named} out$"):
+        app(["train", str(recipe_file), "--prove-resume", *given], standalone_mode=False)
+    assert [path.name for path in recipe_file.parent.iterdir()] == ["recipe.yaml"]
+
+
+def test_prove_resume_hands_on_what_was_asked_and_how_long_to_wait(monkeypatch: pytest.MonkeyPatch, recipe_file: Path) -> None:
+    """The run that is killed has ten times as long as the undisturbed one took."""
+    started: list[list[str]] = []
+    waits: list[float] = []
+
+    def run(words: list[str], log: Path) -> None:
+        started.append(words)
+        time.sleep(0.5)
+
+    def kill(recipe: Path, settings: list[str], steps: int, every: int, folder: Path, patience: float) -> str:
+        started.append(prove.command(recipe, settings, steps, folder / "killed"))
+        waits.append(patience)
+        raise CheckpointError("far enough")
+
+    monkeypatch.setattr(prove, "run", run)
+    monkeypatch.setattr(prove, "kill", kill)
+    words = ["train", str(recipe_file), "--prove-resume", "--probe-max", "--run-dir", str(recipe_file.parent / "mine")]
+    for least in (prove.LEAST, 1.0):
+        monkeypatch.setattr(prove, "LEAST", least)
+        with pytest.raises(CheckpointError, match="far enough"):
+            app([*words, "--set", "run.seed=5"], standalone_mode=False)
+    settings = [[of_one[at + 1] for at, word in enumerate(of_one) if word == "--set"] for of_one in started]
+    assert len(settings) == 4
+    assert all(one == ["run.seed=5", "run.probe_max=true", "checkpoint.every=2"] for one in settings), settings
+    assert waits[0] == 60.0 and 5.0 <= waits[1] < 20.0
+
+
+def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The run to be killed hangs before it samples anything."""
+    pids = tmp_path / "pids"
+    code = f"import os, time; open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    monkeypatch.setattr(prove, "command", lambda *values: [sys.executable, "-c", code])
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"killed in step 4 of 4 has not come so far in 3 s, .*; see .*killed_1\.log"):
+        prove.kill(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, 3.0)
+    assert 3.0 <= time.monotonic() - began < 30
+    assert not psutil.pid_exists(int(pids.read_text()))
 
 
 @pytest.mark.slow

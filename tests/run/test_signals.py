@@ -22,7 +22,7 @@ from rlgen.recipe import load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.rewards.score import Scorer
 from rlgen.run import checkpoint
-from rlgen.run.checkpoint import seed_random
+from rlgen.run.checkpoint import Checkpoints, seed_random
 from rlgen.run.deadline import Deadline
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.trainers import build, loop, sides
@@ -270,6 +270,29 @@ def test_a_run_saves_before_its_deadline(
     assert "stopped for run.must_save_by after step" in status["message"] and 1 <= status["step"] <= 12
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{status['step']:06d}"]
     proof(f"stopped after step {status['step']}, {at - time.time():.1f} s before the deadline")
+
+
+def test_a_deadline_hears_of_steps_and_of_their_saves_apart(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second and a bit; the metrics count the time of a save to the step after it, the deadline to none."""
+    slow, heard = 1.5, []
+    took = Deadline.took
+
+    def slowly(real: Any) -> Any:
+        return lambda *arguments: (time.sleep(slow), real(*arguments))[1]
+
+    def hears(deadline: Deadline, *seconds: float) -> None:
+        heard.append(seconds)
+        took(deadline, *seconds)
+
+    monkeypatch.setattr(Updater, "_run", slowly(Updater._run))
+    monkeypatch.setattr(Checkpoints, "save", slowly(Checkpoints.save))
+    monkeypatch.setattr(Deadline, "took", hears)
+    directory = recipe_file.parent / "run"
+    assert train(recipe_file, directory, "run.must_save_by=1h") == 0  # saves after step 2 and after the last one
+    steps, saves = zip(*heard, strict=True)
+    assert len(steps) == STEPS and all(slow <= seconds < 2 * slow for seconds in steps), heard
+    assert saves[0] < 0.5 and all(slow <= seconds < 2 * slow for seconds in saves[1:]), heard
+    assert read_jsonl(directory / "metrics.jsonl")[2]["time/step"] > 2 * slow
 
 
 # --- requests ----------------------------------------------------------------------------------------------------------------
