@@ -130,7 +130,9 @@ def again_of(path: Path, again: Again) -> Again:
         return again
     before = RunDirectory.look(path)
     if (code := before.get("exit_code")) in FINAL:
-        ended = RlgenError(f"{path} is not started anew, since its last attempt ended on purpose: {before['message']}")
+        ended = RlgenError(
+            f"{path} is not started anew, since another attempt would only end as the last one did: {before['message']}"
+        )
         ended.exit_code = code
         raise ended
     return replace(again, resume=True, clean=False)

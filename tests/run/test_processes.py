@@ -533,7 +533,9 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | No
 def test_a_restart_does_not_repeat_an_end_that_was_meant(ended: Callable[[int | None], Path], code: int, proof: Proof) -> None:
     path = ended(code)
     before = (path / "status.json").read_bytes()
-    with pytest.raises(RlgenError, match=r"anew, since its last attempt ended on purpose: what it said$") as caught:
+    with pytest.raises(
+        RlgenError, match=r"anew, since another attempt would only end as the last one did: what it said$"
+    ) as caught:
         again_of(path, Again(resume=False))
     assert caught.value.exit_code == code and str(caught.value).startswith(f"{path} ")
     assert (path / "status.json").read_bytes() == before
