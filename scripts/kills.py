@@ -99,7 +99,7 @@ KILLS = [
             ("in half a line of the journal", f"half:{JOURNAL}:append_text:4@5"),
             ("in the first step", f"after:{JOURNAL}:Journal.answered:20@1"),
             ("before any reward", "before:rlgen.rewards.score:Scorer.score:1@3"),
-            ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@5"),
+            ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@3"),  # others have nothing to learn
             ("after the sync", f"after:{LOOP}:send_weights:1@3"),
             ("between metrics and save", f"after:{FILES}:RunDirectory.write_metrics:1@4"),
             ("between journal and save", f"before:{LOOP}:Checkpoints.save:1@4"),

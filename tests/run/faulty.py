@@ -49,7 +49,7 @@ def one_hangs_in_c() -> None:
 
 def one_skips_a_step() -> None:
     """It trains nothing and goes on: the others wait for its gradient."""
-    Updater.__call__ = lambda updater, window, step: {}  # type: ignore[method-assign]
+    Updater.__call__ = lambda updater, window, step: ({}, None)  # type: ignore[method-assign]
 
 
 def one_goes_another_way() -> None:
