@@ -13,6 +13,7 @@ same kind, version and settings with the same weights, bit for bit. All else is 
 
 import hashlib
 import json
+import os
 import sys
 import threading
 import zlib
@@ -186,8 +187,8 @@ class Journal:
             if self.closed:
                 return
             path = self.path(step)
-            if step not in self.begun and path.exists() and not read_bytes(path).endswith(b"\n"):
-                text = "\n" + text  # an attempt before was killed in the middle of a line
+            if step not in self.begun and path.exists():
+                mend(path)
             append_text(path, text, False)
             self.begun.add(step)
 
@@ -228,20 +229,35 @@ def as_text(line: Line) -> str:
 
 
 def sound_lines(path: Path, say: Callable[[str], None]) -> Iterator[Line]:
-    """What was written; what a kill has cut off, or a disk has changed, is left out and said."""
-    damaged = 0
-    for text in filter(None, read_bytes(path).split(b"\n")):
-        try:
-            line = json.loads(text)
-            sound = as_text({key: value for key, value in line.items() if key != "crc32"}).encode() == text + b"\n"
-        except (ValueError, AttributeError, RecursionError):
-            sound = False
-        if sound:
-            yield line
-        else:
-            damaged += 1
-    if damaged:
-        say(f"journal: {damaged} lines of {path.name} are cut off or damaged: left out")
+    """What was written. What a kill has cut off at the end is left out; what a disk has changed too, and that is said."""
+    *whole, last = read_bytes(path).split(b"\n")
+    lines = [line for text in whole if (line := parsed(text)) is not None]
+    if damaged := len(whole) - len(lines):
+        say(f"journal: {damaged} lines of {path.name} are damaged: left out")
+    yield from lines
+    if (line := parsed(last)) is not None:
+        yield line
+
+
+def parsed(text: bytes) -> Line | None:
+    """None: it is not what `as_text` has made."""
+    try:
+        line = json.loads(text)
+        made = as_text({key: value for key, value in line.items() if key != "crc32"})
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return line if made.encode() == text + b"\n" else None
+
+
+def mend(path: Path) -> None:
+    """Ends the last line, or takes it away: whoever wrote it may have been killed. Raises CheckpointError."""
+    content = read_bytes(path)
+    last = content[content.rfind(b"\n") + 1 :]
+    with written(path):
+        if last and parsed(last) is None:
+            os.truncate(path, len(content) - len(last))
+        elif last:
+            append_text(path, "\n", False)
 
 
 def completion_of(line: Line, request: Request) -> Completion:

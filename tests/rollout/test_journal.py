@@ -60,7 +60,9 @@ def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(63)
-def test_half_a_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, proof: Callable[[str], None]) -> None:
+def test_half_a_line_is_left_out_and_the_next_one_stands_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], proof: Callable[[str], None]
+) -> None:
     journal = opened(tmp_path)
     for group in range(3):
         journal.answered(2, group, 0, REQUEST, SAMPLING, completion((-1.0,)))
@@ -73,6 +75,7 @@ def test_half_a_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, p
         again.answered(2, 2, 0, REQUEST, SAMPLING, completion((-2.0,)))
         third = opened(tmp_path)
         assert [bool(found(third, group, step=2)) for group in range(3)] == [True, True, True]
+        assert capsys.readouterr().out == ""  # that is what a kill does, and no damage
     proof("the last line was cut off 1 and 40 bytes before its end")
 
 
@@ -89,7 +92,7 @@ def test_a_changed_bit_costs_its_line_and_is_said(
     capsys.readouterr()
     again = opened(tmp_path)
     assert [bool(found(again, group, step=2)) for group in range(3)] == [True, False, True]
-    assert capsys.readouterr().out == "journal: 1 lines of step_000002.jsonl are cut off or damaged: left out\n"
+    assert capsys.readouterr().out == "journal: 1 lines of step_000002.jsonl are damaged: left out\n"
     proof("a log-prob of -1.5 in the journal was made -1.4")
 
 
