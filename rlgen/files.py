@@ -10,9 +10,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import TextIOWrapper
+from io import FileIO, TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlgen.errors import CheckpointError
 from rlgen.redact import printable_json
@@ -52,9 +52,10 @@ def open_plain(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
 
 
-def open_log(path: Path) -> BinaryIO:
-    """The end of a file, for programs to write to; it is no link. Raises OSError."""
-    return os.fdopen(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+def open_log(path: Path) -> FileIO:
+    """The end of a file, unbuffered, for programs to write to. Raises CheckpointError, also for a link."""
+    with written(path):
+        return os.fdopen(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
 def write_text(path: Path, text: str) -> None:

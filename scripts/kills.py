@@ -83,7 +83,7 @@ KILLS = [
             MID_COLOCATED,
             *COMMON,
             ("in the first step", f"after:{JOURNAL}:Journal.answered:7@1"),
-            ("in half a line of rewards", f"half:{JOURNAL}:append_text:18@5"),
+            ("in half a line of rewards", f"half:{JOURNAL}:append_text:17@5"),
             ("before a step's rollouts are there", "file:/rollouts/:2@3"),
             ("while the status is written", "file:status.json:2@5"),
             ("at 20 % of a save", SAVE.format(at=0.2)),

@@ -242,6 +242,8 @@ def main() -> None:
     prepare()
     try:
         app()
+    except SystemExit as ended:  # Typer's own, also where all went well
+        leave(ended.code if isinstance(ended.code, int) else 0)
     except RlgenError as error:
         if os.environ.get("RLGEN_DEBUG"):
             echo(redacted(traceback.format_exc()), err=True)
@@ -262,17 +264,22 @@ def main() -> None:
 
 
 def leave(code: int) -> None:
-    """Ends the process with `code`; a reader that has gone away is no error."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        from rlgen.run.console import hush
-
-        hush(sys.stdout)
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        # Threads of the open groups, which the other processes are leaving, may abort an interpreter that is torn down (SIGABRT):
+    """Ends the process with `code`; that nobody can read what it prints is no error."""
+    flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Threads of the processes' groups, which the others are leaving, may abort an interpreter that is torn down (SIGABRT):
         # the launcher would read that instead of the code. Closing the groups could wait for a process that hangs.
         atexit._run_exitfuncs()
+        flush()
         os._exit(code)
     sys.exit(code)
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            from rlgen.run.console import hush
+
+            hush(stream)

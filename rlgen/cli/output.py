@@ -1,4 +1,4 @@
-"""What commands print, on any kind of standard output: a terminal, a file, a reader that has gone away."""
+"""What commands print, on any kind of standard output: a terminal, a file on a full disk, a reader that has gone away."""
 
 import sys
 
@@ -13,7 +13,7 @@ def prepare() -> None:
 
 
 def echo(text: str, err: bool = False, nl: bool = True, exact: bool = False) -> None:
-    """Prints. A reader that has gone away (`| head -1`) does not end what a command does.
+    """Prints. A reader that has gone away (`| head -1`), or a full disk, does not end what a command does.
 
     Args:
         exact: for programs: control characters stay, unless it is a terminal that would obey them.
@@ -24,7 +24,7 @@ def echo(text: str, err: bool = False, nl: bool = True, exact: bool = False) -> 
     shown = text if exact and stream is not None and not stream.isatty() else printable(text)
     try:
         typer.echo(shown, err=err, nl=nl)
-    except BrokenPipeError:
+    except OSError:
         from rlgen.run.console import hush
 
         hush(stream)

@@ -88,7 +88,7 @@ def run(words: Sequence[str], log: Path) -> None:
 
 
 def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path, patience: float) -> str:
-    """Kills a run in the last step before its last checkpoint, as soon as the journal has an answer of it; says when.
+    """Kills a run before its last checkpoint, as soon as the journal has an answer of that step; says when.
 
     Raises:
         CheckpointError: it ended before it could be killed, or had not come so far within `patience` seconds.
@@ -101,7 +101,9 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
             process = subprocess.Popen(command(recipe, settings, steps, directory), stdout=file, stderr=subprocess.STDOUT)
             try:
                 journal, began = directory / "journal" / f"step_{step:06d}.jsonl", time.monotonic()
-                while process.poll() is None and not answers(journal):
+                # Sampled ahead, the answers may be there before the checkpoint that the run is to go on from.
+                before = directory / "checkpoints" / f"step_{every * ((step - 1) // every):06d}"
+                while process.poll() is None and not (answers(journal) and (step <= every or before.exists())):
                     if time.monotonic() - began > patience:
                         raise CheckpointError(
                             f"--prove-resume: the run to be killed in step {step} of {steps} has not come so far in"
@@ -113,7 +115,7 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
                     process.kill()
                 process.wait()
         if process.returncode == -signal.SIGKILL:
-            return f"killed in step {step} of {steps}, with {answers(journal)} of its answers in the journal"
+            return f"killed when the journal had {answers(journal)} answers of step {step} of {steps}"
         if process.returncode:
             break
     raise CheckpointError(f"--prove-resume: the run ended with {process.returncode} before it could be killed; see {file.name}")

@@ -124,18 +124,18 @@ def again_of(path: Path, again: Again) -> Again:
     """As asked for; or a resumed run, where a launcher starts it anew.
 
     Raises:
-        RlgenError: what it starts anew had come to an end that another attempt would only repeat; with its exit code.
+        RlgenError: what it starts anew had not died, but had come to an end of its own, which stands; with its exit code.
     """
     if not goes_on(path, os.environ):
         return again
     before = RunDirectory.look(path)
     if (code := before.get("exit_code")) in FINAL:
-        ended = RlgenError(
-            f"{path} is not started anew, since another attempt would only end as the last one did: {before['message']}"
-        )
+        ended = RlgenError(f"{path} is not started anew, since the last attempt ended with exit {code}: {before['message']}")
         ended.exit_code = code
         raise ended
-    return replace(again, resume=True, clean=False)
+    # Where it has begun to train, later checkpoints than --resume-step are its own.
+    begun = any(attempt.get("launcher") == os.getppid() for attempt in RunDirectory.attempts(path))
+    return replace(again, resume=True, clean=False, step=None if begun else again.step)
 
 
 def write_resolved(loaded: LoadedRecipe) -> None:

@@ -24,7 +24,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from rlgen.errors import RewardError
+from rlgen.errors import CheckpointError, RewardError
 from rlgen.files import open_log
 from rlgen.rewards.worker import NO_CALL, PRESENT, Call, Chunk, Facts, Failed, Source
 
@@ -398,10 +398,10 @@ class Pool:
 
     def _trim(self) -> None:
         """What the user's code prints fills no disk."""
-        with suppress(OSError):
-            if self._output is not None and self._output.stat().st_size > LONGEST_LOG:
-                os.truncate(self._output, 0)  # the workers append
+        with suppress(OSError, CheckpointError):
+            if self._output is not None and self._output.lstat().st_size > LONGEST_LOG:
                 with open_log(self._output) as file:
+                    file.truncate(0)  # the workers append
                     file.write(b"(more than %d MiB were printed; what came before is left out)\n" % (LONGEST_LOG >> 20))
 
 

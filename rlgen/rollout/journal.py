@@ -47,14 +47,26 @@ class Journal:
     starts: list[Line] = field(default_factory=list)  # weights, and what they came from
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
     begun: set[int] = field(default_factory=set)  # steps of which this process has written
+    started: tuple[int, Line] | None = None  # the last start that was written, and its step
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)  # answers come in another thread
 
     @classmethod
     def open(
-        cls, folder: Path, done: int, processes: Processes, engine: Facts, judge: Sequence[object], say: Callable[[str], None]
+        cls,
+        folder: Path,
+        done: int,
+        processes: Processes,
+        engine: Facts,
+        judge: Sequence[object],
+        say: Callable[[str], None],
+        beside: Sequence[object] = (),
     ) -> "Journal":
         """Reads what is there of the steps after `done`.
+
+        Args:
+            judge: what decides rewards.
+            beside: what decides answers, but the engine's facts and the trained weights.
 
         Raises:
             CheckpointError: the folder cannot be made, or a file in it is a link.
@@ -63,14 +75,14 @@ class Journal:
         def read() -> list[tuple[int, Line]]:
             with written(folder):
                 folder.mkdir(exist_ok=True)
-            files = [(step, path) for path in sorted(folder.iterdir()) if (step := step_of(path)) is not None and step > done]
-            return [(step, line) for step, path in files for line in sound_lines(path, say)]
+                files = [(step, path) for path in sorted(folder.iterdir()) if (step := step_of(path)) is not None and step > done]
+                return [(step, line) for step, path in files for line in sound_lines(path, say)]
 
         described = {name: value for name, value in asdict(engine).items() if name not in ("max_model_len", "cache_block")}
         journal = cls(
             folder=folder,
             rank=processes.rank,
-            engine=digest(sorted(described.items()), processes.device.type),
+            engine=digest(sorted(described.items()), processes.device.type, *beside),
             judge=digest(*judge),
             say=say,
         )
@@ -94,17 +106,17 @@ class Journal:
             What it remembered when an earlier attempt had these weights, or `gaps`.
         """
         before = self.weights.get(version - 1)
-        for line in self.starts:
-            if (line["version"], line["weights"]) == (version, weights) and before is None:
-                before, gaps = line["before"], line["gaps"]
-                if before is not None:
-                    self.weights[version - 1] = before
+        if before is None:
+            for line in self.starts:
+                if (line["version"], line["weights"]) == (version, weights):
+                    before, gaps = line["before"] or before, line["gaps"]
+            if before is not None:
+                self.weights[version - 1] = before
         self.weights[version] = weights
         if self.rank == 0:
-            self.append(
-                version + 1,
-                {"kind": "start", "version": version, "weights": weights, "before": before, "gaps": list(gaps)},
-            )
+            start = {"kind": "start", "version": version, "weights": weights, "before": before, "gaps": list(gaps)}
+            self.started = (version + 1, start)
+            self.append(version + 1, start)
         return gaps
 
     def answered(self, step: int, group_id: int, sample_index: int, request: Request, sampling: Sampling, c: Completion) -> None:
@@ -153,21 +165,25 @@ class Journal:
         return None
 
     def score(self, step: int, groups: Sequence[Group], scorer: Callable[[list[Group]], list[Group]]) -> list[Group]:
-        """The groups with their rewards: from the journal if the same completions were scored, else from `scorer`."""
-        known = {group.group_id: scored for group in groups if (scored := self.scored(step, group)) is not None}
-        fresh = [group for group in groups if group.group_id not in known]
-        for group, scored in zip(fresh, scorer(fresh) if fresh else [], strict=True):
-            self.append(
-                step,
-                {
-                    "kind": "rewards",
-                    "group_id": group.group_id,
-                    "of": self.digest_of(group),
-                    "samples": [changed(*pair) for pair in zip(group.samples, scored.samples, strict=True)],
-                },
-            )
-            known[group.group_id] = scored
-        return [known[group.group_id] for group in groups]
+        """The groups with their rewards: from the journal if the same completions were scored, else from `scorer`.
+
+        All of a call or none: how many failures are tolerated depends on how many are scored together.
+        """
+        known = [scored for group in groups if (scored := self.scored(step, group)) is not None]
+        if len(known) == len(groups):
+            return known
+        fresh = scorer(list(groups))
+        lines = [
+            {
+                "kind": "rewards",
+                "group_id": group.group_id,
+                "of": self.digest_of(group),
+                "samples": [changed(*pair) for pair in zip(group.samples, scored.samples, strict=True)],
+            }
+            for group, scored in zip(groups, fresh, strict=True)
+        ]
+        self.append(step, *lines)
+        return fresh
 
     def scored(self, step: int, group: Group) -> Group | None:
         for line in reversed(self.scores.pop((step, group.group_id), [])):
@@ -178,11 +194,14 @@ class Journal:
 
     def digest_of(self, group: Group) -> str:
         """Of all that rewards depend on: those of one sample may depend on its neighbours."""
-        return digest(self.judge, [(s.sample_index, s.prompt_ids, s.completion_ids, s.finish_reason) for s in group.samples])
+        columns = sorted(group.prompt.columns.items())
+        return digest(
+            self.judge, columns, [(s.sample_index, s.prompt_ids, s.completion_ids, s.finish_reason) for s in group.samples]
+        )
 
-    def append(self, step: int, line: Line) -> None:
+    def append(self, step: int, *lines: Line) -> None:
         """Raises CheckpointError."""
-        text = as_text(line)
+        text = "".join(map(sealed, lines))
         with self.lock:
             if self.closed:
                 return
@@ -200,10 +219,15 @@ class Journal:
                 flush(place)
 
     def distrust(self, step: int) -> None:
-        """Forgets all from `step` on, and takes down no more: it was sampled by an engine that the sentinel has caught."""
+        """Forgets all from `step` on, and takes down no more: it was sampled by an engine that the sentinel has caught.
+
+        What the sentinel remembers stays. Raises CheckpointError.
+        """
         with self.lock:
             self.closed = True
         self.drop(step, sys.maxsize)
+        if self.started is not None and self.started[0] >= step:
+            append_text(self.path(self.started[0]), sealed(self.started[1]))
 
     def drop(self, first: int, last: int) -> None:
         """Removes what there is of the steps from `first` to `last`. Raises CheckpointError."""
@@ -222,7 +246,7 @@ def step_of(path: Path) -> int | None:
     return int(number) if path.suffix == ".jsonl" and number.isdecimal() else None
 
 
-def as_text(line: Line) -> str:
+def sealed(line: Line) -> str:
     """One line with the checksum of all that stands before it."""
     text = json.dumps(line)
     return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}\n'
@@ -233,17 +257,17 @@ def sound_lines(path: Path, say: Callable[[str], None]) -> Iterator[Line]:
     *whole, last = read_bytes(path).split(b"\n")
     lines = [line for text in whole if (line := parsed(text)) is not None]
     if damaged := len(whole) - len(lines):
-        say(f"journal: {damaged} lines of {path.name} are damaged: left out")
+        say(f"journal: {damaged} lines of {path.name} are damaged, or of another rlgen: left out")
     yield from lines
     if (line := parsed(last)) is not None:
         yield line
 
 
 def parsed(text: bytes) -> Line | None:
-    """None: it is not what `as_text` has made."""
+    """None: it is not what `sealed` has made."""
     try:
         line = json.loads(text)
-        made = as_text({key: value for key, value in line.items() if key != "crc32"})
+        made = sealed({key: value for key, value in line.items() if key != "crc32"})
     except (ValueError, AttributeError, RecursionError):
         return None
     return line if made.encode() == text + b"\n" else None
@@ -251,9 +275,9 @@ def parsed(text: bytes) -> Line | None:
 
 def mend(path: Path) -> None:
     """Ends the last line, or takes it away: whoever wrote it may have been killed. Raises CheckpointError."""
-    content = read_bytes(path)
-    last = content[content.rfind(b"\n") + 1 :]
     with written(path):
+        content = read_bytes(path)
+        last = content[content.rfind(b"\n") + 1 :]
         if last and parsed(last) is None:
             os.truncate(path, len(content) - len(last))
         elif last:

@@ -11,14 +11,17 @@ from rlgen.redact import printable
 
 
 class Terminal(RichConsole):
-    """Prints texts as they are: no markup, nothing that a terminal would obey. A reader that has gone away ends nothing."""
+    """Prints texts as they are: no markup, nothing that a terminal would obey. Where nobody can read them nothing ends."""
 
     def __init__(self, quiet: bool) -> None:
         super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
 
     def say(self, text: str) -> None:
         """One line, or several."""
-        self.print(printable(text))
+        try:
+            self.print(printable(text))
+        except OSError:  # the disk of `rlgen train … > file` is full
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """`rlgen train … | head -1`: the run goes on."""

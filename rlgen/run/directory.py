@@ -120,6 +120,12 @@ class RunDirectory:
         return read_json(file) if file.is_file() else {}
 
     @staticmethod
+    def attempts(path: Path) -> list[dict[str, Any]]:
+        """What `provenance.json` of the run at `path` says of each attempt that has begun to train, the last one last."""
+        file = path / "provenance.json"
+        return read_json(file) if file.is_file() else []
+
+    @staticmethod
     def clean(path: Path) -> None:
         """Deletes what the run in `path` left, and nothing else: links are removed, never followed. The folder itself stays.
 
@@ -161,10 +167,11 @@ class RunDirectory:
             write_text(self._reserve, "." * RESERVE)
 
     def cut(self, step: int) -> None:
-        """Moves what the attempts before have recorded to `logs/attempt_K`, except what belongs to steps 1 to `step`.
+        """Moves metrics, rollouts and logs of the attempts before to `logs/attempt_K`, except what belongs to steps 1 to `step`.
 
-        Metrics, rollouts, logs and failures: they were trained into weights that no longer exist. A run that is resumed trains
-        the later steps again, on the same samples as far as the journal has them, and writes them again.
+        They were trained into weights that no longer exist. A run that is resumed trains the later steps again, on the same
+        samples as far as the journal has them, and writes them again. Failed rewards stay: with their samples they are taken from
+        the journal, and do not fail again.
         """
         before = [path.name.removeprefix("attempt_") for path in self.logs.glob("attempt_*")]
         attempt = self.logs / f"attempt_{max([int(number) for number in before if number.isdecimal()], default=0) + 1}"
@@ -183,9 +190,9 @@ class RunDirectory:
                     attempt / "metrics.jsonl", "".join(line for line, keep in zip(lines, belongs, strict=True) if not keep)
                 )
                 write_text(self.metrics, "".join(line for line, keep in zip(lines, belongs, strict=True) if keep))
-        for folder in (self.rollouts, self.nonfinite, self.failed_rewards):
+        for folder in (self.rollouts, self.nonfinite):
             for file in list(folder.iterdir()) if folder.exists() else ():
-                number = file.stem.removeprefix("step_").partition("_")[0]
+                number = file.stem.removeprefix("step_")
                 if not number.isdecimal() or int(number) > step:
                     (attempt / folder.name).mkdir(exist_ok=True)
                     shutil.move(file, attempt / folder.name / file.name)

@@ -1,15 +1,15 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from rlgen.data import Rows, listed
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared import SharedEngine
 from rlgen.errors import UsageError
-from rlgen.files import read_json, write_json
+from rlgen.files import write_json
 from rlgen.models.lora import describe
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
@@ -71,8 +71,9 @@ def build_trainer(
         console.say(f"warning: {twice} of {data.prompts.counts['used']} prompts are the same as an earlier one")
     with ExitStack() as undo:
         undo.callback(scorer.close)
-        if checkpoint and not changed_rewards:
-            processes.on_main(partial(same_rewards, directory, reward_files(scorer)))
+        if checkpoint:
+            rewards = {} if changed_rewards else reward_files(scorer)
+            processes.on_main(lambda: same_inputs(directory, data.rows.fingerprint, rewards))
         console.say(f"model: {data.location}; opening the engine")
         sides = open_sides(recipe, data, checkpoint, processes, directory.logs, console.say)
         undo.callback(sides.probe.engine.close)
@@ -108,7 +109,8 @@ def assemble(
     count = recipe.rollout.prompts_per_step
     engine = sides.probe.engine
     judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
-    journal = Journal.open(directory.journal, sides.done, processes, engine.facts(), judge, console.say)
+    beside = [sides.base, *(getattr(recipe.engine, name, None) for name in ("quantization", "extra"))]
+    journal = Journal.open(directory.journal, sides.done, processes, engine.facts(), judge, console.say, beside)
     sampler = Sampler(
         engine=engine,
         prompts_of=lambda step: sides.probe.seat.share(
@@ -131,18 +133,17 @@ def assemble(
         on_drift=recipe.sentinel.on_drift,
         sleeps=isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep,
         probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
-        rest=sampler.rest,
+        rest=lambda: processes.patiently(sampler.rest),
         say=console.say,
     )
-    watch.means.extend(journal.starts_from(sides.done, bits(sides.probe.policy.model, processes), ()))
+    weights = bits(sides.probe.policy.model, processes)
+    watch.means.extend(processes.agreed(lambda: journal.starts_from(sides.done, weights, ())))
     return Trainer(
         recipe=recipe,
         processes=processes,
         tokenizer=data.tokenizer,
         policy=sides.probe.policy,
         engine=engine,
-        scorer=scorer,
-        sampler=sampler,
         journal=journal,
         collect=Collector(
             recipe=recipe.rollout,
@@ -188,9 +189,18 @@ def reward_files(scorer: Scorer) -> dict[str, str | None]:
     return {reward.label: reward.sha256 for reward in scorer.rewards}
 
 
-def same_rewards(directory: RunDirectory, now: Mapping[str, str | None]) -> None:
-    """Raises UsageError where the file of a reward is not what the last attempt was rewarded by."""
-    before = read_json(directory.provenance)[-1]["rewards"] if directory.provenance.exists() else now
+def same_inputs(directory: RunDirectory, fingerprint: str, now: Mapping[str, str | None]) -> None:
+    """Raises UsageError where the data, or the file of a reward, are not what the last attempt was trained on."""
+    attempts = directory.attempts(directory.path)
+    if not attempts:
+        return
+    before = attempts[-1]["rewards"]
+    if (was := attempts[-1]["data"]["fingerprint"]) != fingerprint:
+        raise UsageError(
+            f"--resume: the data has changed since the last attempt (fingerprint {was}, now {fingerprint}): the prompts would"
+            " come in another order, some of them twice. Bring the data back, or start a new run with model.path at a checkpoint"
+            " of this one"
+        )
     changed = [
         f"{name} (SHA-256 {str(before.get(name))[:12]}, now {str(now[name])[:12]})"
         for name in now
@@ -207,10 +217,10 @@ def record_attempt(
     directory: RunDirectory, data: Data, scorer: Scorer, rungs: Sequence[Rung], done: int, notices: Sequence[str]
 ) -> None:
     """Adds this attempt to `provenance.json`."""
-    earlier = read_json(directory.provenance) if directory.provenance.exists() else []
     rows = data.rows
     facts = {
         **provenance(),
+        "launcher": os.getppid(),
         "model": data.location,
         "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
         "rewards": reward_files(scorer),
@@ -218,4 +228,4 @@ def record_attempt(
         "from_step": done,
         "notices": list(notices),
     }
-    write_json(directory.provenance, [*earlier, facts])
+    write_json(directory.provenance, [*directory.attempts(directory.path), facts])

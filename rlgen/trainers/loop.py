@@ -1,5 +1,6 @@
 """The loop. There is one, for all algorithms and engines."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,14 +9,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines import Engine
-from rlgen.errors import DivergedError, EngineError, SentinelError, Stopped
+from rlgen.errors import CheckpointError, DivergedError, EngineError, SentinelError, Stopped
 from rlgen.models.policy import Policy
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.rewards.score import Scorer
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopNow, StopRequest
@@ -49,8 +48,6 @@ class Trainer:
     tokenizer: PreTrainedTokenizerBase
     policy: Policy
     engine: Engine
-    scorer: Scorer
-    sampler: Sampler
     journal: Journal
     collect: Collector
     windows: WindowBuilder
@@ -79,7 +76,7 @@ class Trainer:
                     learned, skipped = self.update(window, step)
                     self.schedule.step()
             except SentinelError:  # nothing of this step was trained on, nor shall it be when the run goes on
-                self.journal.distrust(step)
+                self.distrust(step)
                 set_random(draws)
                 if recipe.sentinel.on_drift == "checkpoint_and_stop" and at != start:
                     self.save(at)
@@ -91,7 +88,7 @@ class Trainer:
             if skipped:
                 self.tolerate(skipped, window, at)
             with clock("generate"):
-                processes.patiently(self.sampler.before_sync)
+                processes.patiently(self.collect.sampler.before_sync)
             with clock("sync"):
                 refused, probed = self.sync(step)
             with clock("save"):
@@ -119,16 +116,25 @@ class Trainer:
         probed: dict[str, Any] = {}
         watch = self.update.watch
         weights = bits(self.policy.model, self.processes)
-        self.processes.agreed(lambda: self.journal.starts_from(step, weights, watch.means if watch else ()))
+
+        def starts() -> None:
+            self.journal.starts_from(step, weights, watch.means if watch else ())
+
+        self.processes.agreed(starts)  # first: the engine may answer with these weights as soon as it has them
         try:
             send_weights(self.engine, self.policy.model, step, self.processes)
-            if watch is not None:
-                probed = watch.after_sync(step)
+            if watch is not None and (probed := watch.after_sync(step)):
+                self.processes.agreed(starts)  # with what the sentinel has seen now
         except EngineError as error:
             if isinstance(error, SentinelError):
-                self.journal.distrust(step + 1)
+                self.distrust(step + 1)
             return error, probed
         return None, probed
+
+    def distrust(self, step: int) -> None:
+        """What was sampled for `step` is not taken again. That the sentinel has caught it is worth more than a disk's refusal."""
+        with suppress(CheckpointError):
+            self.processes.agreed(lambda: self.journal.distrust(step))
 
     def tolerate(self, skipped: Skipped, window: Window, at: Progress) -> None:
         """Says that an update was skipped, and keeps its batch.
@@ -148,7 +154,7 @@ class Trainer:
     def close(self) -> None:
         """Ends what runs beside the loop."""
         try:
-            self.scorer.close()
+            self.collect.scorer.close()
         finally:
             self.engine.close()
 
@@ -156,7 +162,7 @@ class Trainer:
         """Unless it is saved already."""
         if self.processes.on_main(lambda: self.checkpoints.has(at.step)):
             return
-        self.processes.patiently(partial(self.sampler.settle, at.step))
+        self.processes.patiently(partial(self.collect.sampler.settle, at.step))
         self.checkpoints.save(
             at.step, at.position, self.policy.model, self.tokenizer, self.update.optimizer, self.schedule, at.nonfinite
         )

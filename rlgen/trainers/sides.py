@@ -197,18 +197,13 @@ def toy_gradient(sides: Sides) -> Callable[[int], Tensor]:
             replace(sample, group_id=place // 2, sample_index=place % 2, **first_tokens(sample, TOY_TOKENS + 3 * place))
             for place, sample in enumerate(probe.sample(probe.sampling.logp_temperature, FEWER_TOKENS)[:TOY_ROWS])
         ]
-        rewards = torch.tensor([float(sample.sample_index) for sample in samples], dtype=torch.float64)
-        signal = sides.algorithm.advantages(
-            Scores(
-                rewards=rewards,
-                columns=rewards[:, None],
-                column_weights=torch.ones(1, dtype=torch.float64),
-                group_ids=torch.tensor([sample.group_id for sample in samples]),
-                sample_index=torch.tensor([sample.sample_index for sample in samples]),
-                truncated=torch.zeros(len(samples), dtype=torch.bool),
-                kl=torch.zeros(len(samples)) if sides.algorithm.reference == "reward" else None,
-            )
-        )
+        rewarded = [
+            replace(sample, rewards={"toy": reward}, reward=reward, finish_reason="stop")
+            for sample in samples
+            for reward in [float(sample.sample_index)]
+        ]
+        kl = torch.zeros(len(samples)) if sides.algorithm.reference == "reward" else None
+        signal = sides.algorithm.advantages(Scores.of(rewarded, {"toy": 1.0}, kl))
         window = Window.of(samples, signal, 0.0, budget, probe.processes)
         if sides.algorithm.reference == "loss":
             window.ref_logp.update((row, torch.tensor(sample.sampler_logp)) for row, sample in enumerate(window.samples))

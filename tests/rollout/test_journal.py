@@ -92,7 +92,7 @@ def test_a_changed_bit_costs_its_line_and_is_said(
     capsys.readouterr()
     again = opened(tmp_path)
     assert [bool(found(again, group, step=2)) for group in range(3)] == [True, False, True]
-    assert capsys.readouterr().out == "journal: 1 lines of step_000002.jsonl are damaged: left out\n"
+    assert capsys.readouterr().out == "journal: 1 lines of step_000002.jsonl are damaged, or of another rlgen: left out\n"
     proof("a log-prob of -1.5 in the journal was made -1.4")
 
 
@@ -152,6 +152,18 @@ def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_000005.jsonl"]
 
 
+def test_what_the_sentinel_remembers_outlives_what_it_has_caught(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.starts_from(1, "w1", [0.25])
+    journal.starts_from(2, "w2", [0.25])
+    journal.starts_from(2, "w2", [0.25, 0.5])  # it has looked at this sync
+    journal.answered(3, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    journal.distrust(3)
+    resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
+    assert resumed.starts_from(2, "w2", ()) == [0.25, 0.5] and resumed.weights == {1: "w1", 2: "w2"}
+    assert not found(resumed, step=3)
+
+
 def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.starts_from(1, "w1", [0.25])
@@ -161,8 +173,8 @@ def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: P
         assert resumed.starts_from(2, weights, ()) == gaps and resumed.weights == known
 
 
-def group_of(*ids: int) -> Group:
-    prompt = Prompt(position=3, row=3, text="", prompt_ids=(5, 6), columns={})
+def group_of(*ids: int, answer: str = "7") -> Group:
+    prompt = Prompt(position=3, row=3, text="", prompt_ids=(5, 6), columns={"answer": answer})
     samples = tuple(make_sample(group_id=3, sample_index=at, completion_ids=(one, 259)) for at, one in enumerate(ids))
     return Group(group_id=3, prompt=prompt, samples=samples)
 
@@ -184,10 +196,29 @@ def test_rewards_are_those_that_were_given(tmp_path: Path) -> None:
     for other in (
         lambda: opened(tmp_path).score(1, [group_of(7, 9)], never),  # a neighbour is another one
         lambda: opened(tmp_path, judge="edited").score(1, [group_of(7, 8)], never),
+        lambda: opened(tmp_path).score(1, [group_of(7, 8, answer="corrected")], never),
         lambda: opened(tmp_path).score(2, [group_of(7, 8)], never),
     ):
         with pytest.raises(AssertionError, match="scored again"):
             other()
+
+
+def test_rewards_of_a_call_are_taken_together(tmp_path: Path) -> None:
+    """How many failures end a run is a share of the calls."""
+    one, other = group_of(7, 8), replace(group_of(9), group_id=4)
+    journal = opened(tmp_path)
+    journal.score(1, [one, other], rewarded)
+    path, asked = tmp_path / "step_000001.jsonl", []
+
+    def noting(groups: list[Group]) -> list[Group]:
+        asked.append([group.group_id for group in groups])
+        return rewarded(groups)
+
+    assert opened(tmp_path).score(1, [one, other], noting) == rewarded([one, other]) and not asked
+    whole = path.read_text().splitlines(keepends=True)
+    last = max(place for place, line in enumerate(whole) if '"group_id": 4' in line)
+    path.write_text("".join(whole[:last]))  # killed between the two lines
+    assert opened(tmp_path).score(1, [one, other], noting) == rewarded([one, other]) and asked == [[3, 4]]
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rlgen.engines.base import Facts, Finished, Settings
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
-from rlgen.rollout.journal import Journal, as_text
+from rlgen.rollout.journal import Journal, sealed
 from rlgen.rollout.sampler import Sampler
 from rlgen.trainers import build
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
@@ -290,7 +290,10 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     saved.join(10)
     assert not saved.is_alive()
     taken.groups(2)  # asks for step 3, of the weights of step 1
-    taken.settle(1)  # does not wait for it: a run that goes on after step 1 asks for it again
+    saved = threading.Thread(target=taken.settle, args=(1,), daemon=True)
+    saved.start()
+    saved.join(10)
+    assert not saved.is_alive(), "a run that goes on after step 1 asks for step 3 again"
 
 
 def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> None:
@@ -328,7 +331,7 @@ def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:
     sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
     path = tmp_path / "step_000001.jsonl"
     lines = [json.loads(text.replace("[7, 257]", "[7, 8]")) for text in path.read_text().splitlines()]
-    path.write_text("".join(as_text({key: value for key, value in line.items() if key != "crc32"}) for line in lines))
+    path.write_text("".join(sealed({key: value for key, value in line.items() if key != "crc32"}) for line in lines))
     # The checksums hold, but an answer is ended by a stop token that is not there.
     with pytest.raises(SentinelError) as caught:
         sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)

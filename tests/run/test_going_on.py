@@ -1,5 +1,6 @@
 """Whole runs that go on after something went wrong with their files: as the run that nothing happened to, or not at all."""
 
+import json
 import os
 import shutil
 import stat
@@ -184,6 +185,23 @@ def test_what_was_changed_is_shown_and_rewards_need_a_word(
     first, last = (read_json(run / "provenance.json")[place]["rewards"] for place in (0, -1))
     assert first != last and [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     proof("three keys and a reward's file changed: each named; the file only with --allow-changed-rewards")
+
+
+@pytest.mark.fault(68)
+def test_data_that_was_edited_is_no_data_to_go_on_with(folder: Path, proof: Proof) -> None:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(12)))
+    data = f"data={{source: '{rows}'}}"
+    run = train(folder, data, "run.steps=2", place="of_file")
+    before, text = (run / "metrics.jsonl").read_bytes(), rows.read_text()
+    rows.write_text(text.replace("prompt 11", "prompt 12"))
+    with pytest.raises(UsageError, match=r"the data has changed since the last attempt \(fingerprint \w+, now \w+\)"):
+        train(folder, data, "run.steps=3", place="of_file", resume=True)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    rows.write_text(text)
+    train(folder, data, "run.steps=3", place="of_file", resume=True)
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
+    proof("the last of twelve prompts was changed between two attempts")
 
 
 @pytest.fixture

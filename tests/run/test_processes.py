@@ -441,18 +441,18 @@ def test_a_mistake_of_the_recipe_is_said_once(recipe: Path, tmp_path: Path) -> N
 
 ABORTS = """\
 import atexit, ctypes, sys
-import torch.distributed as dist
 from rlgen.cli import app
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)  # as a thread of gloo may do in the tear-down
 atexit.register(print, "put away")
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 app.app = lambda: (_ for _ in ()).throw(app.UsageError("a mistake"))
 app.main()
 """
 
 
-def test_the_exit_code_outlives_what_aborts_in_the_teardown() -> None:
+def test_the_exit_code_outlives_what_aborts_in_the_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "WORLD_SIZE", "2")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", "")
     ended = launch("-c", ABORTS, launcher=[sys.executable])
     assert (ended.returncode, ended.stdout) == (2, "put away\n") and "error: a mistake" in ended.stderr
 
@@ -533,9 +533,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | No
 def test_a_restart_does_not_repeat_an_end_that_was_meant(ended: Callable[[int | None], Path], code: int, proof: Proof) -> None:
     path = ended(code)
     before = (path / "status.json").read_bytes()
-    with pytest.raises(
-        RlgenError, match=r"anew, since another attempt would only end as the last one did: what it said$"
-    ) as caught:
+    with pytest.raises(RlgenError, match=r"anew, since the last attempt ended with exit \d+: what it said$") as caught:
         again_of(path, Again(resume=False))
     assert caught.value.exit_code == code and str(caught.value).startswith(f"{path} ")
     assert (path / "status.json").read_bytes() == before
@@ -549,6 +547,10 @@ def test_a_restart_goes_on_from_an_end_that_nobody_meant(
 ) -> None:
     path, asked = ended(code), Again(resume=False, changed_rewards=True, clean=True)
     assert again_of(path, asked) == Again(resume=True, changed_rewards=True), "and --clean was for the first attempt"
+    from_20 = Again(resume=True, step=20)
+    assert again_of(path, from_20) == from_20, "it had trained nothing"
+    write_json(path / "provenance.json", [{"launcher": 1}, {"launcher": os.getppid()}])
+    assert again_of(path, from_20) == Again(resume=True), "later checkpoints are its own"
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert again_of(path, asked) is asked, "started by hand"
     proof(f"status.json of the attempt before: exit {code}")

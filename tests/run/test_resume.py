@@ -271,6 +271,6 @@ def test_prove_resume_as_a_user_runs_it(rlgen: Run, recipe_file: Path, proof: Pr
     mine = recipe_file.parent / "mine"
     result = rlgen("train", recipe_file, "--prove-resume", "--run-dir", mine, *ENGINE)
     assert result.returncode == 0, result.stderr
-    assert "yes: killed in step 4 of 4, with" in result.stdout
+    assert "yes: killed when the journal had " in result.stdout and " answers of step 4 of 4, resumed" in result.stdout
     assert not list(recipe_file.parent.glob("mine*"))
     proof(result.stdout.splitlines()[-1])
