@@ -52,12 +52,18 @@ def test_a_reader_that_goes_away_changes_no_exit_code(recipe_file: Path, argumen
 
 
 @pytest.mark.fault(18)
-def test_output_to_a_full_disk_changes_no_exit_code(recipe_file: Path, tmp_path: Path, proof: Proof) -> None:
+def test_output_to_a_full_disk_changes_no_exit_code(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
     recipe_file.write_text(RECIPE + "engine: {kind: transformers}\n")
     command = [sys.executable, "-m", "rlgen", "train", str(recipe_file), "--run-dir", str(tmp_path / "run"), "--max-steps"]
     with open("/dev/full", "w") as full:
         codes = [subprocess.run([*command, steps], stdout=full, stderr=full, timeout=100).returncode for steps in ("1", "-1")]
     assert codes == [0, 2] and len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 1
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        Terminal(quiet=False).say("one line")
+        assert full.write("from here on it goes nowhere") and full.flush() is None
     proof("standard output and error on /dev/full: exit 0, and exit 2 for a mistake")
 
 
