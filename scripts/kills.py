@@ -42,6 +42,7 @@ checkpoint: {every: 2, keep: 2}
 SERVER = "engine={kind: server, launch: true, start_timeout: 120.0}"
 ENGINES = {
     "transformers": ["engine={kind: transformers}"],
+    "adapter": ["engine={kind: transformers}", "model.lora={rank: 4}", "rollout.refill=2"],
     "colocated": [],
     "server": [SERVER],
     "ahead": [SERVER, "rollout.ahead=1", "sentinel.probe_every=2"],

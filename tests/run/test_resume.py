@@ -59,6 +59,16 @@ def test_killed_and_resumed_is_undisturbed(kills: Kills, kill: Kill, proof: Proo
 
 
 @pytest.mark.slow
+@pytest.mark.fault(63)
+def test_killed_among_further_prompts_with_an_adapter(kills: Kills, proof: Proof) -> None:
+    kill = Kill("adapter", "after the rewards of a second round", "after:rlgen.rollout.journal:Journal.score:2@3")
+    outcome = kills(kill, "further")
+    assert outcome.problem is None, outcome
+    assert read_jsonl(kills.folder / "further" / "metrics.jsonl")[2]["groups/replaced"] > 0
+    proof(f"LoRA, a step that asks for further prompts: exit -9, {outcome.fired}; resumed and equal")
+
+
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.fault(63, 71)
 @pytest.mark.timeout(1500)
