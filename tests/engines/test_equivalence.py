@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_rewards import PLACES, by_text
 from torch import Tensor
 
 from rlgen.engines import Engine, build_engine
@@ -36,7 +37,6 @@ from rlgen.types import Completion, Request, Sample, Sampling
 
 PROMPTS = ["7", "sort 3 1 2: ", "The quick brown fox jumps over the lazy dog. ", "sort 3 1 2: ", "once upon a time"]
 TWINS = 1, 3  # places of the prompt that is there twice
-PLACES = (0.25, 1.0, -0.5, 0.0)  # rewards by place in the group: best 1, worst 0 of two and 2 of four
 WORST = {2: 0, 4: 2}
 BETA = 0.1
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -48,15 +48,6 @@ TEMPERATURE = {"greedy": 0.0, "sampled": 0.8}
 VERSION = 1  # of the weights that sample: others than those the engines are opened with
 
 
-def by_place(completions: list[str]) -> list[float]:
-    """A reward of the group: tells equal completions apart."""
-    return list(PLACES[: len(completions)])
-
-
-def by_text(completion: str) -> float:
-    return sum(completion.encode()) % 17 / 17
-
-
 def recipe_of(mode: str = "sampled", trainer: str = "grpo", size: int = 4, engine: dict[str, Any] | None = None) -> Recipe:
     """Without the rules of a whole recipe, which refuse to train on greedy completions: equal ones teach little."""
     return Recipe.model_validate(
@@ -64,7 +55,7 @@ def recipe_of(mode: str = "sampled", trainer: str = "grpo", size: int = 4, engin
             "run": {"name": "equivalence", "steps": 2},
             "model": {"path": "tiny:qwen3", "dtype": "float32"},
             "data": {"source": "prompts.jsonl", "shuffle": False, "max_prompt_tokens": 48},
-            "rewards": [{"use": f"{__name__}:by_place"}, {"use": f"{__name__}:by_text", "weight": 2.0}],
+            "rewards": [{"use": "step_rewards:by_place"}, {"use": "step_rewards:by_text", "weight": 2.0}],
             "rollout": {
                 "prompts_per_step": len(PROMPTS),
                 "group_size": size,
@@ -175,12 +166,12 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     prompts = collect.prompts.take(0, len(PROMPTS))
     groups, dropped = collect.sample(VERSION + 1, prompts, last=True)
     assert dropped == 0
-    samples = [sample for group in trainer.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
+    samples = [sample for group in collect.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
     window, signal, _ = trainer.windows.build(samples, epoch=0.0)
     temperature = 1.0 if recipe.trainer.kind == "online_dpo" else recipe.rollout.temperature or 1.0
     logp, ref_logp = (score(model, samples, temperature, 4096, Processes.alone()) for model in (policy, reference))
     metrics, _ = update(window, step=VERSION + 1)
-    trainer.scorer.close()
+    collect.scorer.close()
     pieces = len(window.micro_batches)
     assert pieces > 1 and len(heard.losses) == 2 * pieces
     return Step(
