@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead clean
+.PHONY: help setup lint format type test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -25,6 +25,9 @@ type: $(READY) ## check types
 # A worker a core, one thread each: two busy threads in each of two processes take many times longer on two cores.
 test: $(READY) ## all tests, real vLLM included
 	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: $(READY) ## the slow tests too
+	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile --no-loadscope-reorder --slow
 
 faults: $(READY) ## produce every fault of tests/faults/cases.py, compare what is left, and print the table
 	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q --faults

@@ -57,12 +57,13 @@ pytest_plugins = ["faults.table"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="run the tests of faults, the slow ones too, and print their table")
+    parser.addoption("--slow", action="store_true", help="run the slow tests too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = "fault" if config.getoption("faults") else None
+    faults, slow = config.getoption("faults"), config.getoption("slow")
     for item in list(items):
-        if (wanted and not item.get_closest_marker(wanted)) or (not wanted and item.get_closest_marker("slow")):
+        if not (item.get_closest_marker("fault") if faults else slow or not item.get_closest_marker("slow")):
             items.remove(item)
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 

@@ -194,6 +194,7 @@ def test_killed_while_idle(bench: Bench, engine: ServerEngine, undisturbed: list
     proof("SIGKILL to all processes of a real server; one recovery counted")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(51)
 def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(supervised=False)
@@ -242,6 +243,7 @@ def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: 
     proof(f"paused server: {bench.said[0]}")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(51, 52)
 def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(supervised=False)

@@ -221,7 +221,7 @@ def test_one_engine_of_two_is_wrong(recipe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(75)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: Proof, strategy: str) -> None:
     options = ["--run-dir", tmp_path / "run", "--set", f"processes.strategy={strategy}"]
     began = time.monotonic()
@@ -398,7 +398,7 @@ def test_what_a_launcher_starts_again_goes_on(recipe: Path, tmp_path: Path, chai
 
 
 @pytest.mark.fault(73)
-@pytest.mark.parametrize("to", ["process 1", "SIGUSR1 to process 0", "torchrun"])
+@pytest.mark.parametrize("to", ["process 1", pytest.param("SIGUSR1 to process 0", marks=pytest.mark.slow), "torchrun"])
 def test_a_stop_asked_of_one_process_is_a_stop_of_all(recipe: Path, tmp_path: Path, proof: Proof, to: str) -> None:
     running = Running(recipe, tmp_path / "run")
     target = running.launcher if to == "torchrun" else running.process(int(to[-1]))

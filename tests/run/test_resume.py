@@ -35,12 +35,12 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> Kills:
 
 FAST = [
     Kill("transformers", "in mid-generation", "after:rlgen.rollout.journal:Journal.answered:5@4"),
-    Kill("transformers", "in mid-save", SAVE.format(at=0.6)),
+    pytest.param(Kill("transformers", "in mid-save", SAVE.format(at=0.6)), marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.fault(63, 71)
-@pytest.mark.parametrize("kill", FAST, ids=lambda kill: kill.words)
+@pytest.mark.parametrize("kill", FAST, ids=["generation", "save"])
 def test_killed_and_resumed_is_undisturbed(kills: Kills, kill: Kill, proof: Proof) -> None:
     """On the engine that starts fastest; the real vLLM is below."""
     name = kill.words.replace(" ", "_")

@@ -21,6 +21,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.rewards.score import Scorer
+from rlgen.rollout.sampler import Sampler
 from rlgen.run import checkpoint
 from rlgen.run.checkpoint import Checkpoints, seed_random
 from rlgen.run.deadline import Deadline
@@ -47,8 +48,8 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     "load": (sides, "build_policy", 1, 0),
     "engine": (sides, "build_engine", 1, 0),
     "ladder": (build, "record_attempt", 1, 0),
-    "generation of step 1": (loop.Sampler, "groups", 1, 0),
-    "generation": (loop.Sampler, "groups", 3, 2),
+    "generation of step 1": (Sampler, "groups", 1, 0),
+    "generation": (Sampler, "groups", 3, 2),
     "reward": (Scorer, "score", 2, 1),
     "window": (Window, "of", 2, 2),
     "backward": (Updater, "_run", 2, 2),
@@ -188,7 +189,7 @@ def test_a_stop_in_the_midst_of_vllms_generation(recipe_file: Path, monkeypatch:
     """vLLM has requests under way that nobody will fetch; the trainer has all that it needs."""
     directory = recipe_file.parent / "run"
     long = ["engine={kind: colocated}", "rollout.max_completion_tokens=3000", "data.limit=8", "optim.micro_batch_tokens=4000"]
-    real, asked, answered = loop.Sampler.groups, [], []
+    real, asked, answered = Sampler.groups, [], []
 
     def groups(sampler: Any, step: int, prompts: Any) -> Any:
         asked.append(step)
@@ -197,7 +198,7 @@ def test_a_stop_in_the_midst_of_vllms_generation(recipe_file: Path, monkeypatch:
         answered.append(step)
         return found
 
-    monkeypatch.setattr(loop.Sampler, "groups", groups)
+    monkeypatch.setattr(Sampler, "groups", groups)
     began = time.monotonic()
     assert train(recipe_file, directory, *long) == 75
     assert asked == [1] and answered == [] and time.monotonic() - began < 40

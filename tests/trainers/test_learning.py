@@ -13,14 +13,15 @@ RECIPE = ROOT / "recipes" / "demo-grpo.yaml"
 STEPS = 70  # of the recipe's 120: what is left adds little
 
 
+def warm_start(name: str, out: Path) -> Path:
+    command = [sys.executable, "scripts/warm_start.py", str(RECIPE), "--model", f"tiny:{name}", "--out", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=200)
+    return out
+
+
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Warm-started models, tied and untied."""
-    folder = tmp_path_factory.mktemp("warm")
-    for name in ("qwen3", "qwen3-untied"):
-        command = [sys.executable, "scripts/warm_start.py", str(RECIPE), "--model", f"tiny:{name}", "--out", str(folder / name)]
-        subprocess.run(command, check=True, cwd=ROOT, timeout=200)
-    return folder
+    return warm_start("qwen3", tmp_path_factory.mktemp("warm") / "qwen3")
 
 
 def learn(model: Path, directory: Path, *overrides: str) -> tuple[float, float]:
@@ -49,18 +50,18 @@ def learn(model: Path, directory: Path, *overrides: str) -> tuple[float, float]:
 @pytest.fixture(scope="module")
 def colocated(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
     """The reward that the demo comes to."""
-    first, last = learn(warm / "qwen3", tmp_path_factory.mktemp("runs") / "vllm")
+    first, last = learn(warm, tmp_path_factory.mktemp("runs") / "vllm")
     assert last >= 0.8 and last - first >= 0.3
     return last
 
 
 def test_without_vllm_the_same_is_learned(warm: Path, colocated: float, tmp_path: Path) -> None:
-    _, last = learn(warm / "qwen3", tmp_path / "transformers", "engine.kind=transformers")
+    _, last = learn(warm, tmp_path / "transformers", "engine.kind=transformers")
     assert abs(last - colocated) <= 0.1
 
 
 def test_on_a_server_that_rlgen_launches_the_same_is_learned(warm: Path, colocated: float, tmp_path: Path) -> None:
-    _, last = learn(warm / "qwen3", tmp_path / "server", "engine={kind: server, launch: true}")
+    _, last = learn(warm, tmp_path / "server", "engine={kind: server, launch: true}")
     assert abs(last - colocated) <= 0.1
     assert "APIServer" in (tmp_path / "server" / "logs" / "server.log").read_text()
 
@@ -69,10 +70,10 @@ def test_on_a_server_that_runs_already_a_step_ahead_the_same_is_learned(
     warm: Path, colocated: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLGEN_SERVER_TOKEN", "of-this-test")
-    server, url = serve(RECIPE, tmp_path, f"model.path={warm / 'qwen3'}")
+    server, url = serve(RECIPE, tmp_path, f"model.path={warm}")
     try:
         engine = f"engine={{kind: server, url: '{url}'}}"
-        _, last = learn(warm / "qwen3", tmp_path / "ahead", engine, "rollout.ahead=1")
+        _, last = learn(warm, tmp_path / "ahead", engine, "rollout.ahead=1")
         assert server.poll() is None  # it is not rlgen's to stop
     finally:
         server.terminate()
@@ -80,6 +81,7 @@ def test_on_a_server_that_runs_already_a_step_ahead_the_same_is_learned(
     assert server.wait(timeout=60) == 0
 
 
-def test_untied_models_learn_too(warm: Path, tmp_path: Path) -> None:
-    first, last = learn(warm / "qwen3-untied", tmp_path / "untied")
+@pytest.mark.slow
+def test_untied_models_learn_too(tmp_path: Path) -> None:
+    first, last = learn(warm_start("qwen3-untied", tmp_path / "warm"), tmp_path / "untied")
     assert last - first >= 0.2
