@@ -205,8 +205,10 @@ def train(loaded: LoadedRecipe, directory: RunDirectory, again: Again, processes
         code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
         state = "stopped" if isinstance(error, Stopped) else "failed"
         message = str(error) or ("stopped at once; --resume goes on from the last checkpoint" if code == 130 else "")
-        if processes is None or processes.speaks_last():
-            with suppress(CheckpointError):  # a disk too full for this is what `error` says already
+        with suppress(CheckpointError):  # a disk too full for this is what `error` says already
+            # For a main process that was killed another one speaks; one that came to its own end has spoken.
+            is_heard = processes is not None and processes.speaks_last() and directory.status().get("exit_code") is None
+            if is_main or is_heard:
                 directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(message))
         raise
     finally:

@@ -18,14 +18,17 @@ from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlgen.cli import train as cli_train
 from rlgen.cli.reopen import Again
 from rlgen.cli.train import again_of, goes_on
 from rlgen.errors import ProcessError, RlgenError
 from rlgen.files import read_json, write_json
 from rlgen.processes import Processes, Seat
+from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import Launch, asked_for, check_launch
+from rlgen.run.signals import StopRequest
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
@@ -53,12 +56,16 @@ def fails_in_process_1(completion_ids):
 """
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+def recipe_of(folder: Path) -> Path:
+    path = folder / "recipe.yaml"
     path.write_text(RECIPE)
     path.with_name("spread.py").write_text(REWARD)
     return path
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recipe_of(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +238,24 @@ def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: 
     assert "no memory after" in status["message"] and ended.stderr.count("error: ") == 1, ended.stderr[-3000:]
     assert time.monotonic() - began < 60, "long before the others' patience ends"
     proof(f"MemoryError in a backward pass of process 1 of 2, {strategy}")
+
+
+@pytest.mark.parametrize(("code", "said"), [(70, "process 1 failed"), (None, "no memory")])
+def test_another_process_speaks_only_for_a_main_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, said: str
+) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "", "")
+    directory.write_status("running" if code is None else "failed", 3, 9, code, "" if code is None else "process 1 failed")
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(cli_train, "run", fails)
+    monkeypatch.setattr(Processes, "speaks_last", lambda processes: True)  # the main one is gone
+    other = Processes(rank=1, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
+    with pytest.raises(MemoryError):
+        cli_train.train(load_recipe(recipe_of(tmp_path), []), directory, Again(resume=False), other, StopRequest(launched=True))
+    assert (directory.status()["exit_code"], directory.status()["message"]) == (70, said)
 
 
 @pytest.mark.fault(45, 46)
