@@ -113,7 +113,7 @@ class Processes:
         outcome: tuple[Any, RlgenError | None]
         try:
             outcome = work(), None
-        except Exception as error:
+        except Exception as error:  # whatever it is, the others wait to hear of it
             if talks and not isinstance(error, SentinelError):
                 raise
             own, outcome = error, (None, sendable(error, self.rank))
