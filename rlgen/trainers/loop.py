@@ -134,7 +134,8 @@ class Trainer:
     def distrust(self, step: int) -> None:
         """What was sampled for `step` is not taken again. That the sentinel has caught it is worth more than a disk's refusal."""
         with suppress(CheckpointError):
-            self.processes.agreed(lambda: self.journal.distrust(step))
+            self.processes.agreed(self.journal.close)
+            self.processes.on_main(lambda: self.journal.distrust(step))
 
     def tolerate(self, skipped: Skipped, window: Window, at: Progress) -> None:
         """Says that an update was skipped, and keeps its batch.

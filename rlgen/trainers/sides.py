@@ -132,7 +132,9 @@ def open_sides(
         optim = recipe.optim
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
-        schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
+        # By the name `constant` transformers takes no notice of a warm-up.
+        name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
+        schedule = get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
         base = base_digest(policy.model) if is_adapted(policy.model) else None
         state = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes) if checkpoint else None
         done = 0 if state is None else state.step
@@ -241,9 +243,13 @@ def build_reference(recipe: Recipe, policy: Policy) -> Policy:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """transformers checkpoints in training mode only; dropout stays off, so that a forward is a function of ids and weights."""
+    """transformers checkpoints layers that are in training mode; the rest stays out of it, and dropout is off in those layers.
+
+    A forward is a function of ids and weights.
+    """
     model.gradient_checkpointing_enable()
-    model.train()
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = True
+            for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)

@@ -18,10 +18,11 @@ from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlgen import processes
 from rlgen.cli import train as cli_train
 from rlgen.cli.reopen import Again
 from rlgen.cli.train import again_of, goes_on
-from rlgen.errors import ProcessError, RlgenError
+from rlgen.errors import ProcessError, RewardError, RlgenError
 from rlgen.files import read_json, write_json
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import load_recipe
@@ -361,16 +362,37 @@ def test_a_process_that_is_deaf_is_ended(
     proof(f"{fault} in process {rank} of 2; all gone after {time.monotonic() - began:.0f} s, starts included")
 
 
-def test_what_takes_the_main_process_longer_than_the_timeout_ends_nobody(
+def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for answers before a sync, and the others wait for it."""
+    """It waits for a judge, then for answers before a sync, and the others wait for it."""
     monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", "0")
-    command = [HERE / "faulty.py", "one_is_slow_before_the_sync", "train", recipe, "--run-dir", tmp_path / "run"]
+    command = [HERE / "faulty.py", "one_is_slow", "train", recipe, "--run-dir", tmp_path / "run"]
     ended = launch(*command, "--max-steps", "1", "--set", "processes.timeout=5", timeout=90)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert record["time/generate"] > 7 and read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
+    assert record["time/reward"] > 7 and record["time/generate"] > 7
+    assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
+
+
+def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
+    """Who fails while another process is killed says why it failed, not that the other one is gone."""
+    others = Processes(rank=0, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
+
+    def gone(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def fails() -> None:
+        raise RewardError("the judge is away")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RewardError) as caught:
+        patch.setattr(processes.dist, "all_gather_object", gone)
+        others.agreed(fails)
+    assert not processes.lost(caught.value)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as gone_too:
+        patch.setattr(processes.dist, "all_gather_object", gone)
+        others.agreed(int)
+    assert processes.lost(gone_too.value)
 
 
 @pytest.mark.fault(76)
