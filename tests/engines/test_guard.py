@@ -63,7 +63,9 @@ class Family:
         shared, port = (self.folder / "names").read_text().split()
         self.shared, self.port = Path(shared), int(port)
         self.processes = psutil.Process(self.owner.pid).children(recursive=True)
-        self.guard, self.server = self.processes[:2]
+        self.guard = next(process for process in self.processes if str(self.folder) in process.cmdline())
+        self.server = self.guard.children()[0]
+        self.watcher = next(process for process in self.processes if str(self.outbox) in process.cmdline())
 
     def left(self, seconds: float) -> list[str]:
         """What is there after so many seconds, or nothing as soon as that is so."""
@@ -99,6 +101,21 @@ def test_the_owner_is_killed(family: Family, proof: Proof) -> None:
     proof("SIGKILL to the trainer: server, port, shared memory and weights are gone")
 
 
+@pytest.mark.fault(78)
+def test_a_trainer_of_somebody_elses_server_is_killed(proof: Proof) -> None:
+    """No server ends with it: its weights, as large as the model, are removed all the same."""
+    words = "import sys; from rlgen.engines.transfer import Outbox; print(Outbox(None)._place, flush=True); sys.stdin.read()"
+    owner = subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    weights = Path(owner.stdout.readline().strip())
+    (watcher,) = psutil.Process(owner.pid).children()
+    assert weights.is_dir() and watcher.is_running()
+    owner.kill()
+    owner.wait()
+    assert psutil.wait_procs([watcher], timeout=5)[1] == [] and not weights.exists()
+    proof("SIGKILL to a trainer that has only its weights in shared memory")
+
+
 @pytest.mark.slow
 @pytest.mark.fault(78)
 def test_the_server_is_killed(family: Family, proof: Proof) -> None:
@@ -106,7 +123,9 @@ def test_the_server_is_killed(family: Family, proof: Proof) -> None:
     until = time.monotonic() + 10
     while family.guard.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:  # its owner has not asked yet
         time.sleep(0.1)
-    assert family.left(1) == [str(family.outbox)], "the trainer lives, and its weights are for the next server"
+    assert family.left(1) == [f"process {family.watcher.pid}", str(family.outbox)], (
+        "the trainer lives, and its weights are for the next server"
+    )
     proof("SIGKILL to the server: guard, port and shared memory are gone")
 
 
