@@ -69,6 +69,16 @@ def test_killed_among_further_prompts_with_an_adapter(kills: Kills, proof: Proof
 
 
 @pytest.mark.slow
+@pytest.mark.fault(63)
+@pytest.mark.parametrize("what", ["preferences", "reference"])
+def test_killed_between_two_updates_or_beside_a_reference(kills: Kills, what: str, proof: Proof) -> None:
+    update = 2 if what == "preferences" else 1
+    outcome = kills(Kill(what, f"after update {update}", f"after:torch.optim.adamw:AdamW.step:{update}@4"), f"killed_{what}")
+    assert outcome.problem is None, outcome
+    proof(f"{' '.join(ENGINES[what][1:])}: exit -9, {outcome.fired}; resumed and equal")
+
+
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.fault(63, 71)
 @pytest.mark.timeout(1500)
