@@ -335,7 +335,7 @@ class HealthRecipe(Strict):
     sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
     """KL between engine and trainer above it, in nats a token."""
     ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """Effective share of the samples, after the importance weights, below it."""
+    """Effective share of the samples, by the ratios between trainer and engine before any is capped, below it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -366,8 +366,6 @@ def _inert_in_health(recipe: Recipe) -> list[Finding]:
             nothing(["clipped"], "when trainer.updates_per_rollout is 1: the ratio is 1")
     if isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None:
         nothing(["sampler_delta", "sampler_kl", "ess"], "with engine.structured_regex: its log-probs are not the policy's")
-    elif not trainer.correction.corrects:
-        nothing(["ess"], "when trainer.correction corrects nothing: weights are 1")
     said = {finding.path for finding in found}
     for name, rule in recipe.health:
         path = f"health.{name}"

@@ -131,7 +131,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
         "sampler_kl": ("above", lambda record: record.get("sampler/kl"), "KL between engine and trainer", stale),
         "ess": (
             "below",
-            lambda record: record.get("is/ess"),
+            lambda record: record.get("is/ess_raw"),  # of capped weights one absurd ratio would leave no trace
             "effective share of the samples",
             "lower optim.learning_rate, or look at what parts engine and trainer with `rlgen doctor`",
         ),
