@@ -47,7 +47,8 @@ def test_what_is_wrong_is_shown(tmp_path: Path) -> None:
     values = {"groups/zero_std": 0.9, "entropy": 0.004, "kl/ref_k3": None, "clip/region": 0.25, "completions/truncated": 0.125}
     gap = {"sampler/delta_mean": 1.5e-7, "sampler/kl": 2e-8, "is/ess_raw": 0.999}
     directory.write_metrics({"step": 7, "loss": 0.5, **values, **gap})
-    directory.write_status("running", 7, 9, health=["entropy of a token 0.004: below 0.01", "share of groups 0.9: at or above 0.8"])
+    broken = ["entropy of a token 0.004: below 0.01", "share of groups 0.9: at or above 0.8"]
+    directory.write_status("running", 7, 9, health=broken)
     directory.close()
     shown = CliRunner().invoke(app, ["status", str(directory.path)]).stdout.splitlines()
     assert shown[2:] == [
