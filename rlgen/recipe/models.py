@@ -311,7 +311,7 @@ class HealthRecipe(Strict):
     reward: HealthRule = HealthRule(threshold=0.0, steps=20)
     """Mean reward, its sign aside, not above it."""
     reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
-    """Standard deviation of the rewards of a step not above it."""
+    """Standard deviation of the rewards of a step not above it, in most of the steps."""
     reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
     """More calls of rewards have failed in a step."""
     zero_std: HealthRule = HealthRule(threshold=0.8, steps=10)
