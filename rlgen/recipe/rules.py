@@ -356,7 +356,7 @@ def _inert_in_health(recipe: Recipe) -> list[Finding]:
         found.extend(Finding(path, f"{path} has no effect {why}", "remove it") for path in paths)
 
     if isinstance(trainer, OnlineDPORecipe):
-        nothing(["entropy", "ref_kl", "clipped"], "with trainer.kind online_dpo, which measures none of it")
+        nothing(["clipped"], "with trainer.kind online_dpo, which clips nothing")
     else:
         if trainer.beta == 0:
             nothing(["ref_kl"], "when trainer.beta is 0: no reference is held")
