@@ -313,7 +313,7 @@ class HealthRecipe(Strict):
     reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
     """Standard deviation of the rewards of a step not above it, in most of the steps."""
     reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
-    """More calls of rewards have failed in a step."""
+    """More rewards of samples have failed in a step; a call for a group that fails counts for each of its samples."""
     zero_std: HealthRule = HealthRule(threshold=0.8, steps=10)
     """Share of groups of equal rewards not below it."""
     no_update: HealthRule = HealthRule(threshold=0.0, steps=5)

@@ -78,7 +78,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
         "reward_failed": (
             "above",
             failed_rewards,
-            "failed calls of rewards",
+            "failed rewards of samples",
             "the first traceback is in the log",
         ),
         "zero_std": (
