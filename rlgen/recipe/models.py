@@ -24,7 +24,11 @@ class RunRecipe(Strict):
     probe_max: StrictBool = False
     """Before step 1: one micro-batch of the longest rows forward and backward, so that too little memory shows at once."""
     must_save_by: Moment | None = None
-    """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m."""
+    """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m.
+
+    It holds as long as an update and its save take at most 1.25 times the longest of this attempt and 2 s. Sampling is given up
+    in time for them; by several processes it is finished first.
+    """
 
 
 class LoraRecipe(Strict):
