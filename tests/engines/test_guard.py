@@ -18,7 +18,9 @@ import pytest
 from conftest import ROOT
 
 from rlgen.engines import guard
+from rlgen.engines.launch import claim
 from rlgen.engines.transfer import Outbox
+from rlgen.errors import EngineError
 
 Proof = Callable[[str], None]
 OWNER = """
@@ -43,15 +45,19 @@ with open(os.environ["TMPDIR"] + "/names", "w") as file:
     print("/dev/shm/" + shared.name, listening.getsockname()[1], flush=True, file=file)
 time.sleep(600)
 """
+# Asked to end, it takes its time.
+SLOW = SERVER.replace(
+    "time.sleep", "import signal; signal.signal(signal.SIGTERM, lambda *_: time.sleep(2) or os._exit(0)); time.sleep"
+)
 
 
 class Family:
     """An owner with its weights, its guard, and a server."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, server: str) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/engines")])
         self.owner = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(place), SERVER],
+            [sys.executable, "-c", OWNER, str(place), server],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, "TMPDIR": "/tmp"},
         )  # fmt: skip
         assert self.owner.stdout is not None
@@ -83,8 +89,8 @@ class Family:
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> Iterator[Family]:
-    opened = Family(tmp_path)
+def family(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Family]:
+    opened = Family(tmp_path, getattr(request, "param", SERVER))
     assert len(opened.now()) >= 3 + 3 + 1
     yield opened
     for process in [*opened.processes, opened.owner]:
@@ -114,6 +120,23 @@ def test_a_trainer_of_somebody_elses_server_is_killed(proof: Proof) -> None:
     owner.wait()
     assert psutil.wait_procs([watcher], timeout=5)[1] == [] and not weights.exists()
     proof("SIGKILL to a trainer that has only its weights in shared memory")
+
+
+@pytest.mark.fault(78)
+@pytest.mark.parametrize("family", [SLOW], indirect=True)
+def test_the_next_owner_waits_for_the_port_of_one_that_was_killed(family: Family, proof: Proof) -> None:
+    """As a run does that was killed and is resumed at once, on the port that its recipe names."""
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=f"no server can listen on 127.0.0.1 port {family.port}"):
+        claim("127.0.0.1", family.port)
+    assert time.monotonic() - began < 1, "it has an owner"
+    family.owner.kill()
+    family.owner.wait()
+    began = time.monotonic()
+    assert claim("127.0.0.1", family.port) == family.port
+    waited = time.monotonic() - began
+    assert 2 <= waited < 2 + 3
+    proof(f"SIGKILL to the trainer; its server had the port for {waited:.1f} s more")
 
 
 @pytest.mark.slow

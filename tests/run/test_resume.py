@@ -285,6 +285,40 @@ def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tm
     assert not psutil.pid_exists(int(pids.read_text()))
 
 
+@pytest.mark.fault(78)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_prove_resume_leaves_no_run_behind(recipe_file: Path, number: signal.Signals, proof: Proof) -> None:
+    """Asked to stop, its terminal closed, or killed, while the first run is under way."""
+    words = [
+        sys.executable,
+        "-m",
+        "rlgen",
+        "train",
+        str(recipe_file),
+        "--prove-resume",
+        "--run-dir",
+        str(recipe_file.parent / "mine"),
+    ]
+    prover = subprocess.Popen(
+        [*words, *ENGINE], stderr=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    )
+    try:
+        until = time.monotonic() + 30
+        while not list(recipe_file.parent.glob("mine.*/undisturbed/status.json")) and time.monotonic() < until:
+            time.sleep(0.05)
+        (trains,) = psutil.Process(prover.pid).children()
+        assert "--max-steps" in trains.cmdline()
+        prover.send_signal(number)
+        assert prover.wait(10) == (-number if number == signal.SIGKILL else 130)
+        assert psutil.wait_procs([trains], timeout=5)[1] == []
+        left = list(recipe_file.parent.glob("mine*"))
+        assert len(left) == (number == signal.SIGKILL), left
+        proof(f"{number.name} to the prover: its `rlgen train`, process {trains.pid}, has ended too")
+    finally:
+        prover.kill()
+        prover.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.fault(63)
 def test_prove_resume_as_a_user_runs_it(rlgen: Run, recipe_file: Path, proof: Proof) -> None:
