@@ -18,6 +18,7 @@ from transformers import (
 
 from rlgen.errors import SetupError
 from rlgen.models.tiny import build_tiny
+from rlgen.models.weights import non_finite, own_tensors
 
 CONVERT = (
     "convert it once where that does no harm: `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)` writes"
@@ -124,7 +125,7 @@ def load_model(
         quantization: hold the linear layers but the head as `nf4` or `int8`, frozen.
 
     Raises:
-        SetupError: missing files, unknown architecture, or weights that are neither safetensors nor complete; for
+        SetupError: missing files, unknown architecture, or weights that are not safetensors, not complete or not finite; for
             `quantization`, no GPU or no bitsandbytes.
     """
     packed = None if quantization is None else quantized(quantization, dtype, device)
@@ -147,7 +148,14 @@ def load_model(
         raise SetupError(f"model.path: {location} cannot be loaded: {' '.join(str(error).split())}{hint}") from error
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
-    return (model.to(device) if packed is None else model).eval()
+    if packed is None:
+        model = model.to(device)
+    if name := non_finite(own_tensors(model).items()):
+        raise SetupError(
+            f"model.path: {location}: {name} has values that are not finite, and so would be all that is computed with it; take"
+            " another model, or an earlier checkpoint"
+        )
+    return model.eval()
 
 
 def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

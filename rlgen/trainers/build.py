@@ -22,6 +22,7 @@ from rlgen.run.checkpoint import Checkpoints, saved_processes, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.health import Health, rules_of
+from rlgen.run.manifest import check_model_files
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.ladder import climb, summary
 from rlgen.sentinel.sync import send_weights
@@ -60,6 +61,7 @@ def build_trainer(
         RlgenError: whatever the parts raise; nothing has been trained.
     """
     seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint brings its own states
+    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
     data = processes.main_first(lambda: load_data(recipe))
     between()
     scorer = processes.agreed(lambda: build_scorer(recipe, data.rows, directory, processes.rank))
