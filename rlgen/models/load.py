@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlgen.errors import SetupError
+from rlgen.errors import Problem, RecipeError, SetupError
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import non_finite, own_tensors
 
@@ -88,10 +88,14 @@ def bottom(error: BaseException) -> str:
     return said.partition(" For more information check")[0][:300]
 
 
-def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
     """What can be known before any weight is read.
 
+    Args:
+        longest: tokens of a prompt and its completion.
+
     Raises:
+        RecipeError: the model has not so many positions.
         SetupError: no config, code of the repository's own, a tokenizer that is larger than the embedding, or weights that only
             pickle can open.
     """
@@ -102,6 +106,10 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
             f"model.path: the tokenizer of {location} has ids up to {used - 1}, but the model has embeddings of {held} only: ids"
             " beyond cannot be looked up; take the tokenizer that belongs to the model, or resize the embedding"
         )
+    if (most := positions(config)) is not None and longest > most:
+        both = f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}"
+        what, hint = f"{both}, but model.path {location} has {most} positions", f"lower one of them: {most} together at most"
+        raise RecipeError([Problem("rollout.max_completion_tokens", what, hint)])
     folder = Path(location)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
@@ -109,6 +117,17 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
             f"model.path: {location} holds no weights in safetensors"
             + (f", only {pickled[0]}: that is a pickle, which can run code when it is opened; {CONVERT}" if pickled else "")
         )
+
+
+def positions(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has, at most; None: its config does not say.
+
+    Where a rotation is stretched, some configs say the number before and some the one after: the larger is meant here.
+    """
+    text = config.get_text_config()
+    most, rotation = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    kinds = [rotation, *(kind for kind in rotation.values() if isinstance(kind, dict))]  # one, or one for each kind of layer
+    return int(most * max(1, *(kind.get("factor") or 1 for kind in kinds))) if isinstance(most, int) and most > 0 else None
 
 
 def load_model(

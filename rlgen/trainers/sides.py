@@ -53,11 +53,12 @@ def load_data(recipe: Recipe) -> Data:
 
     Raises:
         SetupError: the model or its tokenizer is not there, or cannot be used.
+        RecipeError: its rows may be longer than the model has positions.
         DataError: there are no rows, or not enough for a step.
     """
     location = locate(recipe.model.path)
     tokenizer = load_tokenizer(location, recipe.model.revision)
-    check_model(location, recipe.model.revision, tokenizer)
+    check_model(location, recipe.model.revision, tokenizer, recipe.max_row_tokens)
     rows = load_rows(recipe.data, recipe.run.seed)
     prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed)
     if (used := prompts.counts["used"]) < recipe.rollout.prompts_per_step:
