@@ -49,6 +49,8 @@ def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) ->
     began = time.perf_counter()
     check_model_files(Path(recipe.model.path))
     data = load_data(recipe)
+    for notice in data.notices:
+        say(notice)
     say(f"opening {recipe.model.path} on both sides: trainer and the {recipe.engine.kind} engine")
     with opened(open_sides(recipe, data, None, Processes.alone(), logs, say)) as sides:
         versions = versions_of(sides.probe.engine.facts().engine)

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 
 from rlgen.errors import Problem, RecipeError, SetupError
 from rlgen.models.tiny import build_tiny
@@ -86,6 +87,15 @@ def bottom(error: BaseException) -> str:
         seen.append(below)
     said = " ".join(str(seen[-1]).split()) or type(seen[-1]).__name__
     return said.partition(" For more information check")[0][:300]
+
+
+def cached_model(location: str, revision: str | None) -> str | None:
+    """What is said of a model of the hub while the environment forbids the network (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
+    if Path(location).is_dir() or not is_offline_mode():
+        return None
+    config = try_to_load_from_cache(location, "config.json", revision=revision)
+    commit = f", commit {Path(config).parent.name}" if isinstance(config, str) else ""
+    return f"offline: model.path {location} is taken from the cache{commit}"
 
 
 def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from rlgen.data import PromptStream, Rows, build_prompts, listed, load_rows
+from rlgen.data import PromptStream, Rows, build_prompts, cached_rows, listed, load_rows
 from rlgen.engines import build_engine
 from rlgen.engines.base import Settings
 from rlgen.errors import DataError
-from rlgen.models.load import check_model, load_model, load_tokenizer, locate, stop_ids
+from rlgen.models.load import cached_model, check_model, load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
@@ -46,6 +46,7 @@ class Data:
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     prompts: PromptStream
+    notices: tuple[str, ...]  # for the user
 
 
 def load_data(recipe: Recipe) -> Data:
@@ -66,7 +67,8 @@ def load_data(recipe: Recipe) -> Data:
             f"data.source: {rows.source}: {listed(prompts.counts)}: less than rollout.prompts_per_step"
             f" {recipe.rollout.prompts_per_step}, so a step would ask the same twice; set it to {used} or less"
         )
-    return Data(location=location, tokenizer=tokenizer, rows=rows, prompts=prompts)
+    said = cached_model(location, recipe.model.revision), cached_rows(rows, recipe.data.revision)
+    return Data(location=location, tokenizer=tokenizer, rows=rows, prompts=prompts, notices=tuple(filter(None, said)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

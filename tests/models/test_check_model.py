@@ -18,7 +18,7 @@ from conftest import CPU, make_sample
 from transformers import AutoTokenizer, Gemma3TextConfig, GPT2Config, MambaConfig, Qwen3Config
 
 from rlgen.errors import DataError, RecipeError, RlgenError, SetupError
-from rlgen.models.load import check_model, load_model, load_tokenizer, locate, positions
+from rlgen.models.load import cached_model, check_model, load_model, load_tokenizer, locate, positions
 from rlgen.models.tiny import build_tiny, byte_tokenizer
 from rlgen.recipe import load_recipe
 from rlgen.rollout.batch import collate
@@ -89,6 +89,24 @@ def test_rows_that_are_longer_than_the_model(model: Path, recipe_file: Path, pro
     assert caught.value.exit_code == 2 and "data.max_prompt_tokens + rollout.max_completion_tokens = 4097" in said
     assert said.endswith(f"model.path {model} has 4096 positions; lower one of them: 4096 together at most")
     proof(said)
+
+
+@pytest.mark.fault(25)
+def test_a_model_of_the_cache_is_named_with_its_commit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
+    """Whole runs without a network: tests/security/test_network.py."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "v2").write_text("c0ffee")
+    shutil.copytree(model, cached / "snapshots" / "c0ffee")
+    assert cached_model("org/tiny", "v2") is None, "the network may be asked"
+    monkeypatch.setattr("rlgen.models.load.is_offline_mode", lambda: True)
+    assert cached_model("org/tiny", "v2") == "offline: model.path org/tiny is taken from the cache, commit c0ffee"
+    assert cached_model("org/tiny", None) == "offline: model.path org/tiny is taken from the cache"
+    assert cached_model(str(model), None) is None
+    proof(str(cached_model("org/tiny", "v2")))
 
 
 def test_positions_of_a_model() -> None:

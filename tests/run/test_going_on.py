@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import RECIPE, read_jsonl
 from safetensors.torch import load_file, save_file
 from test_damage import flip, resealed
@@ -296,7 +297,7 @@ def test_a_checkpoint_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (run / "save_now").exists()
 
 
-@pytest.mark.fault(17, 69)
+@pytest.mark.fault(17, 44, 69)
 def test_clean_starts_anew_and_a_finished_run_is_complete(
     folder: Path, whole: Path, capsys: pytest.CaptureFixture[str], proof: Proof
 ) -> None:
@@ -310,9 +311,11 @@ def test_clean_starts_anew_and_a_finished_run_is_complete(
         train(folder, resume=True, clean=True)
     (run / "stray").touch()
     train(folder, "run.steps=1", clean=True)
+    device = f"device: {torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'cpu'}, float32"
+    assert next(line for line in capsys.readouterr().out.splitlines() if not line.startswith("note: ")) == device
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1] and not (run / "stray").exists()
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
-    proof("resumed when complete: exit 0; taken: exit 2; with --clean: trained from nothing")
+    proof(f"resumed when complete: exit 0; taken: exit 2; with --clean: trained from nothing; {device}")
 
 
 @pytest.mark.fault(17, 19)
