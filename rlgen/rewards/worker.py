@@ -30,6 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from mmap import mmap
@@ -375,8 +376,9 @@ class Printed(io.TextIOBase):
 
     def _put(self, text: str) -> None:
         unsaid = "\n".join(map(redacted, text.split("\n"))).encode("utf-8", "backslashreplace")
-        while unsaid:
-            unsaid = unsaid[os.write(self._descriptor, unsaid) :]
+        with suppress(OSError):  # a full disk costs what is printed, not the reward
+            while unsaid:
+                unsaid = unsaid[os.write(self._descriptor, unsaid) :]
 
 
 def main(line: int, present: int, stack: int, parent: int, memory: int) -> None:

@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import FileIO
+from pathlib import Path
 
 import pytest
 from scoring import group, opened, scorer, totals
 
-from rlgen.errors import RewardError
+from rlgen.errors import CheckpointError, RewardError
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import open_scorer
 from rlgen.rewards.worker import NO_CALL, PRESENT
@@ -211,6 +214,18 @@ def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
     build.score([group("z")], 2)
     text = (tmp_path / "rewards.log").read_text()
     assert "left out" in text and "z" * 50 in text and "a" * 50 not in text
+
+
+def test_a_full_disk_costs_what_is_printed_and_no_reward(scorer):
+    build = scorer("def f(completion):\n    print(completion, flush=True)\n    return 1.0\n", output=Path("/dev/full"))
+    assert totals(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
+
+
+def test_a_full_folder_of_temporary_files_is_an_error_of_the_disk(scorer, monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering=0: FileIO("/dev/full", "r+"))
+    with pytest.raises(CheckpointError, match=r"no temporary file can be written: .*No space left.*TMPDIR") as caught:
+        scorer("def f(completion): return 1.0\n")
+    assert caught.value.exit_code == 8
 
 
 @pytest.mark.fault(78)
