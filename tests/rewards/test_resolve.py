@@ -4,7 +4,7 @@ import textwrap
 import pytest
 from scoring import loaded, opened
 
-from rlgen.errors import RewardError
+from rlgen.errors import DataError, RewardError
 from rlgen.rewards.builtin import exact_match
 
 __all__ = ["opened"]
@@ -93,17 +93,17 @@ def test_arguments_are_what_the_function_names(write):
 
 
 @pytest.mark.parametrize(
-    ("signature", "columns", "args", "said"),
+    ("error", "signature", "columns", "args", "said"),
     [
-        ("def f(completion, anser)", {"answer"}, {}, ["`anser`", "did you mean `answer`?"]),
-        ("def f(completions, prompt)", set(), {}, ["`prompt`", "did you mean `prompts`?"]),
-        ("def f(completion, limit)", set(), {}, ["`limit`"]),
-        ("def f(completion, limit=1)", set(), {"limt": 2}, ["`limt`", "limit"]),
-        ("def f(completion)", set(), {"completion": "x"}, ["`completion`"]),
+        (DataError, "def f(completion, anser)", {"answer"}, {}, ["`anser`", "did you mean `answer`?"]),
+        (DataError, "def f(completions, prompt)", set(), {}, ["`prompt`", "did you mean `prompts`?"]),
+        (DataError, "def f(completion, limit)", set(), {}, ["`limit`"]),
+        (RewardError, "def f(completion, limit=1)", set(), {"limt": 2}, ["`limt`", "limit"]),
+        (RewardError, "def f(completion)", set(), {"completion": "x"}, ["`completion`"]),
     ],
 )
-def test_a_parameter_that_cannot_be_filled_is_an_error(write, signature, columns, args, said):
-    with pytest.raises(RewardError) as caught:
+def test_a_parameter_that_cannot_be_filled_is_an_error(write, error, signature, columns, args, said):
+    with pytest.raises(error) as caught:
         loaded(f"{write(f'{signature}: return 1.0')}:f", columns, args=args)
     assert all(part in str(caught.value) for part in (*said, "rewards.py:f"))
 
