@@ -344,7 +344,7 @@ class Pool:
                 if self._facts is None:
                     self._facts = facts
                 elif [fact.sha256 for fact in facts] != [fact.sha256 for fact in self._facts]:
-                    raise RewardError("rewards: the file of a reward has changed since the run began; start the run again")
+                    raise RewardError("rewards: the code of a reward has changed since the run began; start the run again")
             elif record.get("began") in worker.waiting:
                 worker.crowd[record["began"]] = time.monotonic()
             elif record.get("done") in worker.waiting:

@@ -27,7 +27,7 @@ class RewardFunction:
     names: frozenset[str] | None  # parameters to fill; None: all there are (`**kwargs`)
     args: Mapping[str, Any]  # from the recipe
     file: str | None  # source of the function
-    sha256: str | None  # of the user's file
+    sha256: str | None  # of the user's code
     timeout: float  # seconds that a call may take
     on_error: Literal["fail", "skip", "zero"]
     max_error_fraction: float  # of the calls of a step
