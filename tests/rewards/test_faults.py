@@ -8,8 +8,10 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import FileIO
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,45 @@ def test_a_hanging_call_is_killed_at_its_deadline(misbehaving, proof, name):
     seconds = {asks[outcome.id].samples[0].completion: outcome.seconds for outcome in misbehaving.pool.run(calls)}
     assert LIMIT <= seconds[name] <= LIMIT + 0.5
     proof(f"killed {seconds[name] - LIMIT:.2f} s after the deadline")
+
+
+@pytest.mark.fault(31)
+def test_while_a_call_hangs_those_beside_it_and_the_trainer_go_on(scorer, proof):
+    source = """
+        import time
+
+        def f(completion):
+            if completion == "power":
+                9**9**9**9
+            time.sleep(0.03)
+            return 1.0
+    """
+    build = scorer(source, {"use": "f", "timeout": 100.0}, scoring={"workers": 2})
+    build.score([group(*"a" * 20)], 1)  # two workers are there, and know how long a call takes
+    ticks, ended = [time.monotonic()], threading.Event()
+
+    def tick():
+        while not ended.wait(0.01):
+            ticks.append(time.monotonic())
+
+    def score(first):
+        """Seconds of twenty calls, and of all until they are answered."""
+        asks, calls = build.calls([group(first, *"a" * 20)], 2)
+        start = time.monotonic()
+        with closing(build.pool.run(calls)) as outcomes:
+            done = list(islice((one for one in outcomes if asks[one.id].samples[0].completion == "a"), 20))
+        return [outcome.seconds for outcome in done], time.monotonic() - start
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    usual, seconds = score("b")
+    beside, hanging = score("power")
+    ended.set()
+    thread.join()
+    late = max(after - before for before, after in pairwise(ticks))
+    # The deadline is 100 s away; two busy cores delay a call by some tenths.
+    assert len(usual) == len(beside) == 20 and max(beside) < max(usual) + 2 and hanging < seconds + 10 and late < 2
+    proof(f"20 calls beside it took {hanging:.1f} s (without it {seconds:.1f} s); the trainer's longest pause was {late:.2f} s")
 
 
 def alive(pid):
