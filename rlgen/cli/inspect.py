@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import rlgen
 from rlgen.cli.output import echo
-from rlgen.errors import Problem, RecipeError, RewardError, UsageError
+from rlgen.errors import DataError, Problem, RecipeError, RewardError, UsageError
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.load import leaves
 from rlgen.recipe.models import TASK_COLUMNS
@@ -73,7 +73,7 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
 
 
 def known_columns(recipe: Recipe) -> set[str] | None:
-    """The columns that rewards will see, where the first row tells them at once: of tasks, and of local text files. Else None."""
+    """The columns that rewards will see, where they are known at once: of tasks, and of single local files. Else None."""
     source, columns = recipe.data.source, None
     if recipe.task is not None:
         columns = set(TASK_COLUMNS[recipe.task])
@@ -84,6 +84,10 @@ def known_columns(recipe: Recipe) -> set[str] | None:
                     columns = set(next(csv.reader(file)))
                 elif source.endswith(".jsonl"):
                     columns = set(json.loads(file.readline(1 << 20)))
+                elif source.endswith(".parquet"):
+                    from pyarrow.parquet import read_schema
+
+                    columns = set(read_schema(files[0]).names)
         except (OSError, ValueError, TypeError, StopIteration, csv.Error):  # reading the data says what is wrong with it
             return None
     return columns if columns is None or recipe.data.columns.answer is None else {*columns, "answer"}
@@ -106,7 +110,7 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
         try:
             if facts is not None:
                 resolve(reward, facts, columns)
-        except RewardError as error:
+        except (DataError, RewardError) as error:
             problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
     return problems
 

@@ -1,7 +1,7 @@
 """Rewards that come with rlgen. Each is called by parameter name, as a user's own, and gives a finite number.
 
 All but two take time linear in the length of the completion, so that they cannot be stalled by what a model writes. A
-`pattern` of the user's takes the time that it takes. `math_verify` does algebra, and gives up after some seconds.
+`pattern` of the user's takes the time that it takes. `math_verify` does algebra, and fails after some seconds.
 """
 
 import logging
@@ -21,6 +21,9 @@ NUMBER = re.compile(
 LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", re.ASCII)
 # Longer literals are no answers: exact arithmetic on them would take more than linear time.
 MAX_LITERAL = 300
+# The parser of math-verify takes exponential time in brackets within brackets; no answer has that many.
+MAX_NESTING = 50
+INNERMOST = re.compile(r"[({\[][^(){}\[\]]*[)}\]]")
 THINK_ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -114,24 +117,38 @@ def math_verify(completion: str, answer: object, seconds: int = 5, longest: int 
     LaTeX, \\boxed{} and plain expressions are read: \\frac{1}{2} equals 0.5, (a+b)^2 equals a^2+2ab+b^2.
 
     Args:
-        completion: what cannot be read, or not be compared within `seconds`, earns 0.0.
+        completion: what cannot be read, as brackets more than fifty deep, earns 0.0.
         answer: text or number; behind the last `####` if one stands there. A text without $ or \\boxed{} is read as LaTeX too.
         seconds: for each of reading and comparing.
         longest: characters of the completion's end that are read.
 
     Raises:
         ValueError: the answer cannot be read.
+        TimeoutError: reading or comparing takes longer than `seconds`, as that of 9^{9^{9^9}} does.
+        Exception: whatever else the package raises. A comparison that failed says nothing about the completion: it is no 0.0.
     """
     # Two seconds of imports, for those who use it. Its clock is an alarm, which needs a process's main thread, as here.
     from math_verify import parse, verify
+    from math_verify.errors import TimeoutException
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it prints whole completions
     gold = str(answer).rpartition("####")[2].strip()
-    expected = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=seconds)
-    if not expected:
-        raise ValueError(f"the answer {gold[:80]!r} is no mathematical expression; exact_match compares texts")
-    found = parse(completion[-longest:].encode("utf-8", "replace").decode(), parsing_timeout=seconds)
-    return float(verify(expected, found, timeout_seconds=seconds))
+    text = completion[-longest:].encode("utf-8", "replace").decode()
+    try:
+        expected = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=seconds, raise_on_error=True)
+        if not expected:
+            raise ValueError(f"the answer {gold[:80]!r} is no mathematical expression; exact_match compares texts")
+        found = [] if too_deep(text) else parse(text, parsing_timeout=seconds, raise_on_error=True)
+        return float(verify(expected, found, timeout_seconds=seconds, raise_on_error=True))
+    except TimeoutException:  # its own text holds the whole completion
+        raise TimeoutError(f"the completion was not read, or not compared with {gold[:80]!r}, within {seconds} s") from None
+
+
+def too_deep(text: str) -> bool:
+    """Whether more than `MAX_NESTING` pairs of brackets stand one within the other."""
+    for _ in range(MAX_NESTING):
+        text = INNERMOST.sub("", text)
+    return INNERMOST.search(text) is not None
 
 
 def last_number(text: str) -> Fraction | None:

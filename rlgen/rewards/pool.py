@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from mmap import mmap
 from multiprocessing.connection import wait
@@ -167,6 +167,18 @@ class Worker:
         return status
 
 
+def temporary(content: bytes) -> IO[bytes]:
+    """A file without a name. Raises CheckpointError: the disk is full, or there is no folder for it."""
+    try:
+        with ExitStack() as undo:
+            file = undo.enter_context(tempfile.TemporaryFile(buffering=0))
+            file.write(content)
+            undo.pop_all()
+            return file
+    except OSError as error:
+        raise CheckpointError(f"rewards: no temporary file can be written: {error}; free space, or set TMPDIR") from error
+
+
 def marked(mark: str) -> list[int]:
     """Living processes that a worker started, also those that left its session and its process group."""
     wanted = f"{MARK}={mark}".encode()
@@ -244,15 +256,13 @@ class Pool:
         return bool(queue.chunks) and time.monotonic() - last > GROW_AFTER and all(w.chunk or not w.ready for w in self._workers)
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        stack = tempfile.TemporaryFile()  # noqa: SIM115 closed with the worker
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         with (
-            tempfile.TemporaryFile() as shared,
+            temporary(PRESENT.pack(NO_CALL, 0.0)) as shared,
             open_log(self._output) if self._output else open(os.dup(2), "wb") as printed,
         ):
-            shared.write(PRESENT.pack(NO_CALL, 0.0))
-            shared.flush()
+            stack = temporary(b"")  # closed with the worker
+            ours, theirs = socket.socketpair()
             present = mmap(shared.fileno(), PRESENT.size)
             files = (theirs.fileno(), shared.fileno(), stack.fileno())
             arguments = [json.dumps(sys.path), *map(str, (*files, os.getpid(), self._limits.memory))]
@@ -334,7 +344,7 @@ class Pool:
                 if self._facts is None:
                     self._facts = facts
                 elif [fact.sha256 for fact in facts] != [fact.sha256 for fact in self._facts]:
-                    raise RewardError("rewards: the file of a reward has changed since the run began; start the run again")
+                    raise RewardError("rewards: the code of a reward has changed since the run began; start the run again")
             elif record.get("began") in worker.waiting:
                 worker.crowd[record["began"]] = time.monotonic()
             elif record.get("done") in worker.waiting:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from rlgen.errors import RewardError
+from rlgen.errors import DataError, RewardError
 from rlgen.recipe.models import RewardRecipe
 from rlgen.rewards.worker import Facts
 
@@ -27,7 +27,7 @@ class RewardFunction:
     names: frozenset[str] | None  # parameters to fill; None: all there are (`**kwargs`)
     args: Mapping[str, Any]  # from the recipe
     file: str | None  # source of the function
-    sha256: str | None  # of the user's file
+    sha256: str | None  # of the user's code
     timeout: float  # seconds that a call may take
     on_error: Literal["fail", "skip", "zero"]
     max_error_fraction: float  # of the calls of a step
@@ -46,7 +46,8 @@ def resolve(entry: RewardRecipe, facts: Facts, columns: Collection[str]) -> Rewa
         columns: of the data set, `answer` included if the recipe maps it.
 
     Raises:
-        RewardError: a parameter that nobody provides, or that cannot be filled by name.
+        DataError: a parameter that is no column of the data, and that nothing else provides.
+        RewardError: a parameter that cannot be filled by name, or is filled twice.
     """
     named = {name: required for name, kind, required in facts.parameters if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")}
     takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in facts.parameters)
@@ -63,7 +64,7 @@ def resolve(entry: RewardRecipe, facts: Facts, columns: Collection[str]) -> Rewa
     if missing := sorted(required - given - set(entry.args)):
         close = get_close_matches(missing[0], given, n=1)
         hint = f"did you mean `{close[0]}`? " if close else ""
-        raise RewardError(
+        raise DataError(
             f"{where} needs `{missing[0]}`, which is no column of the data; {hint}there are {', '.join(sorted(given))},"
             " and what `args` gives"
         )

@@ -172,7 +172,9 @@ def open_scorer(
         failures: folder for samples whose reward failed; None: they are not kept.
 
     Raises:
-        RewardError: a function is not there, its import fails or does not end, or nobody provides a parameter.
+        DataError: a function takes what is no column of the data, and nobody else provides.
+        RewardError: a function is not there, its import fails or does not end, or it cannot be called by name.
+        CheckpointError: the disk is full.
     """
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this run on this machine: each has workers
     limits = Limits(

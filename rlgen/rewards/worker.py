@@ -30,6 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from mmap import mmap
@@ -47,6 +48,7 @@ LONGEST_MESSAGE, LONGEST_TRACEBACK, LONGEST_LINE = 2000, 8000, 1 << 16
 PR_SET_PDEATHSIG = 1
 PRESENT = Struct("=qd")  # the id of a call, and when it began (time.monotonic, the same clock for all processes of a machine)
 NO_CALL = -1
+FILE_MODULE = "rlgen_reward_"  # and a hash: the name of a file of the user's as a module
 TOGETHER = 0.005  # seconds for which results are kept back, to be sent together
 
 
@@ -65,7 +67,7 @@ class Facts:
     parameters: tuple[tuple[str, str, bool], ...]  # name, kind as `inspect` says it, whether it must be filled
     is_async: bool
     file: str | None  # source of the function: errors name its line there
-    sha256: str | None  # of the user's file
+    sha256: str | None  # of the user's code
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def load(source: Source) -> Loaded:
 
 
 def find(use: str) -> tuple[Callable[..., Any], str | None]:
-    """The function behind `use`, and the hash of its file if it is the user's.
+    """The function behind `use`, and the hash of its code if it is the user's.
 
     Raises:
         RewardError: there is no such module or function.
@@ -125,25 +127,48 @@ def find(use: str) -> tuple[Callable[..., Any], str | None]:
     if use in BUILTIN:
         return BUILTIN[use], None
     source, _, name = use.rpartition(":")
-    sha256 = None
+    written: str | None = None
     if source.endswith(".py"):
         path = Path(source)
         if not path.is_file():
             raise RewardError(f"rewards: {path} does not exist; a path in a recipe starts at the recipe's folder")
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        name_of_module = f"rlgen_reward_{sha256[:16]}"
+        written, name_of_module = source, FILE_MODULE + file_hash(path)[:16]
         module = run_module(source, lambda: load_file(path, name_of_module))
     else:
         module = run_module(source, lambda: importlib.import_module(source))
-        if (written := inspect.getsourcefile(module) if module.__file__ else None) is not None:
-            sha256 = hashlib.sha256(Path(written).read_bytes()).hexdigest()
+        written = inspect.getsourcefile(module) if module.__file__ else None
     function = vars(module).get(name)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         close = get_close_matches(name, functions, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(functions) or 'none'}"
         raise RewardError(f"rewards: {source} has no function `{name}`; {hint}")
-    return function, sha256
+    return function, None if written is None else code_hash(Path(written))
+
+
+def code_hash(file: Path) -> str:
+    """SHA-256 of a reward's file; where modules of its folder have been imported by now, of its hash and theirs.
+
+    What is installed there is left out. What a function imports only when it is called is not seen.
+    """
+    import sysconfig
+
+    folder = file.resolve().parent
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
+    imported = {
+        Path(path).resolve()
+        for name, module in list(sys.modules.items())
+        if not name.startswith(("rlgen.", FILE_MODULE))
+        and isinstance(module, ModuleType)
+        and isinstance(path := vars(module).get("__file__"), str)
+    }
+    beside = {path for path in imported if path.is_relative_to(folder) and not any(map(path.is_relative_to, installed))}
+    hashes = [file_hash(path) for path in (file, *sorted(beside - {file.resolve()})) if path.is_file()]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def load_file(path: Path, name: str) -> ModuleType:
@@ -375,8 +400,9 @@ class Printed(io.TextIOBase):
 
     def _put(self, text: str) -> None:
         unsaid = "\n".join(map(redacted, text.split("\n"))).encode("utf-8", "backslashreplace")
-        while unsaid:
-            unsaid = unsaid[os.write(self._descriptor, unsaid) :]
+        with suppress(OSError):  # a full disk costs what is printed, not the reward
+            while unsaid:
+                unsaid = unsaid[os.write(self._descriptor, unsaid) :]
 
 
 def main(line: int, present: int, stack: int, parent: int, memory: int) -> None:

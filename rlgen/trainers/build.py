@@ -193,12 +193,12 @@ def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int)
 
 
 def reward_files(scorer: Scorer) -> dict[str, str | None]:
-    """SHA-256 of the user's file of each reward."""
+    """SHA-256 of the user's code of each reward."""
     return {reward.label: reward.sha256 for reward in scorer.rewards}
 
 
 def same_inputs(directory: RunDirectory, fingerprint: str, now: Mapping[str, str | None]) -> None:
-    """Raises UsageError where the data, or the file of a reward, are not what the last attempt was trained on."""
+    """Raises UsageError where the data, or the code of a reward, are not what the last attempt was trained on."""
     attempts = directory.attempts(directory.path)
     if not attempts:
         return
@@ -216,8 +216,8 @@ def same_inputs(directory: RunDirectory, fingerprint: str, now: Mapping[str, str
     ]
     if changed:
         raise UsageError(
-            f"--resume: the file of reward {', '.join(changed)} was edited since the last attempt: earlier and later steps would"
-            " be rewarded differently. Undo it, or add --allow-changed-rewards"
+            f"--resume: the file of reward {', '.join(changed)}, or a module beside it, was edited since the last attempt:"
+            " earlier and later steps would be rewarded differently. Undo it, or add --allow-changed-rewards"
         )
 
 

@@ -5,14 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import FileIO
+from itertools import islice, pairwise
+from pathlib import Path
 
 import pytest
 from scoring import group, opened, scorer, totals
 
-from rlgen.errors import RewardError
+from rlgen.errors import CheckpointError, RewardError
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import open_scorer
 from rlgen.rewards.worker import NO_CALL, PRESENT
@@ -118,6 +123,45 @@ def test_a_hanging_call_is_killed_at_its_deadline(misbehaving, proof, name):
     proof(f"killed {seconds[name] - LIMIT:.2f} s after the deadline")
 
 
+@pytest.mark.fault(31)
+def test_while_a_call_hangs_those_beside_it_and_the_trainer_go_on(scorer, proof):
+    source = """
+        import time
+
+        def f(completion):
+            if completion == "power":
+                9**9**9**9
+            time.sleep(0.03)
+            return 1.0
+    """
+    build = scorer(source, {"use": "f", "timeout": 100.0}, scoring={"workers": 2})
+    build.score([group(*"a" * 20)], 1)  # two workers are there, and know how long a call takes
+    ticks, ended = [time.monotonic()], threading.Event()
+
+    def tick():
+        while not ended.wait(0.01):
+            ticks.append(time.monotonic())
+
+    def score(first):
+        """Seconds of twenty calls, and of all until they are answered."""
+        asks, calls = build.calls([group(first, *"a" * 20)], 2)
+        start = time.monotonic()
+        with closing(build.pool.run(calls)) as outcomes:
+            done = list(islice((one for one in outcomes if asks[one.id].samples[0].completion == "a"), 20))
+        return [outcome.seconds for outcome in done], time.monotonic() - start
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    usual, seconds = score("b")
+    beside, hanging = score("power")
+    ended.set()
+    thread.join()
+    late = max(after - before for before, after in pairwise(ticks))
+    # The deadline is 100 s away; two busy cores delay a call by some tenths.
+    assert len(usual) == len(beside) == 20 and max(beside) < max(usual) + 2 and hanging < seconds + 10 and late < 2
+    proof(f"20 calls beside it took {hanging:.1f} s (without it {seconds:.1f} s); the trainer's longest pause was {late:.2f} s")
+
+
 def alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -211,6 +255,18 @@ def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
     build.score([group("z")], 2)
     text = (tmp_path / "rewards.log").read_text()
     assert "left out" in text and "z" * 50 in text and "a" * 50 not in text
+
+
+def test_a_full_disk_costs_what_is_printed_and_no_reward(scorer):
+    build = scorer("def f(completion):\n    print(completion, flush=True)\n    return 1.0\n", output=Path("/dev/full"))
+    assert totals(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
+
+
+def test_a_full_folder_of_temporary_files_is_an_error_of_the_disk(scorer, monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering=0: FileIO("/dev/full", "r+"))
+    with pytest.raises(CheckpointError, match=r"no temporary file can be written: .*No space left.*TMPDIR") as caught:
+        scorer("def f(completion): return 1.0\n")
+    assert caught.value.exit_code == 8
 
 
 @pytest.mark.fault(78)

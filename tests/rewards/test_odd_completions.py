@@ -4,12 +4,14 @@ import math
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from scoring import group
+from scoring import group, opened, scorer
 
 from rlgen.recipe.models import BUILT_IN_REWARDS, RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import open_scorer
+
+__all__ = ["opened", "scorer"]
 
 ARGS = {
     "regex_match": {"pattern": r"\d+$"},
@@ -23,10 +25,8 @@ ODD = {
     "special tokens only": "<|im_end|><|endoftext|>" * 1000,
     "lone surrogates": "\ud800\udfff\x00" * 100,
     "LaTeX nested": "\\frac{" * 300 + "1" + "}" * 300,
+    "fractions nested": "\\boxed{" + "\\frac{" * 300 + "1" + "}{2}" * 300 + "}",
     "parentheses nested": "\\boxed{" + "(" * 300 + "1" + ")" * 300 + "}",
-    "tower of powers": "\\boxed{9^{9^{9^9}}}",
-    "factorials": "\\boxed{100000!!}",
-    "a long sum": "\\boxed{" + "1+" * 50_000 + "1}",
 }
 # What a model writes, in any order and number; and any text at all.
 PIECES = st.sampled_from(
@@ -59,12 +59,48 @@ def test_an_odd_completion_earns_a_finite_number(every_built_in, proof, name):
     proof(f"{len(ODD[name])} characters, {len(sample.rewards)} built-ins, {seconds:.1f} s")
 
 
+@pytest.mark.fault(28, 37)
+@pytest.mark.parametrize(
+    "completion",
+    ["\\boxed{9^{9^{9^9}}}", "\\boxed{100000!!}", "\\boxed{" + "{" * 30 + "1" + "}" * 30 + "}"],
+    ids=["tower of powers", "factorials", "braces nested"],
+)
+def test_what_math_verify_cannot_compute_in_time_is_a_failure_and_no_zero(every_built_in, proof, completion):
+    (scored,) = every_built_in.score([group(completion, "\\boxed{7}")], 1)
+    odd, other = scored.samples
+    assert (odd.rewards["math_verify"], other.rewards["math_verify"]) == (None, 1.0)
+    assert list(odd.reward_errors) == ["math_verify"] and odd.reward is None
+    said = odd.reward_errors["math_verify"]
+    assert said.startswith("error: TimeoutError: the completion was not read, or not compared with '7', within 1 s (")
+    assert sum(value is not None and math.isfinite(value) for value in odd.rewards.values()) == len(BUILT_IN_REWARDS) - 1
+    proof(f"{completion[:25]}: one failure, no 0.0; {len(odd.rewards) - 1} other built-ins gave numbers")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [("MemoryError()", "memory: MemoryError"), ("TypeError('odd')", "error: TypeError: odd")]
+)
+def test_what_math_verify_raises_is_a_failure_and_no_zero(scorer, error, said):
+    source = f"""
+        import math_verify.grader
+        from rlgen.rewards.builtin import math_verify as f
+
+        def compare(*arguments):
+            raise {error}
+
+        math_verify.grader.sympy_expr_eq = compare
+    """
+    (scored,) = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}).score([group("8", "no idea")], 1)
+    assert [sample.rewards["f"] for sample in scored.samples] == [None, 0.0]
+    assert scored.samples[0].reward_errors["f"].startswith(said)
+
+
 @pytest.mark.fault(37)
 def test_any_completion_earns_a_finite_number_or_is_counted(every_built_in, proof):
     tried: list[int] = []
 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.lists(TEXTS, min_size=2, max_size=6))
+    @example(["\\boxed{" + "1+" * 50_000 + "1}", ""])
     def check(texts):
         start = time.monotonic()
         (scored,) = every_built_in.score([group(*texts)], 1)

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import Table
+from pyarrow.parquet import write_table
 
 from rlgen.cli.inspect import validate_command
 from rlgen.data.tasks import generate
@@ -89,9 +91,11 @@ def test_validate_knows_what_a_reward_needs(recipe_file: Path, proof: Any, entry
 
 
 @pytest.mark.fault(20)
-@pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"q": "1+1", "a": 2}\n'), ("a.csv", "q,a\n1+1,2\n")])
-def test_validate_knows_the_columns_of_a_file(recipe_file: Path, proof: Any, name: str, text: str) -> None:
-    (recipe_file.parent / name).write_text(text)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_validate_knows_the_columns_of_a_file(recipe_file: Path, proof: Any, name: str) -> None:
+    (recipe_file.parent / "a.jsonl").write_text('{"q": "1+1", "a": 2}\n')
+    (recipe_file.parent / "a.csv").write_text("q,a\n1+1,2\n")
+    write_table(Table.from_pylist([{"q": "1+1", "a": 2}]), recipe_file.parent / "a.parquet")
     data = f"data={{source: ./{name}, columns: {{prompt: q}}}}"
     with pytest.raises(RecipeError, match=r"exact_match needs `answer`, which is no column of the data; .*there are a, "):
         validate_command(recipe_file, [data, "rewards=[{use: exact_match}]"], False)

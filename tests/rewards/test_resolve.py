@@ -4,7 +4,7 @@ import textwrap
 import pytest
 from scoring import loaded, opened
 
-from rlgen.errors import RewardError
+from rlgen.errors import DataError, RewardError
 from rlgen.rewards.builtin import exact_match
 
 __all__ = ["opened"]
@@ -44,14 +44,35 @@ def test_a_function_of_a_module_keeps_the_hash_of_the_file_behind_it(write, tmp_
     monkeypatch.syspath_prepend(tmp_path)  # workers find what the trainer finds
 
     def hashed(source):
-        path = write(source, name="judges/short.py")
+        files = write(source, name="judges/short.py"), tmp_path / "judges/__init__.py"
         (reward,) = opened([{"use": "judges.short:f"}], set()).rewards  # imported by a new worker
-        return reward.sha256 == hashlib.sha256(path.read_bytes()).hexdigest(), reward.sha256
+        hashes = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+        return reward.sha256 == hashlib.sha256(hashes.encode()).hexdigest(), reward.sha256
 
     found, first = hashed("def f(completion): return 0.25\n")
     assert found
     found, edited = hashed("def f(completion): return 0.5\n")
     assert found and edited != first
+
+
+def test_the_hash_of_a_reward_covers_the_modules_beside_it(write, tmp_path, monkeypatch, opened):
+    (tmp_path / "parts").mkdir()
+    write("", name="parts/__init__.py")
+    write("import digits_helper, parts.inner\ndef f(completion): return digits_helper.VALUE\n")
+    write("def g(completion): return 1.0\n", name="other.py")  # another reward of the folder
+    monkeypatch.syspath_prepend(tmp_path)  # as PYTHONPATH does
+
+    def hashed(value, inner, beside):
+        write(f"VALUE = {value}\n", name="digits_helper.py")
+        write(f"VALUE = {inner}\n", name="parts/inner.py")
+        write(f"VALUE = {beside}\n", name="never_imported.py")
+        first, second = opened([{"use": f"{tmp_path}/other.py:g"}, {"use": f"{tmp_path}/rewards.py:f"}], set()).rewards
+        assert first.sha256 == hashlib.sha256((tmp_path / "other.py").read_bytes()).hexdigest()
+        return second.sha256
+
+    before = hashed(0.25, 1, 1)
+    assert before == hashed(0.25, 1, 2) and before not in (helper := hashed(0.75, 1, 1), inner := hashed(0.25, 2, 1))
+    assert helper != inner
 
 
 def test_a_file_may_define_dataclasses(write):
@@ -93,17 +114,17 @@ def test_arguments_are_what_the_function_names(write):
 
 
 @pytest.mark.parametrize(
-    ("signature", "columns", "args", "said"),
+    ("error", "signature", "columns", "args", "said"),
     [
-        ("def f(completion, anser)", {"answer"}, {}, ["`anser`", "did you mean `answer`?"]),
-        ("def f(completions, prompt)", set(), {}, ["`prompt`", "did you mean `prompts`?"]),
-        ("def f(completion, limit)", set(), {}, ["`limit`"]),
-        ("def f(completion, limit=1)", set(), {"limt": 2}, ["`limt`", "limit"]),
-        ("def f(completion)", set(), {"completion": "x"}, ["`completion`"]),
+        (DataError, "def f(completion, anser)", {"answer"}, {}, ["`anser`", "did you mean `answer`?"]),
+        (DataError, "def f(completions, prompt)", set(), {}, ["`prompt`", "did you mean `prompts`?"]),
+        (DataError, "def f(completion, limit)", set(), {}, ["`limit`"]),
+        (RewardError, "def f(completion, limit=1)", set(), {"limt": 2}, ["`limt`", "limit"]),
+        (RewardError, "def f(completion)", set(), {"completion": "x"}, ["`completion`"]),
     ],
 )
-def test_a_parameter_that_cannot_be_filled_is_an_error(write, signature, columns, args, said):
-    with pytest.raises(RewardError) as caught:
+def test_a_parameter_that_cannot_be_filled_is_an_error(write, error, signature, columns, args, said):
+    with pytest.raises(error) as caught:
         loaded(f"{write(f'{signature}: return 1.0')}:f", columns, args=args)
     assert all(part in str(caught.value) for part in (*said, "rewards.py:f"))
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from conftest import make_sample
 from scoring import loaded
 
-from rlgen.errors import RewardError
+from rlgen.errors import DataError, RewardError
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.builtin import exact_match, layout, length, numeric_match, regex_match
 from rlgen.rewards.score import open_scorer, weighted_sums
@@ -129,7 +130,6 @@ def test_none_is_not_zero(file: str) -> None:
 @pytest.mark.parametrize(
     "name, part",
     [
-        ("needy", "needs `difficulty`, which is no column"),
         ("wrong", "reward wrong, prompt at position 4, sample 0: returned 'high'"),
         ("nan", "a reward is a finite number, or None"),
         ("short", "not a list of 2 rewards"),
@@ -140,6 +140,14 @@ def test_none_is_not_zero(file: str) -> None:
 def test_failures_are_named(file: str, name: str, part: str) -> None:
     with pytest.raises(RewardError, match=part):
         score([{"use": f"{file}:{name}"}], group("a", "b", answer="a"))
+
+
+@pytest.mark.fault(20)
+def test_a_column_that_is_missing_is_a_fault_of_the_data(file: str, proof: Callable[[str], None]) -> None:
+    with pytest.raises(DataError, match="needs `difficulty`, which is no column") as caught:
+        score([{"use": f"{file}:needy"}], group("a", "b", answer="a"))
+    assert caught.value.exit_code == 4
+    proof(str(caught.value)[-80:])
 
 
 def test_modules_that_cannot_be_imported(tmp_path: Path) -> None:

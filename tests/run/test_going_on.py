@@ -207,7 +207,7 @@ def test_what_was_changed_is_shown_and_rewards_need_a_word(
     with pytest.raises(UsageError, match=r"(?s)optim\.schedule: constant -> linear.*run\.steps: 4 -> 5"):
         train(folder, "optim.schedule=linear", "run.steps=5", resume=True)
     code.write_text(REWARD + "# edited\n")
-    with pytest.raises(UsageError, match=r"the file of reward spread .* was edited .* --allow-changed-rewards") as caught:
+    with pytest.raises(UsageError, match=r"reward spread .*, or a module beside it, was edited .* --allow-changed") as caught:
         train(folder, "run.steps=5", resume=True)
     assert read_json(run / "status.json")["exit_code"] == 2
     train(folder, "run.steps=5", resume=True, changed_rewards=True)
