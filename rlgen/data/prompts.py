@@ -1,6 +1,8 @@
 """Rows to prompts: the chat template is applied and tokenised once, here and nowhere else."""
 
+import hashlib
 import re
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,13 @@ class PromptStream:
     counts: Mapping[str, int]  # rows read, left out by reason, used; duplicates among the used
     seed: int
     shuffle: bool
+
+    def digest(self) -> str:
+        """Of the ids of all prompts: what tokenizer and template have made of the data."""
+        digest = hashlib.sha256()
+        for entry in self.entries:
+            digest.update(array("q", (len(entry.prompt_ids), *entry.prompt_ids)).tobytes())
+        return digest.hexdigest()[:16]
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """The prompts at positions `start` to `start + count - 1`: take(0, 2) + take(2, 3) == take(0, 5)."""

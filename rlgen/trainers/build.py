@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,11 +80,12 @@ def build_trainer(
         console.say(f"warning: {twice} of {data.prompts.counts['used']} prompts are the same as an earlier one")
     with ExitStack() as undo:
         undo.callback(scorer.close)
+        began_with = None
         if checkpoint:
             rewards = {} if changed_rewards else reward_files(scorer)
-            processes.on_main(lambda: same_inputs(directory, data.rows.fingerprint, rewards))
+            began_with = processes.on_main(lambda: same_inputs(directory, data, rewards))
         console.say(f"model: {data.location}; opening the engine")
-        sides = open_sides(recipe, data, checkpoint, processes, directory.logs, console.say)
+        sides = open_sides(recipe, data, checkpoint, processes, directory.logs, console.say, began_with)
         undo.callback(sides.probe.engine.close)
         if checkpoint and (stored := saved_processes(checkpoint)) != processes.world:
             console.say(f"the checkpoint is of {stored} processes and {processes.world} run: some random states are made anew")
@@ -97,7 +99,7 @@ def build_trainer(
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(sides.probe.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")
-        processes.on_main(lambda: record_attempt(directory, data, scorer, rungs, sides.done, notices))
+        processes.on_main(lambda: record_attempt(directory, data, scorer, sides, rungs, notices))
         if recipe.run.probe_max:
             sleeps = isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.sleep
             if sleeps:  # as in a step
@@ -197,18 +199,30 @@ def reward_files(scorer: Scorer) -> dict[str, str | None]:
     return {reward.label: reward.sha256 for reward in scorer.rewards}
 
 
-def same_inputs(directory: RunDirectory, fingerprint: str, now: Mapping[str, str | None]) -> None:
-    """Raises UsageError where the data, or the code of a reward, are not what the last attempt was trained on."""
+def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | None]) -> str | None:
+    """The digest of the weights that were in model.path at the last attempt; None: it was not taken down.
+
+    Raises:
+        UsageError: the data, the ids of its prompts, or the code of a reward, are not what the last attempt was trained on.
+    """
     attempts = directory.attempts(directory.path)
     if not attempts:
-        return
-    before = attempts[-1]["rewards"]
-    if (was := attempts[-1]["data"]["fingerprint"]) != fingerprint:
+        return None
+    last = attempts[-1]
+    before, fingerprint = last["rewards"], data.rows.fingerprint
+    if (was := last["data"]["fingerprint"]) != fingerprint:
         raise UsageError(
             f"--resume: the data has changed since the last attempt (fingerprint {was}, now {fingerprint}): the prompts would"
             " come in another order, some of them twice. Bring the data back, or start a new run with model.path at a checkpoint"
             " of this one"
         )
+    for key, ids in ids_of(data).items():
+        if (was := last.get(key, ids)) != ids:  # earlier versions did not take them down
+            raise UsageError(
+                f"--resume: {key} have changed since the last attempt (were {was}, now {ids}): tokenizer, chat template or"
+                f" generation config in model.path {data.location} are others. Bring them back, or start a new run with"
+                " model.path at a checkpoint of this one"
+            )
     changed = [
         f"{name} (SHA-256 {str(before.get(name))[:12]}, now {str(now[name])[:12]})"
         for name in now
@@ -219,10 +233,16 @@ def same_inputs(directory: RunDirectory, fingerprint: str, now: Mapping[str, str
             f"--resume: the file of reward {', '.join(changed)}, or a module beside it, was edited since the last attempt:"
             " earlier and later steps would be rewarded differently. Undo it, or add --allow-changed-rewards"
         )
+    return last.get("weights")
+
+
+def ids_of(data: Data) -> dict[str, Any]:
+    """What the tokenizer in model.path decides."""
+    return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
 
 
 def record_attempt(
-    directory: RunDirectory, data: Data, scorer: Scorer, rungs: Sequence[Rung], done: int, notices: Sequence[str]
+    directory: RunDirectory, data: Data, scorer: Scorer, sides: Sides, rungs: Sequence[Rung], notices: Sequence[str]
 ) -> None:
     """Adds this attempt to `provenance.json`."""
     rows = data.rows
@@ -230,10 +250,12 @@ def record_attempt(
         **provenance(),
         "launcher": os.getppid(),
         "model": data.location,
+        "weights": sides.began_with,
+        **ids_of(data),
         "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
         "rewards": reward_files(scorer),
         "sentinel": [rung.as_json() for rung in rungs],
-        "from_step": done,
+        "from_step": sides.done,
         "notices": list(notices),
     }
     write_json(directory.provenance, [*directory.attempts(directory.path), facts])

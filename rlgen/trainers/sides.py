@@ -16,12 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from rlgen.data import PromptStream, Rows, build_prompts, cached_rows, listed, load_rows
 from rlgen.engines import build_engine
 from rlgen.engines.base import Settings
-from rlgen.errors import DataError
+from rlgen.errors import DataError, UsageError
 from rlgen.models.load import cached_model, check_model, load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
-from rlgen.models.weights import base_digest
+from rlgen.models.weights import base_digest, bits
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints, check_fit
@@ -46,6 +46,7 @@ class Data:
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     prompts: PromptStream
+    stop_ids: tuple[int, ...]  # each ends a completion
     notices: tuple[str, ...]  # for the user
 
 
@@ -68,7 +69,14 @@ def load_data(recipe: Recipe) -> Data:
             f" {recipe.rollout.prompts_per_step}, so a step would ask the same twice; set it to {used} or less"
         )
     said = cached_model(location, recipe.model.revision), cached_rows(rows, recipe.data.revision)
-    return Data(location=location, tokenizer=tokenizer, rows=rows, prompts=prompts, notices=tuple(filter(None, said)))
+    return Data(
+        location=location,
+        tokenizer=tokenizer,
+        rows=rows,
+        prompts=prompts,
+        stop_ids=stop_ids(tokenizer, location, recipe.model.revision),
+        notices=tuple(filter(None, said)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +91,7 @@ class Sides:
     schedule: LRScheduler
     probe: Probe
     base: str | None  # digest of the frozen weights under an adapter
+    began_with: str  # digest of the weights in model.path
     done: int  # steps
     position: int  # in the data's order: prompts taken
     nonfinite: int  # steps in a row, up to `done`, whose update was skipped
@@ -104,21 +113,31 @@ class Sides:
 
 
 def open_sides(
-    recipe: Recipe, data: Data, checkpoint: Path | None, processes: Processes, logs: Path, say: Callable[[str], None]
+    recipe: Recipe,
+    data: Data,
+    checkpoint: Path | None,
+    processes: Processes,
+    logs: Path,
+    say: Callable[[str], None],
+    began_with: str | None = None,
 ) -> Sides:
     """Raises RlgenError, as the model and the engine do.
 
     Args:
         logs: folder for what a server prints.
         say: receives a line when the engine had to be brought back.
+        began_with: digest of the weights that were in model.path when the run began; None: not known.
     """
-    revision = recipe.model.revision
     seat = Seat.of(processes, processes_an_engine(recipe, processes))
     algorithm = build_algorithm(recipe.trainer)
     policy = processes.agreed(lambda: build_policy(recipe, data.location, processes.device))
     if checkpoint:
         processes.agreed(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
     needs_reference, reference = algorithm.reference != "none", None
+    base = base_digest(policy.model) if is_adapted(policy.model) else None
+    weights = base or bits(policy.model, processes)
+    if needs_reference and base is None:  # a checkpoint holds all other weights, and knows the base of its adapter
+        processes.agreed(lambda: same_reference(data.location, weights, began_with))
     sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
     if sharded:
         reference = build_reference(recipe, policy) if needs_reference else None
@@ -138,7 +157,6 @@ def open_sides(
         # By the name `constant` transformers takes no notice of a warm-up.
         name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
         schedule = get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
-        base = base_digest(policy.model) if is_adapted(policy.model) else None
         state = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes) if checkpoint else None
         done = 0 if state is None else state.step
         dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
@@ -157,7 +175,7 @@ def open_sides(
             sampling=Sampling(
                 max_tokens=recipe.rollout.max_completion_tokens,
                 temperature=recipe.rollout.temperature,
-                stop_ids=stop_ids(data.tokenizer, data.location, revision),
+                stop_ids=data.stop_ids,
                 regex=recipe.engine.structured_regex if recipe.engine.kind == "colocated" else None,
             ),
             bounds=bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
@@ -175,6 +193,7 @@ def open_sides(
             schedule=schedule,
             probe=probe,
             base=base,
+            began_with=weights,
             done=done,
             position=0 if state is None else state.position,
             nonfinite=0 if state is None else state.nonfinite,
@@ -236,6 +255,16 @@ def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
     return Policy(model, dtype, settings.fp32_head)
+
+
+def same_reference(location: str, weights: str, began_with: str | None) -> None:
+    """Raises UsageError where the reference would not be the one that the run began with."""
+    if began_with not in (None, weights):
+        raise UsageError(
+            f"--resume: the weights in model.path {location} have changed since the last attempt (digest {began_with}, now"
+            f" {weights}): the policy would be compared with another reference. Bring them back, or start a new run with"
+            " model.path at a checkpoint of this one"
+        )
 
 
 def build_reference(recipe: Recipe, policy: Policy) -> Policy:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RECIPE, read_jsonl
+from conftest import RECIPE, read_jsonl, tiny_model
 from safetensors.torch import load_file, save_file
 from test_damage import flip, resealed
 from test_directory import fill
@@ -20,7 +20,10 @@ from rlgen.cli.doctor import examine
 from rlgen.cli.reopen import MAY_CHANGE
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, DamagedCheckpoint, RlgenError, SetupError, UsageError
-from rlgen.files import read_json
+from rlgen.files import read_json, write_json
+from rlgen.models.tiny import build_tiny
+from rlgen.models.weights import bits
+from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.directory import RunDirectory
@@ -231,6 +234,49 @@ def test_data_that_was_edited_is_no_data_to_go_on_with(folder: Path, proof: Proo
     train(folder, data, "run.steps=3", place="of_file", resume=True)
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
     proof("the last of twelve prompts was changed between two attempts")
+
+
+@pytest.mark.fault(68)
+def test_a_model_that_was_edited_is_no_reference_and_no_tokenizer_to_go_on_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
+    model = Path(shutil.copytree(build_tiny("qwen3"), folder / "model"))
+    settings = [f"model.path={model}", "trainer={kind: online_dpo}"]
+    run = train(folder, *settings, "run.steps=1", place="dpo")
+    facts = read_json(run / "provenance.json")[-1]
+    assert facts["weights"] == bits(tiny_model("qwen3"), Processes.alone()) and facts["stop_ids"] == [257, 259]
+    metrics = (run / "metrics.jsonl").read_bytes()
+    weights, template, stops = (model / name for name in ("model.safetensors", "chat_template.jinja", "generation_config.json"))
+    for file, text, words in [
+        (weights, None, r"the weights in model\.path .*/model have changed .* compared with another reference\. Bring them back"),
+        (template, template.read_text().replace("assistant", "robot"), r"prompt_ids have changed .* chat template"),
+        (stops, json.dumps({"eos_token_id": 259}), r"stop_ids have changed .*\(were \[257, 259\], now \[259\]\)"),
+    ]:
+        before = file.read_bytes()
+        flip(file) if text is None else file.write_text(text)
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match=f"--resume: {words}") as caught:
+            patch.setattr(sides, "build_engine", lambda *values: 1 / 0)
+            train(folder, *settings, "run.steps=2", place="dpo", resume=True)
+        assert caught.value.exit_code == 2 and (run / "metrics.jsonl").read_bytes() == metrics
+        file.write_bytes(before)
+    train(folder, *settings, "run.steps=2", place="dpo", resume=True)
+    # Of a run that earlier versions began nothing is known, and it goes on.
+    attempts = read_json(run / "provenance.json")
+    write_json(
+        run / "provenance.json", [{k: v for k, v in attempts[-1].items() if k not in ("weights", "prompt_ids", "stop_ids")}]
+    )
+    flip(weights)
+    train(folder, *settings, "run.steps=3", place="dpo", resume=True)
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
+    proof("weights, template, stop ids edited between two attempts of Online DPO: exit 2 each, before the engine opened")
+
+
+def test_weights_that_nothing_is_compared_with_may_change(folder: Path) -> None:
+    """Without a reference the checkpoint has all that is needed."""
+    model = Path(shutil.copytree(build_tiny("qwen3"), folder / "model"))
+    train(folder, f"model.path={model}", "run.steps=1", place="grpo")
+    flip(model / "model.safetensors")
+    train(folder, f"model.path={model}", "run.steps=2", place="grpo", resume=True)
 
 
 @pytest.fixture
