@@ -20,7 +20,9 @@ from rlgen.engines.base import Facts, Settings
 from rlgen.errors import CheckpointError
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
+from rlgen.recipe import Recipe
 from rlgen.rollout.journal import Journal, sound_lines
+from rlgen.trainers import build
 from rlgen.trainers.loop import Trainer
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
@@ -265,6 +267,44 @@ def test_a_digest_of_weights_sees_the_last_bit() -> None:
     with torch.no_grad():
         weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(9.0))
     assert bits(model, alone) != before
+
+
+class Opened(Exception):
+    """What the trainer's journal is."""
+
+
+def journal_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, base: str | None = None, **engine: object) -> Journal:
+    """As a trainer opens it, with an engine of these settings and an adapter on the weights of this digest."""
+    settings = {"kind": "colocated", **engine}
+    rest = {"data": {"source": "task:sort"}, "rewards": [{"use": "exact_match"}]}
+    recipe = Recipe.model_validate({"run": {"name": "r"}, "model": {"path": "tiny:qwen3"}, "engine": settings, **rest})
+    sides = SimpleNamespace(base=base, done=0, probe=SimpleNamespace(engine=SimpleNamespace(facts=lambda: FACTS)))
+    directory, console, scorer = SimpleNamespace(journal=folder), SimpleNamespace(say=print), SimpleNamespace(rewards=[])
+    real = Journal.open
+
+    def opened(*values: Any) -> None:
+        raise Opened(real(*values))
+
+    with monkeypatch.context() as patch, pytest.raises(Opened) as caught:
+        patch.setattr(Journal, "open", opened)
+        build.assemble(recipe, directory, console, Processes.alone(), None, scorer, sides)  # type: ignore[arg-type]
+    journal: Journal = caught.value.args[0]
+    journal.starts_from(0, "w0", ())
+    return journal
+
+
+def test_answers_of_another_engine_or_base_are_sampled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever decides log-probs beside the weights that are trained."""
+    first = {"base": "b0", "extra": {"block_size": 16}, "quantization": "fp8"}
+    journal_of_a_run(tmp_path, monkeypatch, **first).answered(1, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    for other in ({}, {"base": "b1"}, {"base": None}, {"extra": {"block_size": 32}}, {"extra": {}}, {"quantization": None}):
+        again = journal_of_a_run(tmp_path, monkeypatch, **{**first, **other})
+        capsys.readouterr()
+        assert bool(found(again)) == (not other), other
+        said = "journal: 1 of 1 answers of step 1 are by an engine of another kind, version or settings: sampled anew\n"
+        assert capsys.readouterr().out == (said if other else "")
 
 
 def test_a_line_is_plain_json(tmp_path: Path) -> None:

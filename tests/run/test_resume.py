@@ -285,6 +285,24 @@ def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tm
     assert not psutil.pid_exists(int(pids.read_text()))
 
 
+def test_the_run_to_be_killed_has_its_checkpoint_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sampled ahead, answers of the step are there earlier."""
+    code = """
+import os, time
+os.makedirs("killed/journal")
+open("killed/journal/step_000004.jsonl", "w").write('{"kind": "answer"}')
+time.sleep(0.5)
+os.makedirs("killed/checkpoints/step_000002")
+time.sleep(600)
+"""
+    monkeypatch.setattr(prove, "command", lambda *values: [sys.executable, "-c", code])
+    monkeypatch.chdir(tmp_path)
+    assert prove.kill(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, 30.0).startswith(
+        "killed when the journal had 1 answers of step 4"
+    )
+    assert (tmp_path / "killed/checkpoints/step_000002").exists()
+
+
 @pytest.mark.fault(78)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_prove_resume_leaves_no_run_behind(recipe_file: Path, number: signal.Signals, proof: Proof) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import planted as p
@@ -17,6 +18,8 @@ from rlgen.engines.base import Finished, Receipt
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
 from rlgen.files import read_json
+from rlgen.rollout.sampler import Sampler
+from rlgen.sentinel.watch import Watch
 from rlgen.trainers import build
 from rlgen.types import Completion, Request, Sampling
 
@@ -224,6 +227,51 @@ def test_in_bfloat16_a_rise_within_the_bound_is_a_drift(recipe_file: Path, monke
     assert caught.value.fault is Fault.STALE_ROLLOUTS, "new samples are as good as ever"
     means = [record["sampler/delta_mean"] for record in read_jsonl(recipe_file.parent / "run" / "metrics.jsonl")]
     assert len(means) == 7 and max(means) < 0.0085
+
+
+def test_what_is_under_way_ends_before_new_samples_are_compared() -> None:
+    """Sampled ahead, the engine is still at the next step's prompts when a batch is found to have drifted."""
+    calls: list[str] = []
+    probe: Any = SimpleNamespace(
+        sampling=SimpleNamespace(logp_temperature=1.0),
+        sample=lambda *values: calls.append("sample"),
+        trainer=SimpleNamespace(gap=lambda *values: None),
+        bounds=SimpleNamespace(hold=lambda gap: True),
+        version=3,
+    )
+    watch = Watch(
+        probe=probe, on_drift="stop", sleeps=False, probe_every=None, rest=lambda: calls.append("rest"), say=calls.append
+    )
+    fault, _ = watch.look_again(probe)
+    assert fault is Fault.STALE_ROLLOUTS and calls == ["rest", "sample"]
+
+
+def test_a_resumed_run_remembers_what_a_probe_saw(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second sync is probed, as with rollout.ahead; the last checkpoint is of one that was."""
+    watches: list[Watch] = []
+
+    def probing(**values: Any) -> Watch:
+        watches.append(Watch(**{**values, "probe_every": 2}))
+        return watches[-1]
+
+    def killed(sampler: Any, step: int, prompts: Any) -> Any:
+        if step == 3:
+            raise KeyboardInterrupt
+        return groups(sampler, step, prompts)
+
+    groups = Sampler.groups
+    monkeypatch.setattr(build, "Watch", probing)
+    overrides = ["run.steps=3", "checkpoint.every=2", TRANSFORMERS]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Sampler, "groups", killed)
+        run(recipe_file, *overrides)
+    journal = read_jsonl(recipe_file.parent / "run" / "journal" / "step_000003.jsonl")
+    start = [line for line in journal if line["kind"] == "start"][-1]
+    run(recipe_file, *overrides, resume=True)
+    before, resumed = (list(watch.means) for watch in watches)
+    assert len(set(before)) == 4, "batch, probe, batch, probe"
+    assert start["version"] == 2 and start["gaps"] == before
+    assert resumed[:4] == before and len(resumed) == 5
 
 
 @pytest.mark.parametrize("command", ["train", "doctor"])

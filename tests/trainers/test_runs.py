@@ -1,5 +1,6 @@
 """Whole runs in this process, on both engines: what is trained on is what was sampled."""
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,10 @@ def test_pairs_share_their_prompt_and_the_chosen_outscores(recipe_file: Path, en
         assert (chosen["advantage"], rejected["advantage"]) == (1.0, -1.0)
         assert chosen["reward"] == max(rewards) > min(rewards) == rejected["reward"]
     assert pairs > 4
-    for record in read_jsonl(directory / "metrics.jsonl"):
+    records = read_jsonl(directory / "metrics.jsonl")
+    assert abs(records[0]["kl/ref_k3"]) < 1e-9 and records[-1]["kl/ref_k3"] > 1e-6, "the policy begins as its reference"
+    assert all(0 < record["entropy"] < math.log(300) for record in records)
+    for record in records:
         of_step = [row for row in rows if row["step"] == record["step"] and row["trained"]]
         assert record["tokens/trained"] == sum(len(row["completion_ids"]) for row in of_step)
 
