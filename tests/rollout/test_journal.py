@@ -152,6 +152,7 @@ def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) ->
     (tmp_path / "notes.txt").write_text("somebody's")
     journal.drop(0, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *(f"step_00000{n}.jsonl" for n in (5, 6, 7))]
+    journal.close()
     journal.distrust(6)  # the sentinel has caught the engine in step 6
     journal.answered(7, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))  # one that was under way
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_000005.jsonl"]
