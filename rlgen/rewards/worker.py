@@ -377,7 +377,7 @@ def serve(line: socket.socket, present: mmap) -> None:
 
 
 class Printed(io.TextIOBase):
-    """What the user's code prints, line by line and without secrets. What goes past Python, as that of programs, is as it is."""
+    """What the user's code prints, line by line, without the secrets that it has put into this process's environment either."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import FileIO
 from itertools import islice, pairwise
@@ -250,11 +251,44 @@ def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, proof):
 
 def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
     monkeypatch.setattr("rlgen.rewards.pool.LONGEST_LOG", 1000)
-    build = scorer("def f(completion):\n    print(completion * 50)\n    return 1.0\n", output=tmp_path / "rewards.log")
+    log = tmp_path / "rewards.log"
+    build = scorer("def f(completion):\n    print(completion * 50)\n    return 1.0\n", output=log)
     build.score([group(*"abcdefghijklmnopqrstuvwxyz")], 1)
-    build.score([group("z")], 2)
-    text = (tmp_path / "rewards.log").read_text()
-    assert "left out" in text and "z" * 50 in text and "a" * 50 not in text
+    deadline = time.monotonic() + 20
+    while "z" * 50 not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    build.score([group("y")], 2)
+    build.close()
+    text = log.read_text()
+    assert "left out" in text and "y" * 50 in text and "a" * 50 not in text
+
+
+@pytest.mark.fault(32)
+def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, proof):
+    source = f"""
+        import os, subprocess
+
+        def f(completion):
+            if completion == "much":
+                os.system("yes 0123456789 2>/dev/null | head -c 1100000")
+            if completion == "killed":
+                os.system("echo before it was killed; sleep 1000")
+            if completion == "stray":  # out of reach: neither the group nor the mark of its worker
+                subprocess.run("env -i setsid sleep 1000 & echo $! > {tmp_path}/stray", shell=True)
+            return 1.0
+    """
+    build = scorer(source, {"use": "f", "timeout": 10.0, "on_error": "skip", "max_error_fraction": 1.0}, output=tmp_path / "log")
+    assert totals(build.score([group("much", "stray")], 1)) == [[1.0, 1.0]]
+    build.pool._sources = [replace(build.pool._sources[0], timeout=0.5)]
+    assert totals(build.score([group("killed", "a")], 2)) == [[None, 1.0]]
+    stray, start = int((tmp_path / "stray").read_text()), time.monotonic()
+    build.close()
+    seconds = time.monotonic() - start
+    assert alive(stray)
+    os.kill(stray, signal.SIGKILL)
+    text = (tmp_path / "log").read_text()
+    assert (text.count("0123456789\n"), text.count("before it was killed\n")) == (100_000, 1) and seconds < 5
+    proof(f"1.1 MB by a program, a line of a worker that was killed; a stray kept the pipe and {seconds:.1f} s of the end")
 
 
 def test_a_full_disk_costs_what_is_printed_and_no_reward(scorer):
