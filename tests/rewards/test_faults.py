@@ -458,11 +458,12 @@ class Judge(BaseHTTPRequestHandler):
         self.server.asked.append(kind)
         if kind == "hang":
             self.server.release.wait(10)
-        status = {"500": 500, "429": 429}.get(kind, 200)
+        again = kind == "later" or (kind == "soon" and self.server.asked.count(kind) < 3)
+        status = {"500": 500, "429": 429}.get(kind, 429 if again else 200)
         body = {"nonsense": b'{"score": "rather good"}', "json": b"{not json"}.get(kind, b'{"score": 0.5}')
         self.send_response(status)
         if status == 429:
-            self.send_header("Retry-After", "1000")
+            self.send_header("Retry-After", "0.2" if kind == "soon" else "1000")
         self.end_headers()
         self.wfile.write(body)
 
@@ -519,6 +520,27 @@ def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proo
     assert {"500", "429", "json", "nonsense", "hang"} <= set(judge.asked)
     assert build.pool.killed == 0, "a call that can be cancelled costs no process"
     proof(f"a server answered {len(judge.asked)} requests: 500, 429, invalid JSON, nonsense, never; one was no TLS")
+
+
+@pytest.mark.fault(35)
+def test_a_function_tries_again_by_itself_within_its_timeout(scorer, judge, proof):
+    source = f"""
+        import asyncio, httpx
+        client = httpx.AsyncClient(trust_env=False)
+
+        async def f(completion):
+            while (answer := await client.get("http://127.0.0.1:{judge.server_port}/" + completion)).status_code == 429:
+                await asyncio.sleep(float(answer.headers["Retry-After"]))
+            return answer.json()["score"]
+    """
+    build = scorer(source, {"use": "f", "timeout": 3.0, "on_error": "skip", "max_error_fraction": 1.0})
+    start = time.monotonic()
+    (scored,) = build.score([group("soon", "later")], 1)
+    assert time.monotonic() - start < 10 and build.pool.killed == 0
+    assert [sample.reward for sample in scored.samples] == [0.5, None]
+    assert scored.samples[1].reward_errors["f"].startswith("timeout: no answer within 3 s (")
+    assert (judge.asked.count("soon"), judge.asked.count("later")) == (3, 1)
+    proof("Retry-After 0.2: answered at the third try; Retry-After 1000: cancelled at the timeout of 3 s")
 
 
 @pytest.mark.fault(30, 31)
