@@ -16,7 +16,7 @@ def main(longest: int) -> None:
     """Copies standard input to standard output.
 
     Args:
-        longest: bytes of a log; beyond, it starts anew. 0: standard output is none.
+        longest: bytes of a log; beyond, it starts anew. 0: standard output is no log.
     """
     rest = b""
     while data := os.read(0, BLOCK):

@@ -158,7 +158,7 @@ def code_hash(file: Path) -> str:
     imported = {
         Path(path).resolve()
         for name, module in list(sys.modules.items())
-        if not name.startswith(("rlgen.", FILE_MODULE))
+        if not f"{name}.".startswith(("rlgen.", FILE_MODULE))
         and isinstance(module, ModuleType)
         and isinstance(path := vars(module).get("__file__"), str)
     }
