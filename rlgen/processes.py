@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event
 from typing import Any, TypeVar
 
 import psutil
@@ -65,6 +66,8 @@ class Processes:
         device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # all on this machine: nobody beyond it need reach them
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         within = timedelta(seconds=timeout)
         try:
             shared, _, _ = next(dist.rendezvous("env://", timeout=within))
@@ -100,24 +103,26 @@ class Processes:
             )
         return [item for _, of_rank in sent for item in of_rank]
 
-    def together(self, work: Callable[[], T], talks: bool = False) -> list[T]:
+    def together(self, work: Callable[[], T], talks: bool = False, patient: bool = False) -> list[T]:
         """Runs `work` in every process: all results in order of rank, or in every process the first one's error.
 
         Args:
             talks: `work` waits for other processes itself, who would wait in vain for one that failed. Its error then ends this
                 process at once, and so the others. A SentinelError is raised by comparing, when all waiting is over.
+            patient: it may take longer than `timeout`: the others hear in between that it goes on.
         """
         if self.world == 1:
             return [work()]
         own: Exception | None = None
         outcome: tuple[Any, RlgenError | None]
         try:
-            outcome = work(), None
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            if talks and not isinstance(error, SentinelError):
-                raise
-            own, outcome = error, (None, sendable(error, self.rank))
-        try:
+            with self._heard_of() if patient else nullcontext():
+                try:
+                    outcome = work(), None
+                except Exception as error:  # whatever it is, the others wait to hear of it
+                    if talks and not isinstance(error, SentinelError):
+                        raise
+                    own, outcome = error, (None, sendable(error, self.rank))
             outcomes = self.gather([outcome])
         except RuntimeError:
             if own is not None:  # the others have gone: the reason is worth more than that
@@ -155,6 +160,26 @@ class Processes:
                     wait([working], timeout=self.timeout / 4)
                 done = self.any(working is not None and working.done())
             return self.on_main(lambda: working.result() if working is not None else None)  # type: ignore[return-value]
+        finally:
+            aside.shutdown(wait=False)  # who stops at once does not wait for it
+
+    @contextmanager
+    def _heard_of(self) -> Iterator[None]:
+        """Inside the block each process works, in the thread it is in; it ends when all have done so."""
+        ready = Event()
+
+        def tell() -> None:
+            while self.any(not ready.wait(self.timeout / 4)):
+                pass
+
+        aside = ThreadPoolExecutor(max_workers=1)
+        try:
+            telling = aside.submit(tell)
+            try:
+                yield
+            finally:
+                ready.set()
+            telling.result()
         finally:
             aside.shutdown(wait=False)  # who stops at once does not wait for it
 
@@ -329,5 +354,5 @@ def lost(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and any(word in str(seen) for word in LOST)):
             return True
-        seen = seen.__cause__ or seen.__context__
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return False

@@ -43,6 +43,8 @@ SERVER = "engine={kind: server, launch: true, start_timeout: 120.0}"
 ENGINES = {
     "transformers": ["engine={kind: transformers}"],
     "adapter": ["engine={kind: transformers}", "model.lora={rank: 4}", "rollout.refill=2"],
+    "preferences": ["engine={kind: transformers}", "trainer={kind: online_dpo, updates_per_rollout: 2}"],
+    "reference": ["engine={kind: transformers}", "trainer={kind: rloo, beta: 0.05}", "rollout.temperature=0.8"],
     "colocated": [],
     "server": [SERVER],
     "ahead": [SERVER, "rollout.ahead=1", "sentinel.probe_every=2"],

@@ -104,7 +104,8 @@ def look(path: Path, hashes: bool) -> dict[str, Any]:
 
 def not_finite(path: Path) -> str | None:
     """Heavy imports happen here."""
-    from rlgen.run.state import non_finite, stored_tensors
+    from rlgen.models.weights import non_finite
+    from rlgen.run.state import stored_tensors
 
     return non_finite(stored_tensors(path))
 

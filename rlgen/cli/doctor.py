@@ -41,12 +41,16 @@ def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) ->
     from rlgen.models.tiny import cache_dir
     from rlgen.processes import Processes
     from rlgen.run.baseline import Baselines
+    from rlgen.run.manifest import check_model_files
     from rlgen.sentinel.ladder import climb
     from rlgen.sentinel.verdict import failed
     from rlgen.trainers.sides import load_data, open_sides, toy_gradient
 
     began = time.perf_counter()
+    check_model_files(Path(recipe.model.path))
     data = load_data(recipe)
+    for notice in data.notices:
+        say(notice)
     say(f"opening {recipe.model.path} on both sides: trainer and the {recipe.engine.kind} engine")
     with opened(open_sides(recipe, data, None, Processes.alone(), logs, say)) as sides:
         versions = versions_of(sides.probe.engine.facts().engine)

@@ -1,5 +1,6 @@
 """`rlgen train RECIPE --prove-resume`: is this recipe's run, killed and resumed here, the run that was never killed?"""
 
+import ctypes
 import os
 import shutil
 import signal
@@ -7,21 +8,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from rlgen.cli.output import echo
+from rlgen.cli.serve import stoppable
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.recipe import LoadedRecipe, load_recipe
 
 STEPS = 4
 POLL = 0.002  # seconds between two looks at the journal
 TRIES = 3
+PR_SET_PDEATHSIG = 1
+prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 SLOWER, LEAST = 10.0, 60.0  # what the killed run may take: times of the undisturbed one; and seconds, if that is more
 
 
 def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> None:
     """Trains a few steps twice, the second time with a SIGKILL in the middle of one and `--resume`, and compares the two.
+
+    Interrupted, asked to stop, or killed itself, it leaves no run behind; only a kill leaves the folder.
 
     Raises:
         UsageError: it has too few steps, or needs a launcher.
@@ -36,28 +44,35 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
         raise UsageError("--prove-resume starts one process: add --set processes.count=1")
     beside = (run_dir or loaded.recipe.run_path).expanduser().resolve()
     beside.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{beside.name}.prove-resume-", dir=beside.parent))
     settings = [*overrides, f"checkpoint.every={every}", *fitted(loaded, steps)]
-    try:
-        echo(f"1 of 3: {steps} steps undisturbed, in {folder}")
-        began = time.monotonic()
-        run(command(recipe, settings, steps, folder / "undisturbed"), folder / "undisturbed.log")
-        killed = kill(recipe, settings, steps, every, folder, max(LEAST, SLOWER * (time.monotonic() - began)))
-        echo(f"2 of 3: {killed}")
-        echo("3 of 3: resuming")
-        run([*command(recipe, settings, steps, folder / "killed"), "--resume"], folder / "resumed.log")
-        from rlgen.run.compare import first_difference
-
-        difference = first_difference(folder / "undisturbed", folder / "killed")
-        if difference is not None:
-            raise CheckpointError(
-                f"resume is not exact here: {difference} (undisturbed and resumed). {likely(loaded)} Both runs are in {folder}"
-            )
-    except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder)
+    with stoppable():
+        folder = Path(tempfile.mkdtemp(prefix=f"{beside.name}.prove-resume-", dir=beside.parent))
+        try:
+            killed = prove(loaded, recipe, settings, steps, every, folder)
+        except KeyboardInterrupt:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder)
     echo(f"yes: {killed}, resumed, and equal to the undisturbed run to the last bit in metrics, rollouts and checkpoints")
+
+
+def prove(loaded: LoadedRecipe, recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path) -> str:
+    """The two runs in `folder`, which stays if they differ; says when the one was killed. Raises CheckpointError."""
+    echo(f"1 of 3: {steps} steps undisturbed, in {folder}")
+    began = time.monotonic()
+    run(command(recipe, settings, steps, folder / "undisturbed"), folder / "undisturbed.log")
+    killed = kill(recipe, settings, steps, every, folder, max(LEAST, SLOWER * (time.monotonic() - began)))
+    echo(f"2 of 3: {killed}")
+    echo("3 of 3: resuming")
+    run([*command(recipe, settings, steps, folder / "killed"), "--resume"], folder / "resumed.log")
+    from rlgen.run.compare import first_difference
+
+    difference = first_difference(folder / "undisturbed", folder / "killed")
+    if difference is not None:
+        raise CheckpointError(
+            f"resume is not exact here: {difference} (undisturbed and resumed). {likely(loaded)} Both runs are in {folder}"
+        )
+    return killed
 
 
 def command(recipe: Path, settings: Sequence[str], steps: int, directory: Path) -> list[str]:
@@ -72,19 +87,30 @@ def fitted(loaded: LoadedRecipe, steps: int) -> list[str]:
 
 def run(words: Sequence[str], log: Path) -> None:
     """Raises CheckpointError."""
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
+    with log.open("w", encoding="utf-8") as file, started(words, file) as process:
+        code = process.wait()
     if code:
         said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise CheckpointError(
             f"--prove-resume: `rlgen train` ended with {code}: {said[-1] if said else 'nothing said'}; see {log}"
         )
+
+
+@contextmanager
+def started(words: Sequence[str], log: IO[str]) -> "Iterator[subprocess.Popen[bytes]]":
+    """A process that ends with the block, and with this process, however that ends."""
+    process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def end_with_parent() -> None:
+    """In a child: the kernel kills it when this process is gone."""
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path, patience: float) -> str:
@@ -97,28 +123,23 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
     for attempt in range(1, TRIES + 1):
         directory = folder / "killed"
         shutil.rmtree(directory, ignore_errors=True)
-        with (folder / f"killed_{attempt}.log").open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(command(recipe, settings, steps, directory), stdout=file, stderr=subprocess.STDOUT)
-            try:
-                journal, began = directory / "journal" / f"step_{step:06d}.jsonl", time.monotonic()
-                # Sampled ahead, the answers may be there before the checkpoint that the run is to go on from.
-                before = directory / "checkpoints" / f"step_{every * ((step - 1) // every):06d}"
-                while process.poll() is None and not (answers(journal) and (step <= every or before.exists())):
-                    if time.monotonic() - began > patience:
-                        raise CheckpointError(
-                            f"--prove-resume: the run to be killed in step {step} of {steps} has not come so far in"
-                            f" {patience:.0f} s, although the undisturbed one has ended; see {file.name}"
-                        )
-                    time.sleep(POLL)
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+        log = folder / f"killed_{attempt}.log"
+        with log.open("w", encoding="utf-8") as file, started(command(recipe, settings, steps, directory), file) as process:
+            journal, began = directory / "journal" / f"step_{step:06d}.jsonl", time.monotonic()
+            # Sampled ahead, the answers may be there before the checkpoint that the run is to go on from.
+            before = directory / "checkpoints" / f"step_{every * ((step - 1) // every):06d}"
+            while process.poll() is None and not (answers(journal) and (step <= every or before.exists())):
+                if time.monotonic() - began > patience:
+                    raise CheckpointError(
+                        f"--prove-resume: the run to be killed in step {step} of {steps} has not come so far in"
+                        f" {patience:.0f} s, although the undisturbed one has ended; see {log}"
+                    )
+                time.sleep(POLL)
         if process.returncode == -signal.SIGKILL:
             return f"killed when the journal had {answers(journal)} answers of step {step} of {steps}"
         if process.returncode:
             break
-    raise CheckpointError(f"--prove-resume: the run ended with {process.returncode} before it could be killed; see {file.name}")
+    raise CheckpointError(f"--prove-resume: the run ended with {process.returncode} before it could be killed; see {log}")
 
 
 def answers(journal: Path) -> int:

@@ -129,13 +129,15 @@ def token_of(variable: str, path: Path) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does."""
+    """SIGTERM interrupts as Ctrl-C does, and so does the end of the terminal, unless `nohup` said otherwise."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

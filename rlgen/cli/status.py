@@ -11,6 +11,12 @@ from rlgen.errors import UsageError
 from rlgen.run.directory import RunDirectory
 
 BEFORE_THE_END = ("starting", "running")
+SHOWN = (
+    ("step", "reward/mean", "loss", "grad_norm", "time/step"),
+    # what the rules of `health` are about
+    ("groups/zero_std", "entropy", "kl/ref_k3", "clip/region", "cispo/clipped", "completions/truncated"),
+    ("sampler/delta_mean", "sampler/kl", "is/ess_raw"),
+)
 
 
 def status_command(path: Path, as_json: bool) -> None:
@@ -24,9 +30,12 @@ def status_command(path: Path, as_json: bool) -> None:
     echo(f"{path}: {found['state']} ({said}), step {found['step']} of {found['steps']}, last heard of {ago}")
     if found["message"]:
         echo(found["message"])
-    if found["last"]:
-        shown = {key: found["last"].get(key) for key in ("step", "reward/mean", "loss", "grad_norm", "time/step")}
-        echo(", ".join(f"{key} {value:.6g}" for key, value in shown.items() if value is not None))
+    last = found["last"] or {}
+    for keys in SHOWN:
+        if values := [f"{key} {last[key]:.6g}" for key in keys if last.get(key) is not None]:
+            echo(", ".join(values))
+    for line in found["health"]:
+        echo(f"health: {line}")
 
 
 def status_of(path: Path) -> dict[str, Any]:
@@ -41,7 +50,7 @@ def status_of(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} holds no run; name its folder, run.dir/run.name of its recipe")
     alive = in_use(path)
     nothing = {"state": "starting", "step": 0, "steps": 0, "exit_code": None, "message": "", "pid": None, "time": None}
-    found = {**nothing, **RunDirectory.look(path)}
+    found = {**nothing, "health": [], **RunDirectory.look(path)}
     if found["state"] in BEFORE_THE_END and not alive:
         found["message"] = "killed, or the machine went down; --resume goes on from the last checkpoint"
         found["state"] = "killed"

@@ -63,12 +63,12 @@ def start(recipe: Path, overrides: list[str], again: Again, dry_run: bool, max_s
     with StopRequest(launched=launch.world > 1).listening() as stop:
         if launch.world == 1:
             loaded = load()
-            stop.deadline = deadline_of(loaded.recipe, began)
+            stop.by(deadline_of(loaded.recipe, began))
             again = again_of(loaded.recipe.run_path, again)
             train(loaded, open_directory(loaded, again), again, None, stop)
             return
         processes, loaded = meet(load)
-        stop.deadline = deadline_of(loaded.recipe, began)
+        stop.by(deadline_of(loaded.recipe, began))
         with processes.said_once():
             again = processes.on_main(lambda: again_of(loaded.recipe.run_path, again))
             directory = processes.main_first(

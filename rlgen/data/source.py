@@ -230,6 +230,15 @@ def hub_rows(data: DataRecipe) -> Rows:
     )
 
 
+def cached_rows(rows: Rows, revision: str | None) -> str | None:
+    """What is said of a data set of the hub while the environment forbids the network (HF_DATASETS_OFFLINE, HF_HUB_OFFLINE)."""
+    if rows.kind != "hub" or not datasets.config.HF_HUB_OFFLINE:
+        return None
+    # `datasets` takes what it read last, whatever revision is asked for.
+    unsure = "" if revision in (None, rows.fingerprint) else f"; nobody can say whether that is data.revision {revision}"
+    return f"offline: data.source {rows.source} is taken from the cache, commit {rows.fingerprint}{unsure}"
+
+
 def head(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
     """The first `limit` rows."""
     return table if limit is None else table.select(range(min(limit, len(table))))

@@ -1,10 +1,11 @@
 """Runs a command that ends when its owner ends. Started as a file, by the system's own Python library alone.
 
     python guard.py OWNER_PID LOCK FOLDER COMMAND...
+    python guard.py OWNER_PID FOLDER                    only removes FOLDER when its owner is gone
 
 The command gets a process group of its own. When the owner is gone, however it went, or this process is asked to stop, the
-command is asked to stop; then whoever is left in the group is killed, and FOLDER, the group's shared memory and the weights that
-a dead owner had on their way are removed. Ends with the command's exit code. Linux only.
+command is asked to stop; then whoever is left in the group is killed, and FOLDER and the group's shared memory are removed. Ends
+with the command's exit code. Linux only.
 
 LOCK is a descriptor of FOLDER/lock, locked: owner, guard and command hold it. Should all of them be killed at once, the next
 owner finds FOLDER with a lock that nobody holds, and removes it with the shared memory that FOLDER/shared names (`sweep`).
@@ -18,7 +19,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -62,10 +62,14 @@ def main(owner: int, lock: int, folder: str, command: list[str]) -> int:
             while True:
                 os.wait()
         remove(folder, shared)
-        if os.getppid() != owner:
-            for weights in glob.glob(f"/dev/shm/rlgen-{glob.escape(socket.gethostname())}-{owner}-*"):
-                shutil.rmtree(weights, ignore_errors=True)
     return code if code >= 0 else 128 - code
+
+
+def only_remove(owner: int, folder: str) -> None:
+    """Waits until FOLDER's owner is gone, or has removed it."""
+    while os.getppid() == owner and os.path.isdir(folder):
+        time.sleep(POLL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_with_guard() -> None:
@@ -135,4 +139,7 @@ def sweep(parent: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+    if len(sys.argv) == 3:
+        only_remove(int(sys.argv[1]), sys.argv[2])
+    else:
+        sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -250,11 +250,14 @@ def new_token() -> str:
 
 
 def claim(host: str, port: int) -> int:
-    """`port`, if it is free, or with 0 a free one.
+    """`port`, if it is free, or with 0 a free one. A server whose owner was killed is given the time that it has to end.
 
     Raises:
         EngineError: it is taken, or this machine has no such address.
     """
+    until = time.monotonic() + STOP_SECONDS
+    while is_left_behind(port) and time.monotonic() < until:
+        time.sleep(guard.POLL)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does: no wait after an earlier server
@@ -264,6 +267,17 @@ def claim(host: str, port: int) -> int:
             raise EngineError(f"no server can listen on {host} port {port}: {error}") from error
         found: int = probe.getsockname()[1]
     return found
+
+
+def is_left_behind(port: int) -> bool:
+    """Whether a server of ours listens there whose owner is gone: its guard is about to end it."""
+    with contextlib.suppress(psutil.Error):  # a process that is gone, or another user's
+        listening = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"}
+        for process in [parent for pid in listening if pid for parent in psutil.Process(pid).parents()]:
+            words = process.cmdline()
+            if guard.__file__ in words and process.ppid() != int(words[words.index(guard.__file__) + 1]):
+                return True
+    return False
 
 
 def reason(log: str) -> str:

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlgen.engines import guard
 from rlgen.errors import EngineError
 
 SHARED_MEMORY = "/dev/shm"
@@ -38,6 +41,8 @@ class Outbox:
             raise EngineError(f"engine.transfer_dir: {place} is no folder; name one that trainer and servers share")
         sweep(place)
         self._place = Path(tempfile.mkdtemp(prefix=f"rlgen-{HOST}-{os.getpid()}-", dir=place))
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._place)]
+        self._guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._written = 0
         self.current: Path | None = None
 
@@ -86,10 +91,11 @@ class Outbox:
 
     def close(self) -> None:
         shutil.rmtree(self._place, ignore_errors=True)
+        self._guard.wait()
 
 
 def sweep(place: Path) -> None:
-    """Removes what trainers of this machine left that did not live to do it."""
+    """Removes what trainers of this machine left that were killed with their guards."""
     for left in place.iterdir():
         ours = re.fullmatch(rf"rlgen-{re.escape(HOST)}-(\d+)-[a-z0-9_]{{8}}", left.name)
         if ours and not psutil.pid_exists(int(ours[1])):

@@ -1,6 +1,6 @@
 """Everything that depends on vLLM's version: arguments, environment, patches. Tried with 0.32 (CPU); window 0.28-0.33.
 
-Each patch says what it cures; `tests/engines/test_vllm_compat.py` fails when upstream changes under it.
+Each patch says what it cures; the tests of `tests/engines` run on the real vLLM, and fail when upstream changes under it.
 """
 
 import importlib

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Ledger
-from rlgen.errors import EngineError
+from rlgen.errors import EngineError, SetupError
 from rlgen.models.load import model_shape
 
 
@@ -33,9 +33,14 @@ class Worker:
         """The fields of `Facts`, from the running worker, and what else a trainer asks.
 
         "shape": of its model; "cuda": whether it runs on a GPU; "transfer": vLLM's transfer engine that it was started with.
+        Or {"error"}: rlgen does not know this vLLM.
         """
         config = self.vllm_config
-        facts = vllm_compat.facts(vllm_compat.import_vllm(), config.model_config, config.cache_config)
+        try:
+            vllm = vllm_compat.import_vllm()
+        except SetupError as error:
+            return {"error": str(error)}
+        facts = vllm_compat.facts(vllm, config.model_config, config.cache_config)
         shape = model_shape(config.model_config.hf_config)
         transfer = config.weight_transfer_config and config.weight_transfer_config.backend
         more = {"shape": shape, "cuda": torch.cuda.is_available(), "transfer": transfer}

@@ -26,15 +26,19 @@ class KL:
 
     def loss(self, policy_logp: Tensor, old_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> tuple[Tensor, Measured]:
         """[B, T] without `beta`, 0 outside the mask; and the plain k1 and k3 for the metrics."""
-        policy_BT = select(mask, policy_logp)
-        u_BT = policy_BT - select(mask, ref_logp.detach())
-        k3_BT = capped_exp(-u_BT) + u_BT - 1
+        u_BT, k3_BT = to_reference(policy_logp, ref_logp, mask)
         measured = {"kl/ref_k1": u_BT.detach(), "kl/ref_k3": k3_BT.detach()}
         if self.estimator == "k2":
             return u_BT.square() / 2, measured
         if self.estimator == "k3":
             return k3_BT, measured
-        return k3_BT * capped_exp(policy_BT - select(mask, old_logp.detach())), measured
+        return k3_BT * capped_exp(select(mask, policy_logp) - select(mask, old_logp.detach())), measured
+
+
+def to_reference(policy_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """k1 = u and k3 = exp(-u) + u - 1 of each token [B, T], 0 outside the mask."""
+    u_BT = select(mask, policy_logp) - select(mask, ref_logp.detach())
+    return u_BT, capped_exp(-u_BT) + u_BT - 1
 
 
 def reward_kl(sampler_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:

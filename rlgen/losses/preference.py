@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlgen.losses.inputs import LossInputs, Mean, Stats
-from rlgen.losses.masking import select
+from rlgen.losses.kl import to_reference
+from rlgen.losses.masking import masked_means, select
 
 Ties: TypeAlias = Literal["skip", "first"]
 Pairing: TypeAlias = Literal["best_worst", "outside_in", "best_random"]
@@ -66,7 +67,7 @@ def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengt
 
     `sigmoid`: -log sigmoid(beta h) (DPO, arXiv 2305.18290). `ipo`: (h - 1 / (2 beta))^2 (arXiv 2310.12036). `hinge`:
     max(0, 1 - beta h) (SLiC-HF, arXiv 2305.10425; without gradient at 0). A pair with a row of importance weight 0 has no
-    loss, and stays in the mean's denominator.
+    loss, and stays in the mean's denominator. Among what is measured are entropy and KL of a token, as for policy losses.
 
     Args:
         lengths: log-probs are a `sum` over a completion's tokens, or their `mean`.
@@ -100,7 +101,9 @@ def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengt
     }
     count = float(len(h_P))
     stats = {name: Mean(value.detach().double().sum().item(), count) for name, value in measured.items()}
-    return total, stats | {"dpo/beta": Mean(beta * count, count)}
+    k1_BT, k3_BT = to_reference(x.policy_logp.detach(), x.ref_logp, x.mask)
+    of_tokens = masked_means(x.mask, {"entropy": x.entropy, "kl/ref_k1": k1_BT, "kl/ref_k3": k3_BT})
+    return total, stats | of_tokens | {"dpo/beta": Mean(beta * count, count)}
 
 
 def match_pairs(pair_id: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 
-from rlgen.errors import SetupError
+from rlgen.errors import Problem, RecipeError, SetupError
 from rlgen.models.tiny import build_tiny
+from rlgen.models.weights import non_finite, own_tensors
 
 CONVERT = (
     "convert it once where that does no harm: `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)` writes"
@@ -87,10 +89,23 @@ def bottom(error: BaseException) -> str:
     return said.partition(" For more information check")[0][:300]
 
 
-def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+def cached_model(location: str, revision: str | None) -> str | None:
+    """What is said of a model of the hub while the environment forbids the network (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
+    if Path(location).is_dir() or not is_offline_mode():
+        return None
+    config = try_to_load_from_cache(location, "config.json", revision=revision)
+    commit = f", commit {Path(config).parent.name}" if isinstance(config, str) else ""
+    return f"offline: model.path {location} is taken from the cache{commit}"
+
+
+def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
     """What can be known before any weight is read.
 
+    Args:
+        longest: tokens of a prompt and its completion.
+
     Raises:
+        RecipeError: the model has not so many positions.
         SetupError: no config, code of the repository's own, a tokenizer that is larger than the embedding, or weights that only
             pickle can open.
     """
@@ -101,6 +116,10 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
             f"model.path: the tokenizer of {location} has ids up to {used - 1}, but the model has embeddings of {held} only: ids"
             " beyond cannot be looked up; take the tokenizer that belongs to the model, or resize the embedding"
         )
+    if (most := positions(config)) is not None and longest > most:
+        both = f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}"
+        what, hint = f"{both}, but model.path {location} has {most} positions", f"lower one of them: {most} together at most"
+        raise RecipeError([Problem("rollout.max_completion_tokens", what, hint)])
     folder = Path(location)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
@@ -108,6 +127,17 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
             f"model.path: {location} holds no weights in safetensors"
             + (f", only {pickled[0]}: that is a pickle, which can run code when it is opened; {CONVERT}" if pickled else "")
         )
+
+
+def positions(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has, at most; None: its config does not say.
+
+    Where a rotation is stretched, some configs say the number before and some the one after: the larger is meant here.
+    """
+    text = config.get_text_config()
+    most, rotation = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    kinds = [rotation, *(kind for kind in rotation.values() if isinstance(kind, dict))]  # one, or one for each kind of layer
+    return int(most * max(1, *(kind.get("factor") or 1 for kind in kinds))) if isinstance(most, int) and most > 0 else None
 
 
 def load_model(
@@ -124,7 +154,7 @@ def load_model(
         quantization: hold the linear layers but the head as `nf4` or `int8`, frozen.
 
     Raises:
-        SetupError: missing files, unknown architecture, or weights that are neither safetensors nor complete; for
+        SetupError: missing files, unknown architecture, or weights that are not safetensors, not complete or not finite; for
             `quantization`, no GPU or no bitsandbytes.
     """
     packed = None if quantization is None else quantized(quantization, dtype, device)
@@ -147,7 +177,14 @@ def load_model(
         raise SetupError(f"model.path: {location} cannot be loaded: {' '.join(str(error).split())}{hint}") from error
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
-    return (model.to(device) if packed is None else model).eval()
+    if packed is None:
+        model = model.to(device)
+    if name := non_finite(own_tensors(model).items()):
+        raise SetupError(
+            f"model.path: {location}: {name} has values that are not finite, and so would be all that is computed with it; take"
+            " another model, or an earlier checkpoint"
+        )
+    return model.eval()
 
 
 def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

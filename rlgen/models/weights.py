@@ -72,6 +72,15 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return not largest or bool(torch.stack(largest).isfinite().all())
 
 
+def non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor with a value that is not finite; of a sharded one, this process looks at its part."""
+    for name, tensor in tensors:
+        # torch has no norm of floats of eight bits
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not all_finite([tensor]):
+            return name
+    return None
+
+
 def bits(model: PreTrainedModel, processes: Processes) -> str:
     """A digest of the trained parameters, the same however they are sharded: the sum of each one's bits, read as integers.
 

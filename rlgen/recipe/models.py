@@ -24,7 +24,11 @@ class RunRecipe(Strict):
     probe_max: StrictBool = False
     """Before step 1: one micro-batch of the longest rows forward and backward, so that too little memory shows at once."""
     must_save_by: Moment | None = None
-    """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m."""
+    """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m.
+
+    It holds as long as an update and its save take at most 1.25 times the longest of this attempt and 2 s. Sampling is given up
+    in time for them; by several processes it is finished first.
+    """
 
 
 class LoraRecipe(Strict):
@@ -311,9 +315,9 @@ class HealthRecipe(Strict):
     reward: HealthRule = HealthRule(threshold=0.0, steps=20)
     """Mean reward, its sign aside, not above it."""
     reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
-    """Standard deviation of the rewards of a step not above it."""
+    """Standard deviation of the rewards of a step not above it, in most of the steps."""
     reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
-    """More calls of rewards have failed in a step."""
+    """More rewards of samples have failed in a step; a call for a group that fails counts for each of its samples."""
     zero_std: HealthRule = HealthRule(threshold=0.8, steps=10)
     """Share of groups of equal rewards not below it."""
     no_update: HealthRule = HealthRule(threshold=0.0, steps=5)
@@ -335,7 +339,7 @@ class HealthRecipe(Strict):
     sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
     """KL between engine and trainer above it, in nats a token."""
     ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """Effective share of the samples, after the importance weights, below it."""
+    """Effective share of the samples, by the ratios between trainer and engine before any is capped, below it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -356,7 +356,7 @@ def _inert_in_health(recipe: Recipe) -> list[Finding]:
         found.extend(Finding(path, f"{path} has no effect {why}", "remove it") for path in paths)
 
     if isinstance(trainer, OnlineDPORecipe):
-        nothing(["entropy", "ref_kl", "clipped"], "with trainer.kind online_dpo, which measures none of it")
+        nothing(["clipped"], "with trainer.kind online_dpo, which clips nothing")
     else:
         if trainer.beta == 0:
             nothing(["ref_kl"], "when trainer.beta is 0: no reference is held")
@@ -366,8 +366,6 @@ def _inert_in_health(recipe: Recipe) -> list[Finding]:
             nothing(["clipped"], "when trainer.updates_per_rollout is 1: the ratio is 1")
     if isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None:
         nothing(["sampler_delta", "sampler_kl", "ess"], "with engine.structured_regex: its log-probs are not the policy's")
-    elif not trainer.correction.corrects:
-        nothing(["ess"], "when trainer.correction corrects nothing: weights are 1")
     said = {finding.path for finding in found}
     for name, rule in recipe.health:
         path = f"health.{name}"

@@ -218,13 +218,16 @@ class Journal:
             for place in (path, self.folder) if path.exists() else ():
                 flush(place)
 
-    def distrust(self, step: int) -> None:
-        """Forgets all from `step` on, and takes down no more: it was sampled by an engine that the sentinel has caught.
-
-        What the sentinel remembers stays. Raises CheckpointError.
-        """
+    def close(self) -> None:
+        """Takes down no more."""
         with self.lock:
             self.closed = True
+
+    def distrust(self, step: int) -> None:
+        """Forgets all that any process has of the steps from `step` on: it was sampled by an engine that the sentinel has caught.
+
+        For the main process, when all have closed theirs. What the sentinel remembers stays. Raises CheckpointError.
+        """
         self.drop(step, sys.maxsize)
         if self.started is not None and self.started[0] >= step:
             append_text(self.path(self.started[0]), sealed(self.started[1]))

@@ -36,7 +36,7 @@ import rlgen
 from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
 from rlgen.files import appears, flush, read_json, unwritable, write_json
 from rlgen.models.lora import is_adapted, load_adapter, save_adapter
-from rlgen.models.weights import base_digest
+from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
 from rlgen.run.manifest import differences, read_manifest, seal
 from rlgen.run.shelf import WRITING, Choice, Shelf
@@ -46,7 +46,6 @@ from rlgen.run.state import (
     load_shards,
     load_weights,
     model_facts,
-    non_finite,
     optimizer_tensors,
     random_tensors,
     save_shards,

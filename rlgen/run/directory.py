@@ -61,7 +61,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, recipe_text: str, resolved: str) -> "RunDirectory":
-        """A new run.
+        """A new run. Where a start failed before anything was sampled, it takes that one's place, and keeps its logs.
 
         Raises:
             UsageError: the directory is taken.
@@ -71,7 +71,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         directory = cls(path, _lock(path))
         try:
-            if not _only_begun(path):
+            if not _untouched(path):
                 raise UsageError(
                     f"{path} already holds a run; go on with --resume, take another name with --set run.name=… or --run-dir, or"
                     " delete what it holds with --clean"
@@ -79,6 +79,9 @@ class RunDirectory:
             write_text(directory.resolved, resolved)
             write_text(path / "recipe.yaml", recipe_text)
             directory._prepare()
+            with written(path):
+                if any(directory.logs.iterdir()):
+                    directory.cut(0)
         except BaseException:
             directory.close()
             raise
@@ -296,12 +299,16 @@ def _not_to_be_cleaned(path: Path) -> str | None:
     place = path.resolve()
     if any(kept.resolve().is_relative_to(place) for kept in (Path.home(), Path.cwd())):
         return "is the home directory, the working directory, or holds one of them"
-    status = path / "status.json"
+    return None if _own_status(path) is not None else "holds no status.json of a run of rlgen"
+
+
+def _own_status(path: Path) -> dict[str, Any] | None:
+    """What the run at `path` says of itself; None: no run of rlgen says it."""
     try:
-        ours = not status.is_symlink() and {"state", "step", "steps", "exit_code", "pid"} <= read_json(status).keys()
-    except (OSError, ValueError, AttributeError):
-        ours = False
-    return None if ours else "holds no status.json of a run of rlgen"
+        status: dict[str, Any] = read_json(path / "status.json")
+        return status if {"state", "step", "steps", "exit_code", "pid"} <= status.keys() else None
+    except (OSError, ValueError, AttributeError, CheckpointError):
+        return None
 
 
 def json_line(record: dict[str, Any]) -> str:
@@ -322,13 +329,18 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _only_begun(path: Path) -> bool:
-    """Whether nothing is there but what a dry run leaves, or a start that was killed or that a full disk ended."""
+def _untouched(path: Path) -> bool:
+    """Whether nothing is there but what a dry run leaves, or a start that ended before anything was sampled.
+
+    Such a start may have been killed, or failed on its data, model or rewards: then it left a status and logs.
+    """
+    status = _own_status(path)
+    plain = ["recipe.yaml", "resolved.yaml"]
+    if status is not None and status["step"] == 0:
+        plain += ["status.json", "logs"]
     empty = ("checkpoints", "rollouts", "logs")
     return all(
-        found.name.startswith(".")
-        or found.name in ("recipe.yaml", "resolved.yaml")
-        or (found.name in empty and not any(found.iterdir()))
+        found.name.startswith(".") or found.name in plain or (found.name in empty and not any(found.iterdir()))
         for found in path.iterdir()
     )
 

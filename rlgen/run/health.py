@@ -1,8 +1,9 @@
 """Signs of a run that goes wrong: rules over the metrics of its steps. What the recipe says about them is `health`.
 
-A rule is broken once its value has been beyond the threshold for so many steps in a row. Steps that do not measure the value
-neither count nor end the row: a rule about what a recipe never measures stays silent. Everything follows from the metrics
-alone, so that a run that is resumed, and reads them again, finds what the run would have found.
+A rule is broken once its value has been beyond the threshold for so many steps in a row, or, of rewards that do not differ, in
+most of so many. Steps that do not measure the value neither count nor end the row: a rule about what a recipe never measures
+stays silent. Everything follows from the metrics alone, so that a run that is resumed, and reads them again, finds what the run
+would have found.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from rlgen.recipe.models import HealthRule
 from rlgen.recipe.rules import inert
 
 Record: TypeAlias = Mapping[str, Any]  # one object of metrics.jsonl
-Rows: TypeAlias = Mapping[str, tuple[float, ...]]  # by rule that was measured: values beyond the threshold in a row, newest last
+Rows: TypeAlias = Mapping[str, tuple[float, ...]]  # by rule that was measured: the values of its last steps, newest last
 Side: TypeAlias = Literal["above", "at or above", "below", "at or below"]
 BEYOND: dict[Side, Callable[[float, float], bool]] = {
     "above": lambda value, threshold: value > threshold,
@@ -24,6 +25,7 @@ BEYOND: dict[Side, Callable[[float, float], bool]] = {
     "at or below": lambda value, threshold: value <= threshold,
 }
 SHOWN = 3  # of the values of a row
+MOSTLY = ("reward_std",)  # broken by most of the steps: a step in which rewards differ now and then changes little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +41,21 @@ class Rule:
     what: str
     remedy: str
 
+    def beyond(self, rows: Rows) -> int:
+        """In how many of its last steps."""
+        return sum(BEYOND[self.side](value, self.threshold) for value in rows.get(self.name, ()))
+
     def broken(self, rows: Rows) -> bool:
-        return len(rows.get(self.name, ())) == self.steps
+        needed = self.steps // 2 + 1 if self.name in MOSTLY else self.steps
+        return len(rows.get(self.name, ())) == self.steps and self.beyond(rows) >= needed
 
     def words(self, rows: Rows, step: int) -> str:
-        """`entropy of a token 0.004, 0.003, 0.003 below 0.01 for 5 steps, to step 12 (health.entropy); lower ...`"""
+        """`entropy of a token 0.004, 0.003, 0.003: below 0.01 for 5 steps, to step 12 (health.entropy); lower ...`"""
         last = ", ".join(f"{value:.3g}" for value in rows[self.name][-SHOWN:])
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        return (
-            f"{self.what} {last}: {self.side} {self.threshold:g} for {steps}, to step {step} (health.{self.name}); {self.remedy}"
-        )
+        how_long = f"in {self.beyond(rows)} of {steps}" if self.name in MOSTLY else f"for {steps}"
+        beyond = f"{self.side} {self.threshold:g} {how_long}"
+        return f"{self.what} {last}: {beyond}, to step {step} (health.{self.name}); {self.remedy}"
 
 
 def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
@@ -71,7 +78,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
         "reward_failed": (
             "above",
             failed_rewards,
-            "failed calls of rewards",
+            "failed rewards of samples",
             "the first traceback is in the log",
         ),
         "zero_std": (
@@ -131,7 +138,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
         "sampler_kl": ("above", lambda record: record.get("sampler/kl"), "KL between engine and trainer", stale),
         "ess": (
             "below",
-            lambda record: record.get("is/ess"),
+            lambda record: record.get("is/ess_raw"),  # of capped weights one absurd ratio would leave no trace
             "effective share of the samples",
             "lower optim.learning_rate, or look at what parts engine and trainer with `rlgen doctor`",
         ),
@@ -167,8 +174,7 @@ def rows_after(rows: Rows, rules: Iterable[Rule], record: Record) -> Rows:
     for rule in rules:
         value = rule.value(record)
         if value is not None:
-            beyond = BEYOND[rule.side](value, rule.threshold)
-            changed[rule.name] = (*rows.get(rule.name, ()), float(value))[-rule.steps :] if beyond else ()
+            changed[rule.name] = (*rows.get(rule.name, ()), float(value))[-rule.steps :]
     return changed
 
 

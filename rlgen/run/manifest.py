@@ -143,6 +143,28 @@ def check_files(folder: Path, hashes: bool) -> Manifest:
     return manifest
 
 
+def check_model_files(folder: Path) -> None:
+    """Where `folder` is a checkpoint, all that a model is opened from is what was written; the trainer's state is not looked at.
+
+    Raises:
+        DamagedCheckpoint: it is not; names the files.
+        CheckpointError: it is of another format.
+    """
+    file = folder / NAME
+    if not file.is_file() or b'"rlgen"' not in file.read_bytes():  # others may have a file of that name
+        return
+    files = {name: written for name, written in read_manifest(folder).files.items() if not name.startswith("state/")}
+    try:
+        now = hashed(folder, [name for name in files if (folder / name).is_file()])
+    except OSError as error:
+        raise DamagedCheckpoint(f"model.path: {folder} cannot be read: {error}") from error
+    if wrong := [name for name, written in files.items() if now.get(name) != written]:
+        raise DamagedCheckpoint(
+            f"model.path: {folder}: not what was written: {', '.join(wrong)}. Bring the files back, or take another checkpoint;"
+            f" if they were changed on purpose, remove {NAME}"
+        )
+
+
 def hashed(folder: Path, names: list[str]) -> dict[str, File]:
     """Size and hash of each file."""
     with ThreadPoolExecutor(max_workers=READERS) as readers:

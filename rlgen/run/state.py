@@ -7,7 +7,7 @@ pickled, unless they are kept as safetensors, as here: each file then says in it
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from rlgen.errors import CheckpointError
 from rlgen.models.load import model_shape
 from rlgen.models.lora import adapter_tensors, config_of, is_adapted
-from rlgen.models.weights import all_finite, gone_through, model_tensors, own_tensors, part, part_like, whole
+from rlgen.models.weights import gone_through, model_tensors, own_tensors, part, part_like, whole
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
@@ -52,14 +52,6 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # no dict
                 yield f"{path.relative_to(folder)}, {name},", file.get_tensor(name)
-
-
-def non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor with a value that is not finite; of a sharded one, this process looks at its part."""
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and not all_finite([tensor]):
-            return name
-    return None
 
 
 def is_sharded(model: nn.Module) -> bool:

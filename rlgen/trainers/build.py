@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from rlgen.data import Rows, listed
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared import SharedEngine
@@ -22,6 +24,7 @@ from rlgen.run.checkpoint import Checkpoints, saved_processes, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.health import Health, rules_of
+from rlgen.run.manifest import check_model_files
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.ladder import climb, summary
 from rlgen.sentinel.sync import send_weights
@@ -59,8 +62,13 @@ def build_trainer(
     Raises:
         RlgenError: whatever the parts raise; nothing has been trained.
     """
+    device = processes.device
+    console.say(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, {recipe.model.dtype}")
     seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint brings its own states
+    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
     data = processes.main_first(lambda: load_data(recipe))
+    for notice in data.notices:
+        console.say(notice)
     between()
     scorer = processes.agreed(lambda: build_scorer(recipe, data.rows, directory, processes.rank))
     for reward in scorer.rewards:

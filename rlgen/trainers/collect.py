@@ -95,4 +95,4 @@ class Collector:
             scored = self.journal.score(step, groups, lambda fresh: self.scorer.score(fresh, step)) if self.seat.speaks else []
             return [sample for group in scored for sample in group.samples]
 
-        return [sample for samples in self.processes.together(score_own) for sample in samples]
+        return [sample for samples in self.processes.together(score_own, patient=True) for sample in samples]

@@ -25,7 +25,8 @@ class GRPO(PolicyGradient):
         recipe, ids = self.recipe, scores.group_ids
         if recipe.combine_rewards == "normalize_then_sum":
             advantages = gdpo_advantages(scores.columns, scores.column_weights, ids)
-            silent = torch.stack([without_signal(column, ids) for column in scores.columns.unbind(1)]).all(0)
+            weighed = scores.columns[:, scores.column_weights != 0]
+            silent = torch.stack([without_signal(column, ids) for column in weighed.unbind(1)]).all(0)
         else:
             rewards = rewards_less_kl(scores.rewards, scores, recipe)
             advantages = group_advantages(rewards, ids, recipe.scale_rewards)

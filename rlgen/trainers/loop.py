@@ -71,6 +71,7 @@ class Trainer:
                 stop.check(processes, before_step=True)
                 with stop.at_once(processes):
                     got = self.collect(step, at.position, clock, stop)
+                collected = clock.seconds
                 with clock("train"):
                     window, signal, measured = self.windows.build(got.samples, got.epoch)
                     learned, skipped = self.update(window, step)
@@ -94,10 +95,11 @@ class Trainer:
             with clock("save"):
                 self.report.rollouts(step, got, signal, skipped)
             checkup = self.report.metrics(step, got, {**measured, **learned, **probed}, self.engine.weight_version, clock)
-            seconds, clock = clock.seconds - saving, Clock()
+            seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
             # After the metrics: those of a step whose checkpoint is there are there too. Its time counts to the next step.
             asked = processes.on_main(self.report.directory.asked_to_save)
-            if refused or asked or checkup.saves or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
+            saves = refused or asked or checkup.saves or step == recipe.run.steps or step % recipe.checkpoint.every == 0
+            if saves:
                 with clock("save"):
                     self.save(at)
             if refused:
@@ -105,8 +107,7 @@ class Trainer:
             if checkup.ends:
                 raise checkup.ends
             saving = clock.seconds
-            if stop.deadline is not None:
-                stop.deadline.took(seconds, saving)
+            stop.took(seconds, update, saving if saves else 0.0)
 
     def sync(self, step: int) -> tuple[EngineError | None, dict[str, Any]]:
         """Sends the weights of `step`; with what was measured after it.
@@ -134,7 +135,8 @@ class Trainer:
     def distrust(self, step: int) -> None:
         """What was sampled for `step` is not taken again. That the sentinel has caught it is worth more than a disk's refusal."""
         with suppress(CheckpointError):
-            self.processes.agreed(lambda: self.journal.distrust(step))
+            self.processes.agreed(self.journal.close)
+            self.processes.on_main(lambda: self.journal.distrust(step))
 
     def tolerate(self, skipped: Skipped, window: Window, at: Progress) -> None:
         """Says that an update was skipped, and keeps its batch.

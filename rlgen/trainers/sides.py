@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from rlgen.data import PromptStream, Rows, build_prompts, listed, load_rows
+from rlgen.data import PromptStream, Rows, build_prompts, cached_rows, listed, load_rows
 from rlgen.engines import build_engine
 from rlgen.engines.base import Settings
 from rlgen.errors import DataError
-from rlgen.models.load import check_model, load_model, load_tokenizer, locate, stop_ids
+from rlgen.models.load import cached_model, check_model, load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
@@ -46,6 +46,7 @@ class Data:
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     prompts: PromptStream
+    notices: tuple[str, ...]  # for the user
 
 
 def load_data(recipe: Recipe) -> Data:
@@ -53,11 +54,12 @@ def load_data(recipe: Recipe) -> Data:
 
     Raises:
         SetupError: the model or its tokenizer is not there, or cannot be used.
+        RecipeError: its rows may be longer than the model has positions.
         DataError: there are no rows, or not enough for a step.
     """
     location = locate(recipe.model.path)
     tokenizer = load_tokenizer(location, recipe.model.revision)
-    check_model(location, recipe.model.revision, tokenizer)
+    check_model(location, recipe.model.revision, tokenizer, recipe.max_row_tokens)
     rows = load_rows(recipe.data, recipe.run.seed)
     prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed)
     if (used := prompts.counts["used"]) < recipe.rollout.prompts_per_step:
@@ -65,7 +67,8 @@ def load_data(recipe: Recipe) -> Data:
             f"data.source: {rows.source}: {listed(prompts.counts)}: less than rollout.prompts_per_step"
             f" {recipe.rollout.prompts_per_step}, so a step would ask the same twice; set it to {used} or less"
         )
-    return Data(location=location, tokenizer=tokenizer, rows=rows, prompts=prompts)
+    said = cached_model(location, recipe.model.revision), cached_rows(rows, recipe.data.revision)
+    return Data(location=location, tokenizer=tokenizer, rows=rows, prompts=prompts, notices=tuple(filter(None, said)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,9 @@ def open_sides(
         optim = recipe.optim
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
-        schedule = get_scheduler(optim.schedule, optimizer, optim.warmup_steps, recipe.run.steps)
+        # By the name `constant` transformers takes no notice of a warm-up.
+        name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
+        schedule = get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
         base = base_digest(policy.model) if is_adapted(policy.model) else None
         state = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes) if checkpoint else None
         done = 0 if state is None else state.step
@@ -241,9 +246,13 @@ def build_reference(recipe: Recipe, policy: Policy) -> Policy:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """transformers checkpoints in training mode only; dropout stays off, so that a forward is a function of ids and weights."""
+    """transformers checkpoints layers that are in training mode; the rest stays out of it, and dropout is off in those layers.
+
+    A forward is a function of ids and weights.
+    """
     model.gradient_checkpointing_enable()
-    model.train()
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = True
+            for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)

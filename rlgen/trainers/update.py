@@ -204,7 +204,7 @@ class Updater:
         loss_temperature = self.algorithm.loss_temperature or self.temperature
         both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
-        policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach().cpu()
+        policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach()
         if not batch.rows:
             (0.0 * policy_logp.sum()).backward()
             return Part(
@@ -212,11 +212,12 @@ class Updater:
             )
         sampled_logp: dict[int, Tensor] = {}
         if update == 0:
-            window.freeze_old(batch, policy_logp)
-            for row, values in zip(batch.rows, at_sampling, strict=True):
+            window.freeze_old(batch, policy_logp, at_sampling)
+            for row, values in zip(batch.rows, at_sampling.cpu(), strict=True):
                 sampled_logp[row] = values[: len(window.samples[row].completion_ids)].clone()  # what a view shows is sent whole
         old_logp = window.gather(window.old_logp, batch)
-        rows = torch.tensor(batch.rows)
+        rows, correction = torch.tensor(batch.rows), self.algorithm.correction
+        old_at_sampling = window.gather(window.old_at_sampling, batch)
         loss, stats = self.algorithm.loss(
             LossInputs(
                 policy_logp=policy_logp,
@@ -227,7 +228,7 @@ class Updater:
                 mask=batch.mask,
                 kept=window.gather(window.kept, batch) if window.kept else batch.mask,
                 advantages=window.advantages[rows].to(policy_logp.device),
-                weight=importance_weight(old_logp, batch.sampler_logp, batch.mask, self.algorithm.correction),
+                weight=importance_weight(old_at_sampling, batch.sampler_logp, batch.mask, correction),
                 group_tokens=window.group_tokens[rows].to(policy_logp.device),
                 pair_id=window.pair_id[rows].to(policy_logp.device),
                 totals=window.totals,

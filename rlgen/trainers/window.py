@@ -35,6 +35,7 @@ class Window:
     epoch: float  # passes over the data before this step
     micro_batches: tuple[tuple[int, ...], ...]  # rows of each; empty ones where other processes have more
     old_logp: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, frozen at the first update
+    old_at_sampling: dict[int, Tensor] = field(default_factory=dict)  # the same at the temperature of sampler_logp
     ref_logp: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, if there is a reference
     kept: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, if tokens are selected by entropy
 
@@ -84,10 +85,11 @@ class Window:
         count = sum(int(kept_L.sum()) for kept_L in kept.values())
         return replace(self, kept=kept, totals=replace(self.totals, kept=count))
 
-    def freeze_old(self, batch: Batch, logp: Tensor) -> None:
-        """Keeps the trainer's log-probs [B, T] from before the first update."""
-        for row, values in zip(batch.rows, logp.detach(), strict=True):
+    def freeze_old(self, batch: Batch, logp: Tensor, at_sampling: Tensor) -> None:
+        """Keeps the trainer's log-probs [B, T] from before the first update, at the temperatures of the loss and of sampling."""
+        for row, values, others in zip(batch.rows, logp.detach(), at_sampling, strict=True):
             self.old_logp[row] = values[: len(self.samples[row].completion_ids)]
+            self.old_at_sampling[row] = others[: len(self.samples[row].completion_ids)]
 
     @staticmethod
     def gather(frozen: dict[int, Tensor], batch: Batch) -> Tensor:

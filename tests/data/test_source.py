@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlgen.data.source import load_rows
+from rlgen.data.source import Rows, cached_rows, load_rows
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.models import DataRecipe
 
@@ -129,6 +130,16 @@ def test_a_hub_data_set_is_pinned_by_its_commit(monkeypatch):
     loaded = load_rows(recipe("org/name", subset="main", split="test", revision="v2", limit=1), 0)
     assert asked == [(("org/name", "main"), {"revision": "v2"}), "prepared", "test"]
     assert loaded.kind == "hub" and loaded.fingerprint == Builder.hash and list(loaded.rows) == [{"prompt": "a"}]
+
+
+def test_rows_of_the_cache_are_named_with_their_commit(monkeypatch):
+    rows = Rows(rows=[{}], columns=(), kind="hub", source="org/name", fingerprint="c0ffee")
+    assert cached_rows(rows, "v2") is None
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    said = "offline: data.source org/name is taken from the cache, commit c0ffee"
+    assert cached_rows(rows, None) == cached_rows(rows, "c0ffee") == said
+    assert cached_rows(rows, "v2") == f"{said}; nobody can say whether that is data.revision v2"
+    assert cached_rows(replace(rows, kind="file"), None) is None
 
 
 @pytest.mark.fault(25)

@@ -5,14 +5,17 @@ Tests that take the fixture `engine` go through the protocol alone and run on ea
 
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_sample, open_transformers, open_vllm, tiny_model
 
-from rlgen.engines import Engine
+from rlgen.engines import Engine, vllm_compat
 from rlgen.engines.base import fingerprint
+from rlgen.engines.http import Server
+from rlgen.engines.worker import Worker
 from rlgen.errors import EngineError, SentinelError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
@@ -244,6 +247,18 @@ def test_structured_regex() -> None:
     texts = [byte_tokenizer().decode(list(c.token_ids[:3])) for c in opened.generate(requests(6), sampling)]
     assert all(len(text) == 3 and text.isdigit() for text in texts) and len(texts) == 6
     opened.close()
+
+
+@pytest.mark.fault(50)
+def test_a_server_of_another_vllm(monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]) -> None:
+    """Its worker runs rlgen's methods: what it answers is what the trainer says, not a bare status 500."""
+    worker = Worker()
+    worker.vllm_config = None
+    monkeypatch.setattr(vllm_compat, "NEWEST", (0, 1))
+    monkeypatch.setattr(Server, "call", lambda *_: {"results": [worker.rlgen_facts()]})
+    with pytest.raises(EngineError, match=r"http://here: vLLM .* is installed; rlgen works with 0\.\d+ to 0\.1$"):
+        Server("http://here", "token", 5.0).facts()
+    proof("a worker that runs a vLLM newer than rlgen knows is asked what it is")
 
 
 @pytest.mark.gpu

@@ -18,7 +18,9 @@ import pytest
 from conftest import ROOT
 
 from rlgen.engines import guard
+from rlgen.engines.launch import claim
 from rlgen.engines.transfer import Outbox
+from rlgen.errors import EngineError
 
 Proof = Callable[[str], None]
 OWNER = """
@@ -43,15 +45,19 @@ with open(os.environ["TMPDIR"] + "/names", "w") as file:
     print("/dev/shm/" + shared.name, listening.getsockname()[1], flush=True, file=file)
 time.sleep(600)
 """
+# Asked to end, it takes its time.
+SLOW = SERVER.replace(
+    "time.sleep", "import signal; signal.signal(signal.SIGTERM, lambda *_: time.sleep(2) or os._exit(0)); time.sleep"
+)
 
 
 class Family:
     """An owner with its weights, its guard, and a server."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, server: str) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/engines")])
         self.owner = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(place), SERVER],
+            [sys.executable, "-c", OWNER, str(place), server],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, "TMPDIR": "/tmp"},
         )  # fmt: skip
         assert self.owner.stdout is not None
@@ -63,7 +69,9 @@ class Family:
         shared, port = (self.folder / "names").read_text().split()
         self.shared, self.port = Path(shared), int(port)
         self.processes = psutil.Process(self.owner.pid).children(recursive=True)
-        self.guard, self.server = self.processes[:2]
+        self.guard = next(process for process in self.processes if str(self.folder) in process.cmdline())
+        self.server = self.guard.children()[0]
+        self.watcher = next(process for process in self.processes if str(self.outbox) in process.cmdline())
 
     def left(self, seconds: float) -> list[str]:
         """What is there after so many seconds, or nothing as soon as that is so."""
@@ -81,8 +89,8 @@ class Family:
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> Iterator[Family]:
-    opened = Family(tmp_path)
+def family(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Family]:
+    opened = Family(tmp_path, getattr(request, "param", SERVER))
     assert len(opened.now()) >= 3 + 3 + 1
     yield opened
     for process in [*opened.processes, opened.owner]:
@@ -99,6 +107,38 @@ def test_the_owner_is_killed(family: Family, proof: Proof) -> None:
     proof("SIGKILL to the trainer: server, port, shared memory and weights are gone")
 
 
+@pytest.mark.fault(78)
+def test_a_trainer_of_somebody_elses_server_is_killed(proof: Proof) -> None:
+    """No server ends with it: its weights, as large as the model, are removed all the same."""
+    words = "import sys; from rlgen.engines.transfer import Outbox; print(Outbox(None)._place, flush=True); sys.stdin.read()"
+    owner = subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    weights = Path(owner.stdout.readline().strip())
+    (watcher,) = psutil.Process(owner.pid).children()
+    assert weights.is_dir() and watcher.is_running()
+    owner.kill()
+    owner.wait()
+    assert psutil.wait_procs([watcher], timeout=5)[1] == [] and not weights.exists()
+    proof("SIGKILL to a trainer that has only its weights in shared memory")
+
+
+@pytest.mark.fault(78)
+@pytest.mark.parametrize("family", [SLOW], indirect=True)
+def test_the_next_owner_waits_for_the_port_of_one_that_was_killed(family: Family, proof: Proof) -> None:
+    """As a run does that was killed and is resumed at once, on the port that its recipe names."""
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=f"no server can listen on 127.0.0.1 port {family.port}"):
+        claim("127.0.0.1", family.port)
+    assert time.monotonic() - began < 1, "it has an owner"
+    family.owner.kill()
+    family.owner.wait()
+    began = time.monotonic()
+    assert claim("127.0.0.1", family.port) == family.port
+    waited = time.monotonic() - began
+    assert 2 <= waited < 2 + 3
+    proof(f"SIGKILL to the trainer; its server had the port for {waited:.1f} s more")
+
+
 @pytest.mark.slow
 @pytest.mark.fault(78)
 def test_the_server_is_killed(family: Family, proof: Proof) -> None:
@@ -106,7 +146,9 @@ def test_the_server_is_killed(family: Family, proof: Proof) -> None:
     until = time.monotonic() + 10
     while family.guard.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:  # its owner has not asked yet
         time.sleep(0.1)
-    assert family.left(1) == [str(family.outbox)], "the trainer lives, and its weights are for the next server"
+    assert family.left(1) == [f"process {family.watcher.pid}", str(family.outbox)], (
+        "the trainer lives, and its weights are for the next server"
+    )
     proof("SIGKILL to the server: guard, port and shared memory are gone")
 
 

@@ -125,13 +125,13 @@ def test_an_engine_that_shall_not_sleep_never_does(open_recorded: Any) -> None:
 @pytest.mark.fault(57)
 def test_a_sleeping_engine_refuses_to_sample(open_recorded: Any, proof: Any) -> None:
     """vLLM would queue the requests and never answer."""
-    proof("an engine that was put to sleep at level 2 is asked")
     engine, llm = open_recorded(sleep=True)
     engine.sleep()
     engine.sleep()
     with pytest.raises(EngineError, match="only a weight sync wakes it"):
         engine.generate(ASKED, SAMPLING)
     assert llm.calls == ["sleep 2"]
+    proof("an engine that was put to sleep at level 2 is asked")
 
 
 @pytest.mark.parametrize("fault", ["load", "wake"])

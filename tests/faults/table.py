@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from faults.cases import ABSENT, CASES, GPU
+from faults.cases import ABSENT, CASES, GPU, PARTLY
 
 
 @dataclass
@@ -14,16 +14,17 @@ class Row:
 
     passed: int = 0
     failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
     proofs: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def problem(self) -> str | None:
-        if self.failed:
-            return f"FAILED: {self.failed[0]}"
-        if not self.passed:
-            return "no test"
-        return None if self.proofs else "no proof that it happened"
+        for problem, tests in (("FAILED", self.failed), ("skipped", self.skipped), ("no proof that it happened", self.unproven)):
+            if tests:
+                return f"{problem}: {tests[0]}"
+        return None if self.passed else "no test"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,9 +54,13 @@ class Table:
             row.seconds += report.duration
             if report.failed:
                 row.failed.append(report.nodeid)
-            elif report.when == "call" and report.passed:
+            elif report.skipped:
+                row.skipped.append(report.nodeid)
+            elif report.when == "call":
+                proofs = [str(value) for name, value in properties if name == "proof"]
                 row.passed += 1
-                row.proofs += [str(value) for name, value in properties if name == "proof"]
+                row.proofs += proofs
+                row.unproven += [] if proofs else [report.nodeid]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if hasattr(terminalreporter.config, "workerinput"):
@@ -68,7 +73,8 @@ class Table:
                 write(f"{number:3}  {title:50}  {'-':>5}  {'-':>6}  {ABSENT.get(number, 'needs a GPU')}")
                 continue
             more = f" (and {len(row.proofs) - 1} more)" if len(row.proofs) > 1 else ""
-            write(f"{number:3}  {title:50}  {row.passed:5}  {row.seconds:6.1f}  {row.problem or row.proofs[0] + more}")
+            without = f"; not shown: {PARTLY[number]}" if number in PARTLY else ""
+            write(f"{number:3}  {title:50}  {row.passed:5}  {row.seconds:6.1f}  {row.problem or row.proofs[0] + more + without}")
         shown = [number for number in CASES if number not in self.waiting]
         failed = sum(self.rows[number].problem is not None for number in shown)
         gpu = len(self.waiting - ABSENT.keys())

@@ -102,6 +102,7 @@ def one_pair(**given):
     policy = tensor([[-1.0, -1.0], [-2.0, NAN]]).requires_grad_()
     fields = {
         "ref_logp": tensor([[-1.5, -1.4], [-2.2, NAN]]),
+        "entropy": tensor([[0.3, 0.5], [1.0, NAN]]),
         "mask": torch.tensor([[True, True], [True, False]]),
         "advantages": tensor([1.0, -1.0]),
         "pair_id": torch.tensor([5, 5]),
@@ -130,6 +131,10 @@ def test_dpo(loss, value, slope, printed):
             "dpo/rejected_reward": 0.02,
             "dpo/kept_frac": 1.0,
             "dpo/beta": 0.1,
+            # of three tokens, with u = .5, .4 and .2
+            "entropy": 0.6,
+            "kl/ref_k1": 1.1 / 3,
+            "kl/ref_k3": (math.exp(-0.5) + math.exp(-0.4) + math.exp(-0.2) + 1.1 - 3) / 3,
         },
         rel=1e-9,
     )

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CPU, make_sample
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma3TextConfig, GPT2Config, MambaConfig, Qwen3Config
 
-from rlgen.errors import DataError, RlgenError, SetupError
-from rlgen.models.load import check_model, load_model, load_tokenizer, locate
+from rlgen.errors import DataError, RecipeError, RlgenError, SetupError
+from rlgen.models.load import cached_model, check_model, load_model, load_tokenizer, locate, positions
 from rlgen.models.tiny import build_tiny, byte_tokenizer
 from rlgen.recipe import load_recipe
 from rlgen.rollout.batch import collate
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 def check(folder: Path) -> str:
     """What is said of a model before its weights are read."""
     with pytest.raises(SetupError) as error:
-        check_model(str(folder), None, load_tokenizer(locate(str(folder)), None))
+        check_model(str(folder), None, load_tokenizer(locate(str(folder)), None), 76)
     assert error.value.exit_code == 3 and "\n" not in str(error.value)
     return str(error.value)
 
@@ -79,6 +79,45 @@ def test_a_tokenizer_with_more_ids_than_the_model(model: Path, proof: Proof) -> 
     proof(said)
 
 
+@pytest.mark.fault(12)
+def test_rows_that_are_longer_than_the_model(model: Path, recipe_file: Path, proof: Proof) -> None:
+    at = f"model.path={model}"
+    load_data(load_recipe(recipe_file, [at, "rollout.max_completion_tokens=4032"]).recipe)  # and 64 are 4096
+    with pytest.raises(RecipeError) as caught:
+        load_data(load_recipe(recipe_file, [at, "rollout.max_completion_tokens=4033"]).recipe)
+    said = str(caught.value)
+    assert caught.value.exit_code == 2 and "data.max_prompt_tokens + rollout.max_completion_tokens = 4097" in said
+    assert said.endswith(f"model.path {model} has 4096 positions; lower one of them: 4096 together at most")
+    proof(said)
+
+
+@pytest.mark.fault(25)
+def test_a_model_of_the_cache_is_named_with_its_commit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
+    """Whole runs without a network: tests/security/test_network.py."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "v2").write_text("c0ffee")
+    shutil.copytree(model, cached / "snapshots" / "c0ffee")
+    assert cached_model("org/tiny", "v2") is None, "the network may be asked"
+    monkeypatch.setattr("rlgen.models.load.is_offline_mode", lambda: True)
+    assert cached_model("org/tiny", "v2") == "offline: model.path org/tiny is taken from the cache, commit c0ffee"
+    assert cached_model("org/tiny", None) == "offline: model.path org/tiny is taken from the cache"
+    assert cached_model(str(model), None) is None
+    proof(str(cached_model("org/tiny", "v2")))
+
+
+def test_positions_of_a_model() -> None:
+    assert positions(Qwen3Config(max_position_embeddings=100)) == 100
+    stretched = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    assert positions(Qwen3Config(max_position_embeddings=100, rope_parameters=stretched)) == 400
+    by_layer = {"full_attention": {**stretched, "rope_type": "linear"}, "sliding_attention": {"rope_type": "default"}}
+    assert positions(Gemma3TextConfig(max_position_embeddings=100, rope_parameters=by_layer)) == 400
+    assert positions(GPT2Config(n_positions=7)) == 7 and positions(MambaConfig()) is None
+
+
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("pad", [None, "<|im_end|>"])
 def test_padding_never_hides_the_end_of_a_completion(model: Path, pad: str | None, proof: Proof) -> None:
@@ -89,7 +128,7 @@ def test_padding_never_hides_the_end_of_a_completion(model: Path, pad: str | Non
     loaded = load_tokenizer(str(model), None)
     end = loaded.eos_token_id
     assert loaded.pad_token_id == (end if pad else None)
-    check_model(str(model), None, loaded)
+    check_model(str(model), None, loaded, 76)
     long = make_sample(completion_ids=(7, end, 8, 9, end), sampler_logp=(-0.5,) * 5, loss_mask=(True,) * 5)
     short = replace(make_sample(), completion_ids=(7, 8, end))
     batch = collate([long, short], [0, 1], CPU)

@@ -155,6 +155,8 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine.kind=vllm", "'vllm' is not one of colocated, server, transformers"),
         ("data.source=task:srot", "did you mean `sort`?"),
         ("rewards.0.use=exactmatch", "did you mean `exact_match`?"),
+        ("trainer.kind=grop", "trainer.kind: 'grop' is not one of grpo, rloo, online_dpo; did you mean `grpo`?"),
+        ("optim.schedule=cosin", "optim.schedule: 'cosin' is not one of constant, linear, cosine; did you mean `cosine`?"),
         # two fields and the nearest valid value
         ("rollout.group_size=1", "set rollout.group_size to 2 or more"),
         ("rollout.temperature=0", "set rollout.temperature to 0.01 or more"),

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from rlgen.errors import CheckpointError
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.rollout.journal import Journal, sound_lines
+from rlgen.trainers.loop import Trainer
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=64, temperature=0.7, stop_ids=(257,))
@@ -162,6 +165,32 @@ def test_what_the_sentinel_remembers_outlives_what_it_has_caught(tmp_path: Path)
     resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
     assert resumed.starts_from(2, "w2", ()) == [0.25, 0.5] and resumed.weights == {1: "w1", 2: "w2"}
     assert not found(resumed, step=3)
+
+
+def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path: Path) -> None:
+    """All of them hear of it at once, and each takes its time."""
+    main, other = opened(tmp_path), opened(tmp_path)
+    other.rank = 1
+    for journal in (main, other):
+        journal.starts_from(2, "w2", [0.25, 0.5])
+        journal.answered(3, journal.rank, 0, REQUEST, SAMPLING, completion((-1.0,)))
+
+    class Both:
+        """The main process is first at everything."""
+
+        @staticmethod
+        def agreed(work: Any) -> None:
+            work()
+
+        @staticmethod
+        def on_main(work: Any) -> None:
+            if work is not None and current is main:
+                work()
+
+    for current in (main, other):
+        Trainer.distrust(SimpleNamespace(processes=Both, journal=current), 3)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.glob("step_000003*")] == ["step_000003.jsonl"]
+    assert Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print).starts_from(2, "w2", ()) == [0.25, 0.5]
 
 
 def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 
 from rlgen.cli.app import main
 from rlgen.engines.transformers import TransformersEngine
+from rlgen.rewards.score import Scorer
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.signals import StopRequest
 from rlgen.trainers.update import Updater
@@ -67,15 +68,19 @@ def one_sleeps() -> None:
     Updater._run = sleeping  # type: ignore[method-assign]
 
 
-def one_is_slow_before_the_sync() -> None:
-    """Its engine has not answered yet what was asked ahead."""
-    before_sync = Sampler.before_sync
+def one_is_slow() -> None:
+    """Its rewards take long, and its engine has not answered yet what was asked ahead."""
+    score, before_sync = Scorer.score, Sampler.before_sync
+
+    def slow_reward(scorer, groups, step):  # type: ignore[no-untyped-def]
+        time.sleep(7)
+        return score(scorer, groups, step)
 
     def slow(sampler):  # type: ignore[no-untyped-def]
         time.sleep(7)
         before_sync(sampler)
 
-    Sampler.before_sync = slow  # type: ignore[method-assign]
+    Scorer.score, Sampler.before_sync = slow_reward, slow  # type: ignore[method-assign]
 
 
 def one_fails_the_first_time() -> None:

@@ -22,7 +22,7 @@ from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.run.checkpoint import Checkpoints, check_fit
-from rlgen.run.manifest import FORMAT, check_files, digest, read_manifest, seal
+from rlgen.run.manifest import FORMAT, check_files, check_model_files, digest, read_manifest, seal
 from rlgen.run.shelf import Shelf
 from rlgen.run.state import optimizer_tensors, save_shards
 
@@ -138,6 +138,27 @@ def test_none_good_is_an_error_that_names_all(folder: Path, proof: Proof) -> Non
     with pytest.raises(UsageError, match="no checkpoint of that step; there are: 1, 2"):
         Checkpoints(folder, 2, ALONE).choose(7)
     proof(said[:120])
+
+
+@pytest.mark.fault(65)
+def test_one_bit_of_what_a_model_is_opened_from_is_noticed(folder: Path, proof: Proof) -> None:
+    path = folder / "step_000002"
+    flip(path / "state" / "optimizer.safetensors")  # no model is opened from it
+    check_model_files(path)
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    for file in files:
+        before = file.read_bytes()
+        flip(file)
+        with pytest.raises(DamagedCheckpoint, match=file.name.replace(".", r"\.")) as caught:
+            check_model_files(path)
+        assert caught.value.exit_code == 8
+        file.write_bytes(before)
+    (path / "config.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"step_000002: not what was written: config\.json\. .* remove manifest\.json"):
+        check_model_files(path)
+    (path / "manifest.json").write_text('{"files": ["theirs"]}')
+    check_model_files(path)
+    proof(f"one bit in each of {len(files)} files, one removed: refused by name; a manifest of somebody else's: not looked at")
 
 
 @pytest.mark.fault(65, 67)

@@ -253,3 +253,38 @@ def test_a_killed_start_can_be_started_again(run: RunDirectory) -> None:
     again.close()
     with pytest.raises(UsageError, match=r"already holds a run; go on with --resume, .* or delete .* --clean"):
         RunDirectory.create(run.path, "recipe", "resolved")
+
+
+LEFT = ["provenance.json", "metrics.jsonl", "journal/step_000001.jsonl", "rollouts/step_000001.jsonl", "notes.txt"]
+LEFT += ["checkpoints/step_000001/manifest.json", "checkpoints/set_aside/step_000001/manifest.json"]
+
+
+@pytest.mark.fault(17)
+def test_a_start_that_failed_gives_its_place_up_unless_it_left_something(run: RunDirectory, proof: Proof) -> None:
+    run.write_status("failed", 0, 9, 4, "no such column")
+    (run.logs / "rlgen.log").write_text("why")
+    with pytest.raises(UsageError, match="in use by a running rlgen"):
+        RunDirectory.create(run.path, "corrected", "resolved anew")
+    run.close()
+    for name in LEFT:
+        left = run.path / name
+        folders = [folder for folder in left.parents if not folder.exists()]
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.touch()
+        with pytest.raises(UsageError, match="already holds a run"):
+            RunDirectory.create(run.path, "corrected", "resolved anew")
+        left.unlink()
+        for folder in folders:
+            folder.rmdir()
+    again = RunDirectory.create(run.path, "corrected", "resolved anew")
+    assert (run.path / "recipe.yaml").read_text() == "corrected" and run.resolved.read_text() == "resolved anew"
+    assert [path.name for path in run.logs.iterdir()] == ["attempt_1"]
+    assert (run.logs / "attempt_1" / "rlgen.log").read_text() == "why"
+    again.write_status("failed", 1, 9, 6)
+    again.close()
+    status = run.status_file.read_text()
+    for text in (status, '{"step": 0}', "{", "[]"):  # it has trained a step; no status of ours
+        run.status_file.write_text(text)
+        with pytest.raises(UsageError, match="already holds a run"):
+            RunDirectory.create(run.path, "corrected", "resolved")
+    proof(f"failed with exit 4 and logs: taken over; with one of {len(LEFT)} things more: exit 2")

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import RECIPE, read_jsonl
-from safetensors.torch import load_file
-from test_damage import flip
+from safetensors.torch import load_file, save_file
+from test_damage import flip, resealed
 from test_directory import fill
 
+from rlgen.cli.doctor import examine
 from rlgen.cli.reopen import MAY_CHANGE
 from rlgen.cli.train import train_command
-from rlgen.errors import CheckpointError, RlgenError, UsageError
+from rlgen.errors import CheckpointError, DamagedCheckpoint, RlgenError, SetupError, UsageError
 from rlgen.files import read_json
+from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.directory import RunDirectory
 from rlgen.run.manifest import check_files
@@ -126,6 +129,32 @@ def test_what_cannot_be_gone_on_from_is_known_before_the_engine_opens(
     status = read_json(folder / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 8) and status["message"] == str(caught.value)
     proof("all three damaged: exit 8 with each named, and no engine")
+
+
+@pytest.mark.fault(65, 48)
+def test_what_is_not_as_it_was_written_is_no_model_to_begin_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
+    monkeypatch.setattr(sides, "build_engine", lambda *values: 1 / 0)
+    path = folder / "run" / "checkpoints" / "step_000002"
+    file, settings = path / "model.safetensors", [*SETTINGS, f"model.path={path}"]
+    flip(file)
+    for begin in (
+        lambda: train(folder, *settings, place="next"),
+        lambda: examine(load_recipe(folder / "recipe.yaml", settings).recipe, folder, print, False, False),
+    ):
+        with pytest.raises(DamagedCheckpoint, match=r"step_000002: not what was written: model\.safetensors\. Bring") as caught:
+            begin()
+        assert caught.value.exit_code == 8
+    flip(file)
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    resealed(path)
+    with pytest.raises(SetupError, match=r"step_000002: model\.norm\.weight has values that are not finite"):
+        train(folder, *settings, place="next")
+    assert read_json(folder / "next" / "status.json")["exit_code"] == 3
+    proof("step 2 as model.path: with a flipped bit exit 8, by train and doctor; with a NaN and a manifest that fits, exit 3")
 
 
 @pytest.mark.fault(66)
@@ -268,7 +297,7 @@ def test_a_checkpoint_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (run / "save_now").exists()
 
 
-@pytest.mark.fault(17, 69)
+@pytest.mark.fault(17, 44, 69)
 def test_clean_starts_anew_and_a_finished_run_is_complete(
     folder: Path, whole: Path, capsys: pytest.CaptureFixture[str], proof: Proof
 ) -> None:
@@ -282,6 +311,28 @@ def test_clean_starts_anew_and_a_finished_run_is_complete(
         train(folder, resume=True, clean=True)
     (run / "stray").touch()
     train(folder, "run.steps=1", clean=True)
+    device = f"device: {torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'cpu'}, float32"
+    assert next(line for line in capsys.readouterr().out.splitlines() if not line.startswith("note: ")) == device
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1] and not (run / "stray").exists()
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
-    proof("resumed when complete: exit 0; taken: exit 2; with --clean: trained from nothing")
+    proof(f"resumed when complete: exit 0; taken: exit 2; with --clean: trained from nothing; {device}")
+
+
+@pytest.mark.fault(17, 19)
+def test_a_start_that_failed_does_not_keep_its_name(folder: Path, proof: Proof) -> None:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"prompt {number}"}) + "\n" for number in range(4)))
+    data = f"data={{source: '{rows}', columns: {{prompt: %s}}}}"
+    codes = []
+    for wrong in ("model.path=/nowhere", data % "qestion"):
+        with pytest.raises(RlgenError) as caught:
+            train(folder, wrong, place="corrected")
+        codes.append(caught.value.exit_code)
+        assert read_json(folder / "corrected" / "status.json")["exit_code"] == codes[-1]
+    run = train(folder, data % "question", "run.steps=1", place="corrected")
+    assert read_json(run / "status.json")["exit_code"] == 0 and codes == [3, 4]
+    assert sorted(path.name for path in run.glob("logs/attempt_*/rlgen.log")) == ["rlgen.log"] * 2
+    assert len(read_json(run / "provenance.json")) == 1 and "qestion" not in (run / "resolved.yaml").read_text()
+    with pytest.raises(UsageError, match="already holds a run"):
+        train(folder, data % "question", "run.steps=1", place="corrected")
+    proof(f"exit {codes[0]}, exit {codes[1]}, then exit 0 under the same name")

@@ -18,10 +18,11 @@ from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlgen import processes
 from rlgen.cli import train as cli_train
 from rlgen.cli.reopen import Again
 from rlgen.cli.train import again_of, goes_on
-from rlgen.errors import ProcessError, RlgenError
+from rlgen.errors import ProcessError, RewardError, RlgenError
 from rlgen.files import read_json, write_json
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import load_recipe
@@ -32,7 +33,7 @@ from rlgen.run.signals import StopRequest
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATHS}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 PRECISE = 1e-5  # relative
 Proof = Callable[[str], None]
@@ -86,6 +87,7 @@ def launch(*command: object, launcher: list[str] | None = None, timeout: float =
 def train(recipe: Path, directory: Path, *options: str, launcher: list[str] | None = None) -> Path:
     ended = launch("-m", "rlgen", "train", recipe, "--run-dir", directory, *options, launcher=launcher)
     assert ended.returncode == 0, ended.stderr[-3000:]
+    directory.with_name(f"{directory.name}.out").write_text(ended.stdout)
     return directory
 
 
@@ -177,6 +179,9 @@ def test_a_run_goes_on_in_another_number_of_processes(chain: dict[str, Path], pr
     assert same_rollouts(chain["again"], chain["whole"]), "the data goes on where it stood"
     assert [record["step"] for record in read_jsonl(chain["again"] / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert len(read_json(chain["again"] / "provenance.json")) == 3
+    for name, stored, run in (("one_more", 2, 1), ("two_again", 1, 2)):
+        said = (chain["whole"].parent / f"{name}.out").read_text()
+        assert said.count(f"the checkpoint is of {stored} processes and {run} run: some random states are made anew") == 1
     proof("2 processes with shards, then 1, then 2 again: weights within 1e-5 of 2 that went through, same rollouts")
 
 
@@ -361,16 +366,37 @@ def test_a_process_that_is_deaf_is_ended(
     proof(f"{fault} in process {rank} of 2; all gone after {time.monotonic() - began:.0f} s, starts included")
 
 
-def test_what_takes_the_main_process_longer_than_the_timeout_ends_nobody(
+def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for answers before a sync, and the others wait for it."""
+    """It waits for a judge, then for answers before a sync, and the others wait for it."""
     monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", "0")
-    command = [HERE / "faulty.py", "one_is_slow_before_the_sync", "train", recipe, "--run-dir", tmp_path / "run"]
+    command = [HERE / "faulty.py", "one_is_slow", "train", recipe, "--run-dir", tmp_path / "run"]
     ended = launch(*command, "--max-steps", "1", "--set", "processes.timeout=5", timeout=90)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert record["time/generate"] > 7 and read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
+    assert record["time/reward"] > 7 and record["time/generate"] > 7
+    assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
+
+
+def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
+    """Who fails while another process is killed says why it failed, not that the other one is gone."""
+    others = Processes(rank=0, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
+
+    def gone(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def fails() -> None:
+        raise RewardError("the judge is away")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RewardError) as caught:
+        patch.setattr(processes.dist, "all_gather_object", gone)
+        others.agreed(fails)
+    assert not processes.lost(caught.value)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as gone_too:
+        patch.setattr(processes.dist, "all_gather_object", gone)
+        others.agreed(int)
+    assert processes.lost(gone_too.value)
 
 
 @pytest.mark.fault(76)
@@ -508,6 +534,29 @@ def test_launches_that_are_refused(
 ) -> None:
     with pytest.raises(ProcessError, match=message):
         check_launch(launch, count, environment, parents)
+
+
+@pytest.mark.fault(85)
+@pytest.mark.parametrize(("here", "interface"), [("2", "lo"), ("1", None)])
+def test_processes_of_one_machine_listen_there_only(
+    monkeypatch: pytest.MonkeyPatch, here: str, interface: str | None, proof: Proof
+) -> None:
+    def nobody(*_: object, **__: object) -> None:
+        raise RuntimeError("nobody there")
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back as it was
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(processes.dist, "rendezvous", nobody)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": here}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ProcessError, match="did not find the others"):
+        Processes.open(1)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(ProcessError):
+        Processes.open(1)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "whoever names one has it"
+    proof(f"two processes, {here} of them here, look for each other")
 
 
 def test_launches_that_are_well(tmp_path: Path) -> None:

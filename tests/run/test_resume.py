@@ -69,6 +69,16 @@ def test_killed_among_further_prompts_with_an_adapter(kills: Kills, proof: Proof
 
 
 @pytest.mark.slow
+@pytest.mark.fault(63)
+@pytest.mark.parametrize("what", ["preferences", "reference"])
+def test_killed_between_two_updates_or_beside_a_reference(kills: Kills, what: str, proof: Proof) -> None:
+    update = 2 if what == "preferences" else 1
+    outcome = kills(Kill(what, f"after update {update}", f"after:torch.optim.adamw:AdamW.step:{update}@4"), f"killed_{what}")
+    assert outcome.problem is None, outcome
+    proof(f"{' '.join(ENGINES[what][1:])}: exit -9, {outcome.fired}; resumed and equal")
+
+
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.fault(63, 71)
 @pytest.mark.timeout(1500)
@@ -273,6 +283,40 @@ def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tm
         prove.kill(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, 3.0)
     assert 3.0 <= time.monotonic() - began < 30
     assert not psutil.pid_exists(int(pids.read_text()))
+
+
+@pytest.mark.fault(78)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_prove_resume_leaves_no_run_behind(recipe_file: Path, number: signal.Signals, proof: Proof) -> None:
+    """Asked to stop, its terminal closed, or killed, while the first run is under way."""
+    words = [
+        sys.executable,
+        "-m",
+        "rlgen",
+        "train",
+        str(recipe_file),
+        "--prove-resume",
+        "--run-dir",
+        str(recipe_file.parent / "mine"),
+    ]
+    prover = subprocess.Popen(
+        [*words, *ENGINE], stderr=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    )
+    try:
+        until = time.monotonic() + 30
+        while not list(recipe_file.parent.glob("mine.*/undisturbed/status.json")) and time.monotonic() < until:
+            time.sleep(0.05)
+        (trains,) = psutil.Process(prover.pid).children()
+        assert "--max-steps" in trains.cmdline()
+        prover.send_signal(number)
+        assert prover.wait(10) == (-number if number == signal.SIGKILL else 130)
+        assert psutil.wait_procs([trains], timeout=5)[1] == []
+        left = list(recipe_file.parent.glob("mine*"))
+        assert len(left) == (number == signal.SIGKILL), left
+        proof(f"{number.name} to the prover: its `rlgen train`, process {trains.pid}, has ended too")
+    finally:
+        prover.kill()
+        prover.wait()
 
 
 @pytest.mark.slow

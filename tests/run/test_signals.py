@@ -213,18 +213,19 @@ def test_a_step_is_begun_if_it_and_its_save_fit(proof: Proof) -> None:
     now = 1000.0
     deadline = Deadline(at=1100.0, now=lambda: now)
     assert deadline.fits(), "of the first step nothing is known"
-    deadline.took(step=20.0, save=0.0)
+    assert deadline.seconds_to_sample() == 98.0, "nothing would be lost"
+    deadline.took(step=20.0, update=4.0, save=0.0)
     now = 1047.0  # a step of 20 s and a save taken for one of 20 s, with margin: 52 s
     assert deadline.fits()
     now = 1049.0
-    assert not deadline.fits()
-    deadline.took(step=20.0, save=4.0)  # now it is known what a save takes: 32 s with margin
+    assert not deadline.fits() and deadline.seconds_to_sample() == 19.0, "30 s for an update of 4 s and its save, and 2 s"
+    deadline.took(step=20.0, update=8.0, save=4.0)  # now it is known what a save takes: 32 s with margin
     now = 1067.0
     assert deadline.fits()
     now = 1069.0
     assert not deadline.fits()
-    deadline.took(step=8.0, save=2.0)  # the longest ones count
-    assert not deadline.fits()
+    deadline.took(step=8.0, update=2.0, save=2.0)  # the longest ones count
+    assert not deadline.fits() and deadline.seconds_to_sample() == 14.0
     proof("a clock that a test sets, past what a step and a save need")
 
 
@@ -273,6 +274,48 @@ def test_a_run_saves_before_its_deadline(
     proof(f"stopped after step {status['step']}, {at - time.time():.1f} s before the deadline")
 
 
+@pytest.mark.fault(73)
+def test_a_generation_that_would_end_too_late_is_given_up(
+    recipe_file: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, drawing: None, proof: Proof
+) -> None:
+    """After two steps of less than a second one that samples for half a minute; the deadline comes in the midst of it."""
+    directory, real, took, at = recipe_file.parent / "run", Sampler.groups, Deadline.took, [0.0]
+
+    def groups(sampler: Any, step: int, prompts: Any) -> Any:
+        time.sleep(30.0 if step == 3 else 0.0)
+        return real(sampler, step, prompts)
+
+    def comes_near(deadline: Deadline, *seconds: float) -> None:
+        took(deadline, *seconds)
+        deadline.at = at[0] = time.time() + 6.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "groups", groups)
+        patch.setattr(Deadline, "took", comes_near)
+        code = train(recipe_file, directory, "run.must_save_by=1h", "checkpoint.every=50")
+    assert code == 75 and at[0] - 5.0 < time.time() < at[0], "neither too late nor long before"
+    status = read_json(directory / "status.json")
+    assert status["step"] == 2 and "stopped for run.must_save_by after step 2" in status["message"]
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000002"]
+    proof(f"a generation of 30 s was given up, and all was saved {at[0] - time.time():.1f} s before the deadline")
+    assert train(recipe_file, directory, resume=True) == 0
+    assert left(directory) == left(undisturbed)
+
+
+def test_the_first_signal_after_a_deadline_is_no_haste_and_the_timer_ends_with_those_who_listen() -> None:
+    with StopRequest(launched=False).listening() as stop:
+        stop.by(Deadline(at=time.time() + 2.3))
+        time.sleep(0.5)  # two seconds before the deadline
+        assert stop.why == "for run.must_save_by"
+        stop.handle(signal.SIGTERM, None)  # of a batch system, say, while all is saved
+        with pytest.raises(KeyboardInterrupt):
+            stop.handle(signal.SIGTERM, None)
+    with StopRequest(launched=False).listening() as stop:
+        stop.by(Deadline(at=time.time() + 2.3))
+    time.sleep(0.5)  # an unheard SIGUSR2 would kill this process
+    assert stop.why == "" and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
 def test_a_deadline_hears_of_steps_and_of_their_saves_apart(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a second and a bit; the metrics count the time of a save to the step after it, the deadline to none."""
     slow, heard = 1.5, []
@@ -290,9 +333,10 @@ def test_a_deadline_hears_of_steps_and_of_their_saves_apart(recipe_file: Path, m
     monkeypatch.setattr(Deadline, "took", hears)
     directory = recipe_file.parent / "run"
     assert train(recipe_file, directory, "run.must_save_by=1h") == 0  # saves after step 2 and after the last one
-    steps, saves = zip(*heard, strict=True)
-    assert len(steps) == STEPS and all(slow <= seconds < 2 * slow for seconds in steps), heard
-    assert saves[0] < 0.5 and all(slow <= seconds < 2 * slow for seconds in saves[1:]), heard
+    steps, updates, saves = zip(*heard, strict=True)
+    assert len(steps) == STEPS and all(slow <= seconds < 2 * slow for seconds in updates), heard
+    assert all(update + 0.01 < step < 2 * slow for step, update in zip(steps, updates, strict=True)), heard
+    assert saves[0] == 0.0 and all(slow <= seconds < 2 * slow for seconds in saves[1:]), heard
     assert read_jsonl(directory / "metrics.jsonl")[2]["time/step"] > 2 * slow
 
 

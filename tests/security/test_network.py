@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pytest
 from conftest import RECIPE, ROOT, read_jsonl
 
 from rlgen.files import read_json
+from rlgen.models.tiny import build_tiny
 
 Proof = Callable[[str], None]
 
@@ -33,6 +36,7 @@ def watch(event, args):
             print(event, repr(what), file=file)
 sys.addaudithook(watch)
 """
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 INSIDE = ("127.0.0.1", "localhost", "::1", "None", "''", "0.0.0.0")
 
 
@@ -69,6 +73,45 @@ def test_a_run_needs_no_network_and_asks_for_none(tmp_path: Path, engine: str, p
     outside = [call for call in made if not any(host in call for host in INSIDE) and "'/" not in call and "b'\\x00" not in call]
     assert outside == []
     proof(f"engine {json.dumps(engine)}: done without a network, {len(made)} calls, none beyond this machine")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """What the hub's libraries leave of `org/tiny` and `org/rows`."""
+    home, lines = tmp_path / "cache", tmp_path / "lines.jsonl"
+    model = home / "hub" / "models--org--tiny"
+    shutil.copytree(build_tiny("qwen3"), model / "snapshots" / COMMIT)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+    lines.write_text("".join(json.dumps({"prompt": f"{n}", "answer": "7"}) + "\n" for n in range(4)))
+    datasets.load_dataset("json", data_files=str(lines), cache_dir=str(tmp_path / "made"))
+    (made,) = (tmp_path / "made" / "json").glob("*/*/*/")
+    rows = home / "datasets" / "org___rows" / "default" / "0.0.0" / COMMIT[::-1]
+    shutil.copytree(made, rows)
+    (rows / "json-train.arrow").rename(rows / "rows-train.arrow")
+    return home
+
+
+@pytest.mark.slow
+@pytest.mark.fault(25)
+@pytest.mark.skipif(not namespaces(), reason="may not make a network namespace")
+def test_without_the_hub_a_run_takes_what_is_cached_and_says_so(recipe_file: Path, cache: Path, proof: Proof) -> None:
+    settings = ["model.path=org/tiny", "data={source: org/rows, revision: v2, columns: {answer: answer}, max_prompt_tokens: 64}"]
+    settings += ["engine={kind: transformers}", "run.steps=1"]
+    command = ["-m", "rlgen", "train", recipe_file, "--run-dir", cache / "run", *(w for s in settings for w in ("--set", s))]
+    done = subprocess.run(
+        [sys.executable, "-c", ENTER, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    model = f"offline: model.path org/tiny is taken from the cache, commit {COMMIT}"
+    data = f"offline: data.source org/rows is taken from the cache, commit {COMMIT[::-1]}"
+    said = [line for line in done.stdout.splitlines() if line.startswith("offline")]
+    assert said == [model, f"{data}; nobody can say whether that is data.revision v2"]
+    proof(f"one step in a namespace without network; {model}")
 
 
 def test_the_watch_sees_a_connection(tmp_path: Path) -> None:

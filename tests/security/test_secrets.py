@@ -128,10 +128,13 @@ def test_a_reward_whose_error_holds_secrets_fails_without_them(
 
 
 @pytest.mark.fault(87)
-def test_a_refused_recipe_leaves_nothing(start: Callable[..., tuple[int, Path]], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_recipe_leaves_nothing(
+    start: Callable[..., tuple[int, Path]], capfd: pytest.CaptureFixture[str], proof: Proof
+) -> None:
     code, run = start("--debug", "--set", f"engine.extra={{api_key: {INLINE['argument']}}}")
     said = capfd.readouterr()
     assert code == 2 and not run.exists() and search(run, said.out, said.err) == (2, [])
+    proof("exit 2 for a key in the recipe; what was said does not have it")
 
 
 @pytest.mark.slow

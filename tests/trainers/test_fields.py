@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from conftest import make_sample
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
@@ -239,3 +240,16 @@ def test_an_inert_field_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlgen.trainers.grpo.GRPO.top_entropy", property(lambda self: 1.0))
     with pytest.raises(AssertionError, match=r"trainer.top_entropy: 0.3 is accepted without effect"):
         test_a_field_changes_what_is_learned_or_is_refused("grpo", "top_entropy")
+
+
+def test_a_reward_that_is_only_watched_gives_a_group_no_signal() -> None:
+    """Its weight is 0: where nothing else differs there is nothing to learn, and nothing to count."""
+    recipe = GRPORecipe(combine_rewards="normalize_then_sum", zero_variance="drop")
+    samples = [
+        make_sample(group_id=group, sample_index=index, rewards={"right": right, "watched": float(index)}, reward=right)
+        for group, rewards in enumerate([(1.0, 1.0), (0.0, 1.0)])
+        for index, right in enumerate(rewards)
+    ]
+    signal = build_algorithm(recipe).advantages(Scores.of(samples, {"right": 1.0, "watched": 0.0}))
+    assert signal.counted.tolist() == signal.trained.tolist() == [False, False, True, True]
+    assert signal.advantages.sign().tolist() == [0.0, 0.0, -1.0, 1.0]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_jsonl
+from conftest import read_jsonl, tiny_model
 
 from rlgen.cli.train import train_command
 from rlgen.files import read_json
 from rlgen.models.policy import Policy, PolicyScores
-from rlgen.trainers import build, update
+from rlgen.trainers import build, sides, update
 from rlgen.types import Batch
 
 KINDS = ["grpo", "rloo", "online_dpo"]
@@ -206,3 +206,44 @@ def test_activations_computed_again_give_the_same_gradient(recipe_file: Path) ->
         norms.append(read_jsonl(directory / "metrics.jsonl")[0]["grad_norm"])
         directory.rename(directory.with_name(f"run-{again}"))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_checkpointed_forward_is_a_function_of_its_input(name: str) -> None:
+    """Dropout of a model's config is no module of its own, but asks whether the layer above it trains."""
+    model = tiny_model(name)
+    ids = torch.arange(3, 19)[None]
+    expected = model(ids).logits
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    sides.checkpoint_activations(model)
+    runs: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    logits = model(ids).logits
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    assert len(runs) == 2, "computed again for the backward pass"
+
+
+def test_a_correction_compares_log_probs_of_one_temperature(recipe_file: Path) -> None:
+    """Online DPO's loss is at temperature 1 whatever the sampling is at. These samples are on-policy: no pair is masked."""
+    correction = "{mode: sequence_mask, max: 1.001, min: 0.999, geometric: {min: 0.9999, max: 1.0001}}"
+    trainer = f"trainer={{kind: online_dpo, updates_per_rollout: 2, correction: {correction}}}"
+    engine = ["engine={kind: transformers}", "run.steps=1"]
+    (record,) = read_jsonl(run(recipe_file, trainer, "rollout.temperature=0.7", *engine) / "metrics.jsonl")
+    assert record["dpo/kept_frac"] == 1.0 and record["is/masked_frac"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.0, 0.5, 1.0, 1.0]),
+        ("linear", [0.0, 0.5, 1.0, 0.5]),
+        ("cosine", [0.0, 0.5, 1.0, 0.5]),
+    ],
+)
+def test_the_warm_up_is_that_of_the_recipe(recipe_file: Path, schedule: str, rates: list[float]) -> None:
+    optim = f"optim={{learning_rate: 1.0, schedule: {schedule}, warmup_steps: 2, max_grad_norm: 1.0e-9}}"
+    directory = run(recipe_file, "engine={kind: transformers}", "run.steps=4", optim)
+    assert [record["learning_rate"] for record in read_jsonl(directory / "metrics.jsonl")] == pytest.approx(rates)
