@@ -55,9 +55,10 @@ def redacted(text: str) -> str:
 
 
 def secrets_of_environment(shortest: int = SHORTEST) -> list[str]:
-    """The longest first: one may be part of another."""
-    found = {value for name, value in os.environ.items() if len(value) >= shortest and SECRET_VARIABLE.fullmatch(name)}
-    return sorted(found, key=len, reverse=True)
+    """The longest first: one may be part of another. Of those of several lines each line too: they are printed line by line."""
+    values = [value for name, value in os.environ.items() if len(value) >= shortest and SECRET_VARIABLE.fullmatch(name)]
+    lines = {line for value in values for line in map(str.strip, value.splitlines()) if len(line) >= CERTAIN}
+    return sorted({*values, *lines}, key=len, reverse=True)
 
 
 def holds_secret(text: str, known: Sequence[str]) -> bool:

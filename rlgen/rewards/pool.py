@@ -30,8 +30,7 @@ from rlgen.rewards.worker import NO_CALL, PRESENT, Call, Chunk, Facts, Failed, S
 
 # The paths of the trainer, so that the same names mean the same files; -P: nothing of the working directory comes before them.
 START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlgen.rewards.worker import main;"
-    " main(*map(int, sys.argv[2:]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlgen.rewards.{} import main; main(*map(int, sys.argv[2:]))"
 )
 MARK = "RLGEN_REWARD_WORKER"  # in the environment of a worker and of all that it starts
 LONGEST_CHUNK = 256  # calls
@@ -167,6 +166,11 @@ class Worker:
         return status
 
 
+def python(module: str, *arguments: int) -> list[str]:
+    """The command of a process that runs `main` of a module of this folder."""
+    return [sys.executable, "-uP", "-c", START.format(module), json.dumps(sys.path), *map(str, arguments)]
+
+
 def temporary(content: bytes) -> IO[bytes]:
     """A file without a name. Raises CheckpointError: the disk is full, or there is no folder for it."""
     try:
@@ -199,6 +203,7 @@ class Pool:
         self._limits = limits
         self._output = output
         self._workers: list[Worker] = []
+        self._printed: subprocess.Popen[bytes] | None = None  # the process to which they print
         self._facts: list[Facts] | None = None
         self._seconds: dict[int, float] = {}  # of a call, by reward: of the last ones more than of the first
         self.killed = self.lost = 0  # workers, since the start
@@ -236,7 +241,6 @@ class Pool:
         finally:
             for worker in [worker for worker in self._workers if worker.chunk is not None]:
                 self._end(worker)
-            self._trim()
 
     def close(self) -> None:
         """Ends the workers."""
@@ -250,6 +254,14 @@ class Pool:
                 worker.process.wait(max(0.0, deadline - time.monotonic()) if worker.ready and worker.chunk is None else 0)
             worker.kill()
         self._workers = []
+        if self._printed is not None:
+            assert self._printed.stdin is not None  # a pipe
+            self._printed.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._printed.wait(CLOSING)  # it writes what it was sent; a stray of the user's may hold the pipe open
+            self._printed.kill()
+            self._printed.wait()
+            self._printed = None
 
     def _wanted(self, queue: "Queue", last: float) -> bool:
         """Whether calls wait, and have waited for some time."""
@@ -257,17 +269,14 @@ class Pool:
 
     def _start(self) -> None:
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        with (
-            temporary(PRESENT.pack(NO_CALL, 0.0)) as shared,
-            open_log(self._output) if self._output else open(os.dup(2), "wb") as printed,
-        ):
+        printed = self._prints_to()
+        with temporary(PRESENT.pack(NO_CALL, 0.0)) as shared:
             stack = temporary(b"")  # closed with the worker
             ours, theirs = socket.socketpair()
             present = mmap(shared.fileno(), PRESENT.size)
             files = (theirs.fileno(), shared.fileno(), stack.fileno())
-            arguments = [json.dumps(sys.path), *map(str, (*files, os.getpid(), self._limits.memory))]
             process = subprocess.Popen(
-                [sys.executable, "-uP", "-c", START, *arguments],
+                python("worker", *files, os.getpid(), self._limits.memory),
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
@@ -280,6 +289,20 @@ class Pool:
         self._workers.append(worker)
         with suppress(WorkerLost):  # it is seen to be dead
             worker.send(self._sources)
+
+    def _prints_to(self) -> IO[bytes]:
+        """The pipe to the process that leaves secrets out of what is printed."""
+        if self._printed is None:
+            with open_log(self._output) if self._output else open(os.dup(2), "wb") as end:
+                self._printed = subprocess.Popen(
+                    python("printed", LONGEST_LOG if self._output else 0),
+                    stdin=subprocess.PIPE,
+                    stdout=end,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+        assert self._printed.stdin is not None  # a pipe
+        return self._printed.stdin
 
     def _end(self, worker: Worker) -> int:
         self._workers.remove(worker)
@@ -405,14 +428,6 @@ class Pool:
             return next((self._facts[worker.waiting[call].reward].file for call in began), None)
         files = (source.use.rpartition(":")[0] for source in self._sources)
         return next((file for file in files if file.endswith(".py")), None)
-
-    def _trim(self) -> None:
-        """What the user's code prints fills no disk."""
-        with suppress(OSError, CheckpointError):
-            if self._output is not None and self._output.lstat().st_size > LONGEST_LOG:
-                with open_log(self._output) as file:
-                    file.truncate(0)  # the workers append
-                    file.write(b"(more than %d MiB were printed; what came before is left out)\n" % (LONGEST_LOG >> 20))
 
 
 class Queue:

@@ -158,7 +158,7 @@ def code_hash(file: Path) -> str:
     imported = {
         Path(path).resolve()
         for name, module in list(sys.modules.items())
-        if not name.startswith(("rlgen.", FILE_MODULE))
+        if not f"{name}.".startswith(("rlgen.", FILE_MODULE))
         and isinstance(module, ModuleType)
         and isinstance(path := vars(module).get("__file__"), str)
     }
@@ -377,7 +377,7 @@ def serve(line: socket.socket, present: mmap) -> None:
 
 
 class Printed(io.TextIOBase):
-    """What the user's code prints, line by line and without secrets. What goes past Python, as that of programs, is as it is."""
+    """What the user's code prints, line by line, without the secrets that it has put into this process's environment either."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -62,7 +62,7 @@ CASES = {
     32: "reward dies, forks, allocates",
     33: "equal rewards in a group, in a batch",
     34: "no reward applies",
-    35: "async reward: HTTP errors",
+    35: "async reward: HTTP errors, retries of its own",
     36: "judge answers nonsense",
     37: "built-ins on odd completions",
     # model, loading, memory

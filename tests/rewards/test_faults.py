@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import FileIO
 from itertools import islice, pairwise
@@ -250,11 +251,44 @@ def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, proof):
 
 def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
     monkeypatch.setattr("rlgen.rewards.pool.LONGEST_LOG", 1000)
-    build = scorer("def f(completion):\n    print(completion * 50)\n    return 1.0\n", output=tmp_path / "rewards.log")
+    log = tmp_path / "rewards.log"
+    build = scorer("def f(completion):\n    print(completion * 50)\n    return 1.0\n", output=log)
     build.score([group(*"abcdefghijklmnopqrstuvwxyz")], 1)
-    build.score([group("z")], 2)
-    text = (tmp_path / "rewards.log").read_text()
-    assert "left out" in text and "z" * 50 in text and "a" * 50 not in text
+    deadline = time.monotonic() + 20
+    while "z" * 50 not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    build.score([group("y")], 2)
+    build.close()
+    text = log.read_text()
+    assert "left out" in text and "y" * 50 in text and "a" * 50 not in text
+
+
+@pytest.mark.fault(32)
+def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, proof):
+    source = f"""
+        import os, subprocess
+
+        def f(completion):
+            if completion == "much":
+                os.system("yes 0123456789 2>/dev/null | head -c 1100000")
+            if completion == "killed":
+                os.system("echo before it was killed; sleep 1000")
+            if completion == "stray":  # out of reach: neither the group nor the mark of its worker
+                subprocess.run("env -i setsid sleep 1000 & echo $! > {tmp_path}/stray", shell=True)
+            return 1.0
+    """
+    build = scorer(source, {"use": "f", "timeout": 10.0, "on_error": "skip", "max_error_fraction": 1.0}, output=tmp_path / "log")
+    assert totals(build.score([group("much", "stray")], 1)) == [[1.0, 1.0]]
+    build.pool._sources = [replace(build.pool._sources[0], timeout=0.5)]
+    assert totals(build.score([group("killed", "a")], 2)) == [[None, 1.0]]
+    stray, start = int((tmp_path / "stray").read_text()), time.monotonic()
+    build.close()
+    seconds = time.monotonic() - start
+    assert alive(stray)
+    os.kill(stray, signal.SIGKILL)
+    text = (tmp_path / "log").read_text()
+    assert (text.count("0123456789\n"), text.count("before it was killed\n")) == (100_000, 1) and seconds < 5
+    proof(f"1.1 MB by a program, a line of a worker that was killed; a stray kept the pipe and {seconds:.1f} s of the end")
 
 
 def test_a_full_disk_costs_what_is_printed_and_no_reward(scorer):
@@ -424,11 +458,12 @@ class Judge(BaseHTTPRequestHandler):
         self.server.asked.append(kind)
         if kind == "hang":
             self.server.release.wait(10)
-        status = {"500": 500, "429": 429}.get(kind, 200)
+        again = kind == "later" or (kind == "soon" and self.server.asked.count(kind) < 3)
+        status = {"500": 500, "429": 429}.get(kind, 429 if again else 200)
         body = {"nonsense": b'{"score": "rather good"}', "json": b"{not json"}.get(kind, b'{"score": 0.5}')
         self.send_response(status)
         if status == 429:
-            self.send_header("Retry-After", "1000")
+            self.send_header("Retry-After", "0.2" if kind == "soon" else "1000")
         self.end_headers()
         self.wfile.write(body)
 
@@ -485,6 +520,27 @@ def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proo
     assert {"500", "429", "json", "nonsense", "hang"} <= set(judge.asked)
     assert build.pool.killed == 0, "a call that can be cancelled costs no process"
     proof(f"a server answered {len(judge.asked)} requests: 500, 429, invalid JSON, nonsense, never; one was no TLS")
+
+
+@pytest.mark.fault(35)
+def test_a_function_tries_again_by_itself_within_its_timeout(scorer, judge, proof):
+    source = f"""
+        import asyncio, httpx
+        client = httpx.AsyncClient(trust_env=False)
+
+        async def f(completion):
+            while (answer := await client.get("http://127.0.0.1:{judge.server_port}/" + completion)).status_code == 429:
+                await asyncio.sleep(float(answer.headers["Retry-After"]))
+            return answer.json()["score"]
+    """
+    build = scorer(source, {"use": "f", "timeout": 3.0, "on_error": "skip", "max_error_fraction": 1.0})
+    start = time.monotonic()
+    (scored,) = build.score([group("soon", "later")], 1)
+    assert time.monotonic() - start < 10 and build.pool.killed == 0
+    assert [sample.reward for sample in scored.samples] == [0.5, None]
+    assert scored.samples[1].reward_errors["f"].startswith("timeout: no answer within 3 s (")
+    assert (judge.asked.count("soon"), judge.asked.count("later")) == (3, 1)
+    proof("Retry-After 0.2: answered at the third try; Retry-After 1000: cancelled at the timeout of 3 s")
 
 
 @pytest.mark.fault(30, 31)

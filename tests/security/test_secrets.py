@@ -20,9 +20,10 @@ PLANTED = {
     "OPENAI_API_KEY": "sk-proj-" + "Planted3" * 4,
     "WANDB_API_KEY": "planted4" * 5,
     "DB_PASSWORD": "planted-password-5",
+    "DEPLOY_PRIVATE_KEY": "-----BEGIN KEY-----\nplanted-first-line-9\nplanted-second-line-9\n-----END KEY-----\n",
 }
 INLINE = {"url": "planted-in-url-6", "header": "planted.in.header-7", "argument": "planted-argument-8"}
-ALL = [*PLANTED.values(), *INLINE.values()]
+ALL = [line for value in (*PLANTED.values(), *INLINE.values()) for line in value.splitlines() if "-----" not in line]
 
 REWARD = f"""
 import logging, os, warnings
@@ -41,6 +42,8 @@ def logs(completion):
         raise ConnectionError(leak())
     except ConnectionError:
         logging.getLogger("judge.http").exception("and again")
+    print(os.environ["DEPLOY_PRIVATE_KEY"])
+    os.system('echo "a program: $HF_TOKEN"; echo "$DEPLOY_PRIVATE_KEY"; echo "> Authorization: Bearer {INLINE["header"]}" >&2')
     return float(len(completion) % 3)
 
 def fails(completion):
@@ -103,6 +106,7 @@ def test_a_run_that_succeeds_leaves_no_secret(
     said = capfd.readouterr()
     log = (run / "logs" / "rewards.log").read_text()
     assert code == 0 and log.count("request failed: 401 from https://[redacted]@judge.example") == 32 and "and again" in log
+    assert log.count("a program: [redacted]") == log.count("> Authorization: Bearer [redacted]") == 32
     count, found = search(run, said.out, said.err)
     assert count > 12 and found == []
     proof(f"32 secrets logged, {count} files and texts searched")
