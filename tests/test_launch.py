@@ -185,7 +185,9 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
     launcher = "--nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr localhost --master-port 29500"
     expected = f"{launcher} -m rlgen train r.yaml --run-dir {tmp_path}"
     assert first.communicate(timeout=20)[0].strip() == f"{expected} --max-steps 3 600"
-    (tmp_path / "status.json").write_text(status(75))
+    (tmp_path / "status.json").write_text(status(4))
+    assert node(tmp_path, say).communicate(timeout=20)[0].strip() == f"{expected} --max-steps 3 600", "it had not sampled yet"
+    (tmp_path / "provenance.json").write_text("[]")
     assert node(tmp_path, say).communicate(timeout=20)[0].strip() == f"{expected} --resume --max-steps 3 600"
 
 

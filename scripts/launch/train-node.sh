@@ -27,8 +27,9 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 status="$RUN_DIR/status.json"
 before=$(cat "$status" 2>/dev/null)
 # No node sees what another writes in this start: the folder is made when all nodes have met.
+# A start that failed before it sampled has a status and no provenance: there is nothing to go on with.
 resume=()
-[[ -e $status ]] && resume=(--resume)
+[[ -e $RUN_DIR/provenance.json ]] && resume=(--resume)
 
 asked=0 torchrun=
 stop() { ((asked++)) || [[ -z $torchrun ]] || kill -TERM "$torchrun" 2>/dev/null; }
