@@ -14,7 +14,7 @@ BEFORE_THE_END = ("starting", "running")
 SHOWN = (
     ("step", "reward/mean", "loss", "grad_norm", "time/step"),
     # what the rules of `health` are about
-    ("groups/zero_std", "entropy", "kl/ref_k3", "clip/region", "cispo/clipped", "completions/truncated"),
+    ("groups/zero_std", "entropy", "kl/ref_k1", "kl/ref_k3", "clip/region", "cispo/clipped", "completions/truncated"),
     ("sampler/delta_mean", "sampler/kl", "is/ess_raw"),
 )
 

@@ -26,8 +26,8 @@ class RunRecipe(Strict):
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m.
 
-    It holds as long as an update and its save take at most 1.25 times the longest of this attempt and 2 s. Sampling is given up
-    in time for them; by several processes it is finished first.
+    It holds as long as update, sync and save of a step take at most 1.25 times the longest of this attempt, and 2 s more; of its
+    first step nothing is known. Sampling is given up in time for them; by several processes it is finished first.
     """
 
 

@@ -89,7 +89,8 @@ class StopRequest:
         """Asks to stop when there is just time left for an update and its save."""
         self._disarm()
         if self._deadline is not None:
-            self._timer = threading.Timer(max(0.0, self._deadline.seconds_to_sample()), self._due)
+            seconds = min(max(0.0, self._deadline.seconds_to_sample()), threading.TIMEOUT_MAX)
+            self._timer = threading.Timer(seconds, self._due)
             self._timer.daemon = True
             self._timer.start()
 

@@ -44,7 +44,14 @@ def test_a_run_that_lives_ends_or_is_killed(tmp_path: Path) -> None:
 def test_what_is_wrong_is_shown(tmp_path: Path) -> None:
     """Every broken rule in words, and the values that rules are about, as far as they were measured."""
     directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
-    values = {"groups/zero_std": 0.9, "entropy": 0.004, "kl/ref_k3": None, "clip/region": 0.25, "completions/truncated": 0.125}
+    values = {
+        "groups/zero_std": 0.9,
+        "entropy": 0.004,
+        "kl/ref_k1": 0.5,
+        "kl/ref_k3": None,
+        "clip/region": 0.25,
+        "completions/truncated": 0.125,
+    }
     gap = {"sampler/delta_mean": 1.5e-7, "sampler/kl": 2e-8, "is/ess_raw": 0.999}
     directory.write_metrics({"step": 7, "loss": 0.5, **values, **gap})
     broken = ["entropy of a token 0.004: below 0.01", "share of groups 0.9: at or above 0.8"]
@@ -53,7 +60,7 @@ def test_what_is_wrong_is_shown(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["status", str(directory.path)]).stdout.splitlines()
     assert shown[2:] == [
         "step 7, loss 0.5",
-        "groups/zero_std 0.9, entropy 0.004, clip/region 0.25, completions/truncated 0.125",
+        "groups/zero_std 0.9, entropy 0.004, kl/ref_k1 0.5, clip/region 0.25, completions/truncated 0.125",
         "sampler/delta_mean 1.5e-07, sampler/kl 2e-08, is/ess_raw 0.999",
         "health: entropy of a token 0.004: below 0.01",
         "health: share of groups 0.9: at or above 0.8",

@@ -312,6 +312,10 @@ def test_the_first_signal_after_a_deadline_is_no_haste_and_the_timer_ends_with_t
             stop.handle(signal.SIGTERM, None)
     with StopRequest(launched=False).listening() as stop:
         stop.by(Deadline(at=time.time() + 2.3))
+        stop.by(Deadline(at=moment("9999-12-31T00:00:00Z", 0.0)))  # longer than a thread can wait
+        time.sleep(0.1)
+        assert any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+        stop.by(Deadline(at=time.time() + 2.3))
     time.sleep(0.5)  # an unheard SIGUSR2 would kill this process
     assert stop.why == "" and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
