@@ -17,8 +17,9 @@ from rlgen.engines.server import Member, ServerEngine, Supervisor
 from rlgen.engines.shared import SharedEngine
 from rlgen.engines.transfer import Outbox
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import SetupError
+from rlgen.errors import EngineError, SetupError
 from rlgen.models.load import load_config, load_model, model_shape
+from rlgen.models.shortage import memory_for, what_helps
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
@@ -64,7 +65,8 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
             return SharedEngine(processes, lambda: open_servers(recipe, settings, location, logs, say))
         return open_servers(recipe, settings, location, logs, say)
     revision, attention = recipe.model.revision, recipe.model.attention
-    model = load_model(location, revision, getattr(torch, dtype), attention, processes.device)
+    with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
+        model = load_model(location, revision, getattr(torch, dtype), attention, processes.device)
     return TransformersEngine(model=model, fp32_head=recipe.model.fp32_head, max_num_seqs=settings.max_num_seqs)
 
 
