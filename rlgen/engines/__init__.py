@@ -17,6 +17,7 @@ from rlgen.engines.server import Member, ServerEngine, Supervisor
 from rlgen.engines.shared import SharedEngine
 from rlgen.engines.transfer import Outbox
 from rlgen.engines.transformers import TransformersEngine
+from rlgen.engines.vacancy import require_free
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.load import load_config, load_model, model_shape
 from rlgen.models.shortage import memory_for, what_helps
@@ -36,12 +37,15 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
         say: receives a line whenever a server had to be brought back.
 
     Raises:
-        SetupError: what the engine needs is not installed.
+        SetupError: what the engine needs is not installed, or the memory of its GPU is not free.
         EngineError: the engine did not start.
     """
     settings = recipe.engine
     dtype = settings.dtype or recipe.model.dtype
     if isinstance(settings, ColocatedEngineRecipe):
+        if processes.device.type == "cuda":
+            share = settings.gpu_memory_utilization or vllm_compat.GPU_SHARE
+            processes.agreed(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(
             model=location,
             revision=recipe.model.revision,
