@@ -227,3 +227,19 @@ def test_what_is_still_to_come_lacks_memory_before_step_1(recipe: Path, monkeypa
         run(recipe, "run.probe_max=true")
     assert read_json(recipe.parent / "run" / "status.json")["step"] == 0
     proof("torch.OutOfMemoryError for the copy of the reference, and for two moments of each weight with --probe-max")
+
+
+@pytest.mark.fault(41)
+def test_the_run_goes_on_with_what_helps(recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    wide, helps = "optim.micro_batch_tokens=300", ("optim.micro_batch_tokens=150", "model.gradient_checkpointing=true")
+    plain = run(recipe, wide, name="plain")
+    with monkeypatch.context() as patch:
+        Starved(torch.Tensor, "backward", step=2).planted(patch)
+        with pytest.raises(SetupError, match=f"{helps[0]} .* or --set {helps[1]} "):
+            run(recipe, wide)
+    resumed = run(recipe, *helps, resume=True)
+    ours, theirs = (load_file(path / "checkpoints" / "step_000002" / "model.safetensors") for path in (resumed, plain))
+    assert (
+        all((ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs) and ours.keys() == theirs.keys()
+    )
+    proof("a run that lacked memory in step 2, resumed with both settings that help: the same weights, to 1e-5")
