@@ -56,7 +56,7 @@ class RecipeError(RlgenError):
 
 
 class SetupError(RlgenError):
-    """The machine or the model lacks something: a package, a device, a file of weights."""
+    """The machine or the model lacks something: a package, a device, memory, a file of weights."""
 
     exit_code = 3
 

@@ -12,8 +12,10 @@ from rlgen.recipe import LoadedRecipe
 from rlgen.run.directory import RunDirectory
 
 # What may change between the attempts of one run. Steps: only with a constant schedule, which does not depend on their number.
+# Micro-batches and checkpointed activations: memory and speed alone, so that a run that lacked memory can go on.
 STEPS = "run.steps"
 MAY_CHANGE = (
+    *("optim.micro_batch_tokens", "model.gradient_checkpointing"),
     *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
     *("checkpoint.", "sentinel.", "engine.", "processes.", "scoring.", "health."),
 )

@@ -17,8 +17,10 @@ from rlgen.engines.server import Member, ServerEngine, Supervisor
 from rlgen.engines.shared import SharedEngine
 from rlgen.engines.transfer import Outbox
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import SetupError
+from rlgen.engines.vacancy import require_free
+from rlgen.errors import EngineError, SetupError
 from rlgen.models.load import load_config, load_model, model_shape
+from rlgen.models.shortage import memory_for, what_helps
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
@@ -35,12 +37,15 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
         say: receives a line whenever a server had to be brought back.
 
     Raises:
-        SetupError: what the engine needs is not installed.
+        SetupError: what the engine needs is not installed, or the memory of its GPU is not free.
         EngineError: the engine did not start.
     """
     settings = recipe.engine
     dtype = settings.dtype or recipe.model.dtype
     if isinstance(settings, ColocatedEngineRecipe):
+        if processes.device.type == "cuda":
+            share = settings.gpu_memory_utilization or vllm_compat.GPU_SHARE
+            processes.agreed(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(
             model=location,
             revision=recipe.model.revision,
@@ -64,7 +69,8 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
             return SharedEngine(processes, lambda: open_servers(recipe, settings, location, logs, say))
         return open_servers(recipe, settings, location, logs, say)
     revision, attention = recipe.model.revision, recipe.model.attention
-    model = load_model(location, revision, getattr(torch, dtype), attention, processes.device)
+    with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
+        model = load_model(location, revision, getattr(torch, dtype), attention, processes.device)
     return TransformersEngine(model=model, fp32_head=recipe.model.fp32_head, max_num_seqs=settings.max_num_seqs)
 
 

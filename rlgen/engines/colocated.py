@@ -12,6 +12,7 @@ from torch import Tensor
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Facts, Finished, Ledger, Receipt
 from rlgen.errors import EngineError, RlgenError, SetupError
+from rlgen.models.shortage import reason
 from rlgen.types import Completion, Request, Sampling
 
 
@@ -91,6 +92,7 @@ class ColocatedEngine:
         self._sleeps, self._asleep = sleep, False
         self._version = 0
         self._syncs = 0
+        self._less_memory = vllm_compat.what_helps(arguments)
         with vllm_compat.process_kept_as_is():
             self._vllm = vllm_compat.import_vllm()
             self._llm = vllm_compat.open_llm(self._vllm, arguments)
@@ -122,7 +124,8 @@ class ColocatedEngine:
         except RlgenError:
             raise
         except Exception as error:  # vLLM raises whatever its parts raise
-            raise EngineError(f"vLLM failed while working on {len(prompts)} requests: {error}") from error
+            said = reason(error, "sampling", self._less_memory)
+            raise EngineError(f"vLLM failed while working on {len(prompts)} requests: {said}") from error
         return outputs
 
     def _completion(self, output: Any) -> Completion:
@@ -163,7 +166,8 @@ class ColocatedEngine:
             except EngineError:
                 raise
             except Exception as error:  # vLLM raises whatever its parts raise
-                raise EngineError(f"vLLM did not take the weights of version {version}: {error}") from error
+                said = reason(error, "its wake-up" if self._asleep else "a weight sync", self._less_memory)
+                raise EngineError(f"vLLM did not take the weights of version {version}: {said}") from error
         self._version = version
         self._syncs += 1
         return Receipt(version=version, received=ledger.received, not_loaded=not_loaded)

@@ -25,6 +25,7 @@ from rlgen.engines import guard, vllm_compat
 from rlgen.engines.gate import TOKEN_VARIABLE
 from rlgen.errors import EngineError
 from rlgen.files import open_log
+from rlgen.models.shortage import NO_MEMORY
 
 # Of a launch around this process, which would be taken for the server's own: a launch inside a launch.
 FOREIGN_NAMES = {
@@ -67,9 +68,9 @@ class ServerPlan:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
-    def command(self) -> list[str]:
-        """The command line. Holds no secret: every user of the machine can read it."""
-        arguments = vllm_compat.arguments(
+    def arguments(self) -> dict[str, Any]:
+        """vLLM's own, as for an engine in this process."""
+        return vllm_compat.arguments(
             on_gpu=torch.cuda.is_available(),
             model=self.model,
             revision=self.revision,
@@ -86,7 +87,10 @@ class ServerPlan:
             enforce_eager=self.enforce_eager,
             extra=self.extra,
         )
-        arguments |= {
+
+    def command(self) -> list[str]:
+        """The command line. Holds no secret: every user of the machine can read it."""
+        arguments = self.arguments() | {
             "host": self.host,
             "port": self.port,
             # The route that takes ids and returns ids.
@@ -214,7 +218,10 @@ class ServerProcess:
             how = "was killed, as the system does when memory runs out"
         else:
             how = f"ended with exit code {code}"
-        return f"{how}: {reason(self.log.read_text(encoding='utf-8', errors='replace'))} (log: {self.log})"
+        said = reason(self.log.read_text(encoding="utf-8", errors="replace"))
+        if NO_MEMORY.search(said):
+            said += f"; what helps most: {' or '.join(vllm_compat.what_helps(self.plan.arguments()))}"
+        return f"{how}: {said} (log: {self.log})"
 
     def stop(self) -> None:
         """Ends all its processes, in bounded time. Does nothing the second time."""

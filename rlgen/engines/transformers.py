@@ -11,6 +11,7 @@ from rlgen.engines.base import Facts, Finished, Ledger, Receipt, Settings
 from rlgen.errors import EngineError
 from rlgen.losses.logp import head_dtype
 from rlgen.models.policy import Head
+from rlgen.models.shortage import memory_for
 from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.types import Completion, FinishReason, Request, Sampling
 
@@ -67,7 +68,9 @@ class TransformersEngine:
                 if finished:
                     finished(rows[row], answer)
 
-            self._decode([requests[i] for i in rows], sampling, ended)
+            less = [f"an engine.max_num_seqs below {len(rows)}", "a lower rollout.max_completion_tokens"]
+            with memory_for(f"sampling {len(rows)} completions at a time", less, EngineError):
+                self._decode([requests[i] for i in rows], sampling, ended)
         return [completions[i] for i in range(len(requests))]
 
     def _decode(self, requests: list[Request], sampling: Sampling, ended: Finished) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings
 from rlgen.errors import EngineError, SetupError
+from rlgen.models.shortage import reason
 from rlgen.types import Request, Sampling
 
 OLDEST, NEWEST = (0, 28), (0, 33)
@@ -201,6 +202,16 @@ def arguments(
     return chosen
 
 
+def what_helps(arguments: Mapping[str, Any]) -> list[str]:
+    """The two settings that save most of the memory that an engine with these `arguments` takes."""
+    if (cache := arguments.get("kv_cache_memory_bytes")) is not None:
+        smaller = f"engine.kv_cache_gib={cache / 2 / GIB:.4g}"
+    else:
+        smaller = f"engine.gpu_memory_utilization={0.8 * arguments['gpu_memory_utilization']:.2f}"
+    sequences = max(1, arguments["max_num_seqs"] // 2)
+    return [f"--set {smaller} (a smaller KV cache)", f"--set engine.max_num_seqs={sequences} (fewer decoded at a time)"]
+
+
 def _kv_bytes(model: str, revision: str | None, dtype: str, max_num_seqs: int, max_model_len: int) -> int:
     """Bytes for `max_num_seqs` sequences of full length: 2 * layers * kv_heads * head_dim * size of a number, a token."""
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False).get_text_config()
@@ -240,7 +251,8 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         try:
             return vllm.LLM(**arguments)
         except Exception as error:  # vLLM raises whatever its parts raise
-            raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {error}") from error
+            said = reason(error, "the engine's start", what_helps(arguments))
+            raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {said}") from error
 
 
 @contextmanager

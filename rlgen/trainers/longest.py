@@ -1,19 +1,15 @@
 """The largest micro-batches that a run can meet, tried before step 1: too little memory shows at once, not at night."""
 
-import re
-import traceback
-
 import torch
 
 from rlgen.errors import SetupError
+from rlgen.models.shortage import memory_for, peak
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.trainers.base import Signal
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
 from rlgen.types import Sample
-
-NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory")
 
 
 def try_longest(recipe: Recipe, update: Updater, processes: Processes) -> str:
@@ -26,33 +22,23 @@ def try_longest(recipe: Recipe, update: Updater, processes: Processes) -> str:
         What was tried, in words.
 
     Raises:
-        SetupError: in all processes, if the memory of one does not suffice; with the phase, and the settings that help most.
+        SetupError: in all processes, if the memory of one does not suffice, as `Updater` raises it.
     """
     trained = [parameter for parameter in update.policy.parameters() if parameter.requires_grad]
     tried = []
     for rows, length in dict.fromkeys((longest(recipe, processes.world), fullest(recipe, processes.world))):
         window, size = made_up(recipe, rows, length, processes), f"{rows} rows of {length} tokens"
 
-        def attempt(window: Window = window, size: str = size) -> None:
-            moments = [] if update.optimizer.state else [torch.empty_like(p, requires_grad=False) for p in trained * 2]
-            try:
-                with torch.random.fork_rng():
-                    update.attempt(window)
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                inside = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-                phase = "backward" if "backward" in inside else "forward"
-                raise SetupError(
-                    f"run.probe_max: the memory does not suffice for a micro-batch of {size}, in the {phase} pass: {error}. What"
-                    f" helps most: {' or '.join(what_helps(recipe))}; `rlgen estimate` has the whole table"
-                ) from error
-            finally:
-                del moments
+        def attempt(window: Window = window) -> None:
+            with memory_for("the optimizer's state", update.less_memory("optimizer"), SetupError):
+                moments = [] if update.optimizer.state else [torch.empty_like(p, requires_grad=False) for p in trained * 2]
+            with torch.random.fork_rng():
+                update.attempt(window)
+            del moments
 
         processes.agreed(attempt, talks=update.sharded)
         tried.append(size)
-    return f"the largest micro-batches fit: {', '.join(tried)}{peak(processes.device)}"
+    return f"the largest micro-batches fit: {', '.join(tried)}; {peak()}"
 
 
 def longest(recipe: Recipe, processes: int) -> tuple[int, int]:
@@ -109,25 +95,3 @@ def made_up(recipe: Recipe, rows: int, length: int, processes: Processes) -> Win
     window = Window.of(samples, signal, 0.0, rows * length, processes)
     window.ref_logp.update((row, torch.full((completion,), -1.0)) for row in range(len(samples)))
     return window
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch says it in a class of its own on a GPU, and in words on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))
-
-
-def what_helps(recipe: Recipe) -> list[str]:
-    """The two settings that save most of what a micro-batch needs."""
-    longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
-    settings = []
-    if budget > longest:
-        settings.append(f"--set optim.micro_batch_tokens={max(longest, budget // 2)} (the same result, more slowly)")
-    if not recipe.model.gradient_checkpointing:
-        settings.append("--set model.gradient_checkpointing=true (the same result, more slowly)")
-    settings.append(f"--set rollout.max_completion_tokens={max(1, recipe.rollout.max_completion_tokens // 2)}")
-    settings.append("processes.strategy=fsdp in several processes")
-    return settings[:2]
-
-
-def peak(device: torch.device) -> str:
-    return f", peak {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB" if device.type == "cuda" else ""

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from rlgen.data import PromptStream, Rows, build_prompts, cached_rows, listed, load_rows
 from rlgen.engines import build_engine
 from rlgen.engines.base import Settings
-from rlgen.errors import DataError, UsageError
+from rlgen.errors import DataError, SetupError, UsageError
 from rlgen.models.load import cached_model, check_model, load_model, load_tokenizer, locate, stop_ids
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
+from rlgen.models.shortage import memory_for, what_helps
 from rlgen.models.weights import base_digest, bits
 from rlgen.processes import Processes, Seat
 from rlgen.recipe import Recipe
@@ -109,6 +111,7 @@ class Sides:
             temperature=self.probe.sampling.logp_temperature,
             max_tokens=self.probe.sampling.max_tokens,
             watch=watch,
+            less_memory=partial(what_helps, self.recipe),
         )
 
 
@@ -121,7 +124,7 @@ def open_sides(
     say: Callable[[str], None],
     began_with: str | None = None,
 ) -> Sides:
-    """Raises RlgenError, as the model and the engine do.
+    """Raises RlgenError, as the model and the engine do; SetupError where the memory does not suffice for the trainer's side.
 
     Args:
         logs: folder for what a server prints.
@@ -157,7 +160,8 @@ def open_sides(
         # By the name `constant` transformers takes no notice of a warm-up.
         name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
         schedule = get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
-        state = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes) if checkpoint else None
+        with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
+            state = Checkpoints.load(checkpoint, policy.model, optimizer, schedule, processes) if checkpoint else None
         done = 0 if state is None else state.step
         dtypes = recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype
         probe = Probe(
@@ -249,9 +253,10 @@ def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
     settings = recipe.model
     dtype = getattr(torch, settings.dtype)
     held = torch.float32 if settings.lora is None else dtype
-    model = load_model(location, settings.revision, held, settings.attention, device, settings.quantization)
-    if settings.lora is not None:
-        add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
+    with memory_for("the model", what_helps(recipe, "load"), SetupError):
+        model = load_model(location, settings.revision, held, settings.attention, device, settings.quantization)
+        if settings.lora is not None:
+            add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
     return Policy(model, dtype, settings.fp32_head)
@@ -271,7 +276,8 @@ def build_reference(recipe: Recipe, policy: Policy) -> Policy:
     """The frozen model as it is now: a copy, or the base of an adapted policy, which needs none."""
     if recipe.model.lora is not None:
         return Policy(policy.model, policy.dtype, policy.fp32_head, adapter=False)
-    return copy.deepcopy(policy).requires_grad_(False)
+    with memory_for("the reference, a copy of the model", what_helps(recipe, "load"), SetupError):
+        return copy.deepcopy(policy).requires_grad_(False)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
 """From a window of rows to optimizer steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from rlgen.errors import DivergedError
+from rlgen.errors import DivergedError, SetupError
 from rlgen.losses.correction import importance_weight, mismatch
 from rlgen.losses.inputs import LossInputs, Mean, Stats
 from rlgen.models.policy import Policy
+from rlgen.models.shortage import Phase, memory_for
 from rlgen.models.weights import all_finite, whole
 from rlgen.processes import Processes
 from rlgen.rollout.batch import collate, pad_rows
@@ -111,6 +112,7 @@ class Updater:
     temperature: float  # of the engine's log-probs
     max_tokens: int
     watch: Watch | None  # None: the engine samples from a restricted distribution, which cannot be compared
+    less_memory: Callable[[Phase], Sequence[str]]  # settings that help where memory does not suffice
 
     def __call__(self, window: Window, step: int) -> tuple[dict[str, Any], Skipped | None]:
         """Trains on `window`. The metrics are those of all processes, who skip the same update or none.
@@ -121,6 +123,7 @@ class Updater:
         Raises:
             SentinelError: engine and trainer disagree about the rows; before any weight moves.
             DivergedError: an optimizer step has made weights that are not finite.
+            SetupError: the memory of a process does not suffice.
         """
         metrics: dict[str, Any] = {
             "loss": None,
@@ -186,7 +189,8 @@ class Updater:
         entropy: dict[int, Tensor] = {}
         for rows in window.micro_batches:
             batch = collate(window.samples, rows, self.processes.device)
-            values = self.policy(batch, (self.temperature,), "value").entropy.cpu()
+            with memory_for(f"the entropy of {extent(batch)}", self.less_memory("forward"), SetupError):
+                values = self.policy(batch, (self.temperature,), "value").entropy.cpu()
             entropy |= {row: values[place, : len(window.samples[row].completion_ids)].clone() for place, row in enumerate(rows)}
         return entropy
 
@@ -201,13 +205,21 @@ class Updater:
 
     def _backward(self, window: Window, batch: Batch, update: int) -> Part:
         """One micro-batch."""
+        with memory_for(f"the forward pass of {extent(batch)}", self.less_memory("forward"), SetupError):
+            loss, part = self._forward(window, batch, update)
+        with memory_for(f"the backward pass of {extent(batch)}", self.less_memory("backward"), SetupError):
+            # Sharded gradients are means over the processes; the loss is a sum.
+            (loss * self.processes.world if self.sharded else loss).backward()
+        return part
+
+    def _forward(self, window: Window, batch: Batch, update: int) -> tuple[Tensor, Part]:
+        """The loss of a micro-batch; its gradient is still to be computed."""
         loss_temperature = self.algorithm.loss_temperature or self.temperature
         both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
         policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach()
         if not batch.rows:
-            (0.0 * policy_logp.sum()).backward()
-            return Part(
+            return 0.0 * policy_logp.sum(), Part(
                 loss=0.0, positions=batch.tokens, nonfinite=frozenset(), stats={}, sampled_logp={}, with_gradient=frozenset()
             )
         sampled_logp: dict[int, Tensor] = {}
@@ -241,9 +253,7 @@ class Updater:
         nonfinite = frozenset(row for row, is_finite in zip(batch.rows, finite, strict=True) if not is_finite)
         if not nonfinite and not loss.isfinite():
             nonfinite = frozenset(batch.rows)
-        # Sharded gradients are means over the processes; the loss is a sum.
-        (loss * self.processes.world if self.sharded else loss).backward()
-        return Part(
+        return loss, Part(
             loss=loss.item(),
             positions=batch.tokens,
             nonfinite=nonfinite,
@@ -274,9 +284,10 @@ class Updater:
 
     def _add_up(self, part: Part) -> Tensor:
         """The norm of the gradient over all processes, who have the same: they decide alike what is done with it."""
-        if not self.sharded:
-            self._add_gradients(part.with_gradient)
-        return get_total_norm([parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None])
+        with memory_for("the sum of the gradients", self.less_memory("optimizer"), SetupError):
+            if not self.sharded:
+                self._add_gradients(part.with_gradient)
+            return get_total_norm([parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None])
 
     def _skip(self, part: Part, norm: float | None, update: int, old_logp: dict[int, Tensor]) -> Skipped:
         gradients = [(name, parameter.grad) for name, parameter in self.policy.named_parameters()]
@@ -296,11 +307,16 @@ class Updater:
 
         Raises:
             DivergedError: in all processes, if a weight of one is not finite after it.
+            SetupError: in all processes, if the memory of one does not suffice.
         """
-        clip_grads_with_norm_(self.policy.parameters(), self.max_grad_norm, norm)
-        self.optimizer.step()
-        trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
-        if self.processes.any(not all_finite(trained)):
+
+        def move() -> bool:
+            with memory_for("the optimizer step", self.less_memory("optimizer"), SetupError):
+                clip_grads_with_norm_(self.policy.parameters(), self.max_grad_norm, norm)
+                self.optimizer.step()
+            return all_finite(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
+
+        if not all(self.processes.together(move, talks=self.sharded)):
             raise DivergedError(
                 f"step {step}: the optimizer step has made weights that are not finite. They are not saved, and the last"
                 " checkpoint is good: open it in a new run (model.path) with a lower optim.learning_rate"
@@ -315,3 +331,9 @@ class Updater:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.processes.sum_(parameter.grad for parameter in having if parameter.grad is not None)
+
+
+def extent(batch: Batch) -> str:
+    """`4 rows of 72 tokens`"""
+    rows, tokens = batch.input_ids.shape
+    return f"{rows} rows of {tokens} tokens"

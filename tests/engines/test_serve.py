@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlgen.engines.base import fingerprint
 from rlgen.engines.gate import Gate
-from rlgen.engines.launch import ServerPlan, claim, flags, reason
+from rlgen.engines.launch import ServerPlan, ServerProcess, claim, flags, reason
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors
@@ -441,3 +441,18 @@ def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path, proof: Proof) 
     assert not any(map(os.path.exists, shared))
     assert not os.path.exists(folder)
     proof("SIGKILL to the owner of a real vLLM server of two workers")
+
+
+@pytest.mark.fault(41)
+def test_a_server_that_finds_no_memory_says_what_helps(tmp_path: Path, proof: Proof) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] torch.OutOfMemoryError: CUDA out of memory. Tried to\n")
+    with open(tmp_path / "lock", "w") as lock, subprocess.Popen([sys.executable, "-c", "exit(1)"]) as process:
+        process.wait()
+        server = ServerProcess(process, PLAN, TOKEN, log, tmp_path, lock.fileno())
+        with pytest.raises(EngineError, match=r"ended with exit code 1: torch.OutOfMemoryError: CUDA out of memory") as caught:
+            server.wait_ready(5)
+    assert "; what helps most: --set engine.kv_cache_gib=0.05 (" in str(caught.value) and "engine.max_num_seqs=4 (" in str(
+        caught.value
+    )
+    proof("a log of a server that ended with torch.OutOfMemoryError")

@@ -2,7 +2,7 @@
 is freed, and that the log-probs of an engine that slept are right, only a GPU shows: `make gpu-check`."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlgen.engines import vllm_compat
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.engines.vllm_compat import LEAST_SHARE
+from rlgen.engines.vllm_compat import LEAST_SHARE, open_llm
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
@@ -49,7 +49,7 @@ class Recorder:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments, self.calls, self.model = arguments, [], Model(self.take)
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
-        self.wakes, self.fails = True, False
+        self.wakes, self.fails, self.starves = True, False, ""
 
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.calls.append(f"load {sum(1 for _ in weights)}")
@@ -72,10 +72,14 @@ class Recorder:
 
     def wake_up(self, tags: list[str]) -> bool:
         self.calls.append(f"wake {' '.join(tags)}")
+        if tags == [self.starves]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         return self.wakes
 
     def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
         self.calls.append("generate")
+        if self.starves == "generate":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         answer = SimpleNamespace(token_ids=[259], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop")
         return [SimpleNamespace(outputs=[answer], prompt_token_ids=p["prompt_token_ids"], num_cached_tokens=0) for p in prompts]
 
@@ -148,6 +152,52 @@ def test_a_sync_that_fails_leaves_it_asleep(open_recorded: Any, fault: str) -> N
     engine.sync(weights(), 1)  # the next one heals it
     engine.generate(ASKED, SAMPLING)
     assert engine.weight_version == 1 and llm.calls[-2:] == ["wake kv_cache", "generate"]
+
+
+@pytest.mark.fault(41)
+@pytest.mark.parametrize("part", ["weights", "kv_cache"])
+def test_a_wake_up_without_memory_says_so(open_recorded: Any, part: str, proof: Any) -> None:
+    engine, llm = open_recorded(sleep=True)
+    engine.sleep()
+    llm.starves = part
+    smaller = r"--set engine\.gpu_memory_utilization=0\.36 .* or --set engine\.max_num_seqs=32 "
+    with pytest.raises(
+        EngineError, match=rf"for its wake-up: CUDA out of memory\..* GiB; peak .* helps most: {smaller}"
+    ) as caught:
+        engine.sync(weights(), 1)
+    assert caught.value.exit_code == 6 and llm.calls[-1] == f"wake {part}" and engine.weight_version == 0
+    proof(f"torch.OutOfMemoryError when a stand-in for vLLM wakes up its {part}: exit 6")
+
+
+def test_an_engine_that_is_awake_says_what_lacks_memory(open_recorded: Any) -> None:
+    engine, llm = open_recorded(sleep=False)
+    llm.starves, llm.fails = "generate", True
+    with pytest.raises(
+        EngineError, match=r"working on 1 requests: the memory does not suffice for sampling: CUDA .* most: --set "
+    ):
+        engine.generate(ASKED, SAMPLING)
+    with pytest.raises(
+        EngineError, match=r"weights of version 1: the memory does not suffice for a weight sync: out of memory; "
+    ):
+        engine.sync(weights(), 1)
+
+
+@pytest.mark.fault(41)
+@pytest.mark.parametrize(("cache", "smaller"), [(None, "engine.gpu_memory_utilization=0.36"), (3.0, "engine.kv_cache_gib=1.5")])
+def test_a_start_without_memory_says_so(open_recorded: Any, cache: float | None, smaller: str, proof: Any) -> None:
+    fired: list[dict[str, Any]] = []
+
+    def starting(**arguments: Any) -> None:
+        fired.append(arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    _, llm = open_recorded(kv_cache_gib=cache)
+    vllm = SimpleNamespace(__version__="0.32.0", LLM=starting, EngineArgs=make_dataclass("EngineArgs", llm.arguments))
+    with pytest.raises(EngineError, match=r"did not start on .*for the engine's start: CUDA out of memory\..*; peak ") as caught:
+        open_llm(vllm, llm.arguments)
+    assert f"What helps most: --set {smaller} (" in str(caught.value) and "or --set engine.max_num_seqs=32 (" in str(caught.value)
+    assert caught.value.exit_code == 6 and fired == [llm.arguments]
+    proof(f"torch.OutOfMemoryError when a stand-in for vLLM starts, {smaller}: exit 6")
 
 
 @pytest.mark.parametrize("cache, share, told", [(None, None, 0.45), (None, 0.3, 0.3), (2.0, None, LEAST_SHARE)])

@@ -158,6 +158,7 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
             temperature=1.0,
             max_tokens=MAX_TOKENS,
             watch=None,
+            less_memory=lambda phase: [],
         )
         updater(window, step=1)
     return replay.outcome()

@@ -5,8 +5,11 @@ import os
 import sys
 import time
 
+import torch
+
 from rlgen.cli.app import main
 from rlgen.engines.transformers import TransformersEngine
+from rlgen.models.policy import Policy
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.signals import StopRequest
@@ -32,9 +35,26 @@ def one_backward_fails() -> None:
 
     def failing(updater, window, update):  # type: ignore[no-untyped-def]
         part = run(updater, window, update)
-        raise MemoryError(f"no memory after {part.positions} positions")
+        raise ZeroDivisionError(f"a bug after {part.positions} positions")
 
     Updater._run = failing  # type: ignore[method-assign]
+
+
+def one_lacks_memory_in_backward() -> None:
+    torch.Tensor.backward = no_memory  # type: ignore[method-assign]
+
+
+def one_lacks_memory_in_optimizer() -> None:
+    torch.optim.AdamW.step = no_memory  # type: ignore[method-assign]
+
+
+def one_lacks_memory_in_scoring() -> None:
+    """In the sentinel's first look, which the other one waits for."""
+    Policy.forward = no_memory  # type: ignore[method-assign]
+
+
+def no_memory(*arguments, **options):  # type: ignore[no-untyped-def]
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def one_hangs_in_c() -> None:

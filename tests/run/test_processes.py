@@ -1,6 +1,7 @@
 """One recipe trains the same in one process and in several; whatever happens to one of them, all end, and one says why."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -240,9 +241,32 @@ def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: 
     ended = launch(HERE / "faulty.py", "one_backward_fails", "train", recipe, *options)
     status = read_json(tmp_path / "run" / "status.json")
     assert status["exit_code"] == 70 and "process 1 failed: " in status["message"], status
-    assert "no memory after" in status["message"] and ended.stderr.count("error: ") == 1, ended.stderr[-3000:]
+    assert "a bug after" in status["message"] and ended.stderr.count("error: ") == 1, ended.stderr[-3000:]
     assert time.monotonic() - began < 60, "long before the others' patience ends"
-    proof(f"MemoryError in a backward pass of process 1 of 2, {strategy}")
+    proof(f"ZeroDivisionError in a backward pass of process 1 of 2, {strategy}")
+
+
+@pytest.mark.fault(41, 75)
+@pytest.mark.parametrize(
+    ("where", "strategy", "phase"),
+    [
+        ("optimizer", "ddp", "the optimizer step"),
+        pytest.param("scoring", "ddp", "log-probs of ", marks=pytest.mark.slow),
+        pytest.param("backward", "fsdp", "the backward pass of ", marks=pytest.mark.slow),
+    ],
+)
+def test_one_process_lacks_memory(recipe: Path, tmp_path: Path, proof: Proof, where: str, strategy: str, phase: str) -> None:
+    options = ["--run-dir", tmp_path / "run", "--set", f"processes.strategy={strategy}"]
+    began = time.monotonic()
+    ended = launch(HERE / "faulty.py", f"one_lacks_memory_in_{where}", "train", recipe, *options)
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["exit_code"] == 3 and ended.returncode != 0, (status, ended.stderr[-3000:])
+    assert re.match(
+        rf"process 1( failed)?: the memory does not suffice for {phase}.*CUDA out of memory; peak ", status["message"]
+    )
+    assert ended.stderr.count("error: ") == 1 and "this is a bug" not in ended.stderr, ended.stderr[-3000:]
+    assert time.monotonic() - began < 60, "long before the others' patience ends"
+    proof(f"torch.OutOfMemoryError in {phase.removesuffix(' of ')} of process 1 of 2, {strategy}: both end, exit 3")
 
 
 @pytest.mark.parametrize(("code", "said"), [(70, "process 1 failed"), (None, "no memory")])

@@ -394,7 +394,7 @@ def test_too_little_memory_for_the_longest_batch_shows_before_step_1(
             attempt(updater, window)
 
     monkeypatch.setattr(Updater, "attempt", starved)
-    with pytest.raises(SetupError, match=f"4 rows of 72 tokens, in the {phase} pass") as caught:
+    with pytest.raises(SetupError, match=f"the {phase} pass of 4 rows of 72 tokens") as caught:
         run(recipe, "run.probe_max=true", "optim.micro_batch_tokens=300")
     assert "optim.micro_batch_tokens=150" in str(caught.value) and "model.gradient_checkpointing=true" in str(caught.value)
     status = read_json(recipe.parent / "run" / "status.json")

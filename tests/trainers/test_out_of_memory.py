@@ -1,0 +1,245 @@
+"""Too little memory, in every phase of a run: phase, peak and what helps are told. torch's error is planted, on the CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RECIPE
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from rlgen.cli.train import train_command
+from rlgen.engines.transformers import TransformersEngine
+from rlgen.errors import EngineError, SetupError
+from rlgen.files import read_json
+from rlgen.models.policy import Policy
+from rlgen.recipe import load_recipe
+from rlgen.run.checkpoint import Checkpoints
+from rlgen.trainers import longest as longest_module
+from rlgen.trainers import update as update_module
+from rlgen.trainers.sides import build_reference
+from rlgen.trainers.update import Updater
+
+Proof = Callable[[str], None]
+SMALL = [
+    *("engine={kind: transformers}", "rollout={prompts_per_step: 2, group_size: 4, max_completion_tokens: 8}"),
+    *("rewards=[{use: 'r.py:spread'}]", "checkpoint={every: 1, keep: 9}", "run.steps=2"),
+]
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. Process 4711 has 70.00 GiB memory in use. If reserved but unallocated"
+    " memory is large try setting something else."
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Rewards differ, so that every step has something to learn from."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    path.with_name("r.py").write_text("def spread(completion_ids): return sum(completion_ids) % 97 / 97\n")
+    return path
+
+
+def run(recipe: Path, *overrides: str, resume: bool = False, name: str = "run") -> Path:
+    train_command(recipe, [*SMALL, *overrides], resume, False, None, recipe.parent / name)
+    return recipe.parent / name
+
+
+class Starved:
+    """Raises torch's error once: at a call of a method while step `step` trains, or at its call number `call`."""
+
+    def __init__(
+        self, owner: Any, method: str, step: int | None = None, call: int | None = None, after: bool = False, grad: bool = True
+    ) -> None:
+        self.place = (owner, method)
+        self.step, self.call, self.after, self.grad = step, call, after, grad
+        self.calls, self.now, self.fired = 0, 0, 0
+
+    def planted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        owner, method = self.place
+        whole, train = getattr(owner, method), Updater.__call__
+
+        def noting(updater: Updater, window: Any, step: int) -> Any:
+            self.now = step
+            try:
+                return train(updater, window, step)
+            finally:
+                self.now = 0
+
+        def starving(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            in_step = self.now == self.step and torch.is_grad_enabled() is self.grad
+            due = in_step if self.step else self.calls == self.call
+            if self.fired or not due:
+                return whole(*arguments, **options)
+            self.fired += 1
+            if self.after:
+                whole(*arguments, **options)
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+
+        monkeypatch.setattr(Updater, "__call__", noting)
+        monkeypatch.setattr(owner, method, starving)
+
+
+@pytest.mark.fault(41)
+@pytest.mark.parametrize(
+    ("starved", "error", "phase", "helps", "overrides"),
+    [
+        pytest.param(
+            Starved(Policy, "forward", step=2),
+            SetupError,
+            r"the forward pass of \d rows of \d+ tokens",
+            ("optim.micro_batch_tokens=150", "model.gradient_checkpointing=true"),
+            ["optim.micro_batch_tokens=300"],
+            id="forward",
+        ),
+        pytest.param(
+            Starved(torch.Tensor, "backward", step=2),
+            SetupError,
+            r"the backward pass of \d rows of \d+ tokens",
+            ("model.gradient_checkpointing=true", "rollout.max_completion_tokens=4"),
+            ["optim.micro_batch_tokens=72"],
+            id="backward",
+        ),
+        pytest.param(
+            Starved(Policy, "forward", step=2, grad=False),
+            SetupError,
+            r"the entropy of \d rows of \d+ tokens",
+            ("optim.micro_batch_tokens=8192", "model.gradient_checkpointing=true"),
+            ["trainer={kind: grpo, top_entropy: 0.5}"],
+            id="entropy",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Starved(update_module, "get_total_norm", step=2),
+            SetupError,
+            "the sum of the gradients",
+            ("model.lora.rank=16", "processes.strategy=fsdp"),
+            [],
+            id="gradients",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Starved(PreTrainedModel, "to", call=1),
+            SetupError,
+            "the model",
+            ("model.lora.rank=16", "a smaller model"),
+            [],
+            id="model",
+        ),
+        pytest.param(
+            Starved(PreTrainedModel, "to", call=2),
+            EngineError,
+            "the engine's start",
+            ("model.lora.rank=16", "a smaller model"),
+            [],
+            id="engine",
+        ),
+        pytest.param(
+            Starved(TransformersEngine, "_decode", call=1),
+            EngineError,
+            r"sampling \d+ completions at a time",
+            ("an engine.max_num_seqs below ", "a lower rollout.max_completion_tokens"),
+            [],
+            id="sampling",
+        ),
+        pytest.param(
+            Starved(Policy, "forward", call=1),
+            SetupError,
+            r"log-probs of \d+ rows of \d+ tokens",
+            ("an optim.micro_batch_tokens below 16384", "a lower rollout.max_completion_tokens"),
+            [],
+            id="sentinel",
+        ),
+    ],
+)
+def test_the_phase_the_peak_and_what_helps_are_told(
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    starved: Starved,
+    error: type[SetupError] | type[EngineError],
+    phase: str,
+    helps: tuple[str, str],
+    overrides: list[str],
+    proof: Proof,
+) -> None:
+    starved.planted(monkeypatch)
+    peak = r"peak \d+\.\d\d GiB resident, of \d+\.\d\d GiB"
+    match = (
+        rf"the memory does not suffice for {phase}: CUDA out of memory\. .*70.00 GiB memory in use; {peak}\. What helps most: "
+    )
+    with pytest.raises(error, match=match) as caught:
+        run(recipe, *overrides)
+    said, directory = str(caught.value), recipe.parent / "run"
+    first, second = (said.index(text) for text in helps)
+    assert first < second and " or " in said[first:second] and "setting something else" not in said
+    status = read_json(directory / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 3 if error is SetupError else 6)
+    assert status["message"] == said and starved.fired == 1
+    kept = [path.name for path in (directory / "checkpoints").glob("step_*")]
+    assert kept == (["step_000001"] if starved.step else [])
+    proof(f"torch.OutOfMemoryError in {phase.partition(' of ')[0]}: exit {status['exit_code']}, {len(kept)} checkpoints")
+
+
+@pytest.mark.fault(41)
+def test_the_last_checkpoint_stands_after_half_a_step(recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    """The optimizer has moved the weights when its memory runs out; the resumed run is the undisturbed one."""
+    plain = run(recipe, name="plain")
+    with monkeypatch.context() as patch:
+        Starved(torch.optim.AdamW, "step", call=2, after=True).planted(patch)
+        match = r"for the optimizer step: CUDA .* helps most: --set model\.lora\.rank=16 .* or processes\.strategy=fsdp in"
+        with pytest.raises(SetupError, match=match):
+            run(recipe)
+    assert [path.name for path in (recipe.parent / "run" / "checkpoints").glob("step_*")] == ["step_000001"]
+    assert read_json(recipe.parent / "run" / "status.json")["exit_code"] == 3
+    with monkeypatch.context() as patch:
+        Starved(Checkpoints, "load", call=1).planted(patch)
+        with pytest.raises(SetupError, match="for the checkpoint's optimizer state: CUDA out of memory"):
+            run(recipe, resume=True)
+    resumed = run(recipe, resume=True)
+    pair = [load_file(path / "checkpoints" / "step_000002" / "model.safetensors") for path in (plain, resumed)]
+    assert pair[0].keys() == pair[1].keys() and all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
+    assert read_json(resumed / "status.json")["exit_code"] == 0
+    proof("out of memory after AdamW moved the weights of step 2: resumed from step 1, to the same bits")
+
+
+class NoRoom:
+    """torch, and a policy, of which there can be no other."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty_like(self, *_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(TORCH_SAYS)
+
+    __deepcopy__ = empty_like
+
+
+@pytest.mark.fault(41)
+def test_what_is_still_to_come_lacks_memory_before_step_1(recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    reference: Any = NoRoom()
+    with pytest.raises(SetupError, match=r"for the reference, a copy of the model: CUDA .* most: --set model\.lora\.rank=16 "):
+        build_reference(load_recipe(recipe, SMALL).recipe, reference)
+    monkeypatch.setattr(longest_module, "torch", NoRoom())
+    with pytest.raises(SetupError, match=r"for the optimizer's state: CUDA .* most: --set model\.lora\.rank=16 "):
+        run(recipe, "run.probe_max=true")
+    assert read_json(recipe.parent / "run" / "status.json")["step"] == 0
+    proof("torch.OutOfMemoryError for the copy of the reference, and for two moments of each weight with --probe-max")
+
+
+@pytest.mark.fault(41)
+def test_the_run_goes_on_with_what_helps(recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    wide, helps = "optim.micro_batch_tokens=300", ("optim.micro_batch_tokens=150", "model.gradient_checkpointing=true")
+    plain = run(recipe, wide, name="plain")
+    with monkeypatch.context() as patch:
+        Starved(torch.Tensor, "backward", step=2).planted(patch)
+        with pytest.raises(SetupError, match=f"{helps[0]} .* or --set {helps[1]} "):
+            run(recipe, wide)
+    resumed = run(recipe, *helps, resume=True)
+    ours, theirs = (load_file(path / "checkpoints" / "step_000002" / "model.safetensors") for path in (resumed, plain))
+    assert (
+        all((ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs) and ours.keys() == theirs.keys()
+    )
+    proof("a run that lacked memory in step 2, resumed with both settings that help: the same weights, to 1e-5")
