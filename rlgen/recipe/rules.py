@@ -366,6 +366,8 @@ def _inert_in_health(recipe: Recipe) -> list[Finding]:
             nothing(["clipped"], "when trainer.updates_per_rollout is 1: the ratio is 1")
     if isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None:
         nothing(["sampler_delta", "sampler_kl", "ess"], "with engine.structured_regex: its log-probs are not the policy's")
+    elif recipe.rollout.ahead:  # `sentinel.probe_every` looks at present weights
+        nothing(["sampler_delta", "sampler_kl"], "with rollout.ahead: earlier weights sampled, which differ for an honest reason")
     said = {finding.path for finding in found}
     for name, rule in recipe.health:
         path = f"health.{name}"

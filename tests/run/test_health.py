@@ -162,6 +162,9 @@ def test_rules_that_cannot_apply_are_left_out_and_refused(recipe_file: Path) -> 
     assert "clipped" not in names and {"reward", "grad_norm", "no_update", "entropy", "ref_kl", "ess"} <= names
     names = {rule.name for rule in rules_of(recipe(trainer={"kind": "grpo"}))}
     assert not {"ref_kl", "clipped"} & names and {"entropy", "ess"} <= names
+    ahead = {"engine": {"kind": "server", "launch": True}, "rollout": {"max_completion_tokens": 100, "ahead": 1}}
+    names = {rule.name for rule in rules_of(recipe(**ahead))}
+    assert not {"sampler_delta", "sampler_kl"} & names and "ess" in names, "what earlier weights sampled differs, and is no fault"
     for override, place in [
         ("health.ref_kl.steps=3", "health.ref_kl has no effect when trainer.beta is 0"),
         ("health.clipped={threshold: 0.5}", "health.clipped has no effect when trainer.updates_per_rollout is 1"),
