@@ -122,6 +122,7 @@ def test_a_trainer_of_somebody_elses_server_is_killed(proof: Proof) -> None:
     proof("SIGKILL to a trainer that has only its weights in shared memory")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(78)
 @pytest.mark.parametrize("family", [SLOW], indirect=True)
 def test_the_next_owner_waits_for_the_port_of_one_that_was_killed(family: Family, proof: Proof) -> None:

@@ -250,7 +250,7 @@ def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: 
 @pytest.mark.parametrize(
     ("where", "strategy", "phase"),
     [
-        ("optimizer", "ddp", "the optimizer step"),
+        pytest.param("optimizer", "ddp", "the optimizer step", marks=pytest.mark.slow),
         pytest.param("scoring", "ddp", "log-probs of ", marks=pytest.mark.slow),
         pytest.param("backward", "fsdp", "the backward pass of ", marks=pytest.mark.slow),
     ],
@@ -390,8 +390,10 @@ def test_a_process_that_is_deaf_is_ended(
     proof(f"{fault} in process {rank} of 2; all gone after {time.monotonic() - began:.0f} s, starts included")
 
 
+@pytest.mark.slow
+@pytest.mark.fault(75)
 def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
     """It waits for a judge, then for answers before a sync, and the others wait for it."""
     monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", "0")
@@ -401,6 +403,7 @@ def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
     (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert record["time/reward"] > 7 and record["time/generate"] > 7
     assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
+    proof("rewards, and a wait before the sync, of 7 s each with a timeout of 5 s")
 
 
 def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:

@@ -92,6 +92,7 @@ def cache(tmp_path: Path) -> Path:
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.fault(25)
 @pytest.mark.skipif(not namespaces(), reason="may not make a network namespace")
 def test_without_the_hub_a_run_takes_what_is_cached_and_says_so(recipe_file: Path, cache: Path, proof: Proof) -> None:

@@ -177,7 +177,9 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
 
 
 @pytest.mark.fault(54)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.fault(57)] * ("sleep" in name)) for name in EVENTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.fault(57), pytest.mark.slow] if "sleep" in name else ()) for name in EVENTS]
+)
 def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str, proof: Proof
 ) -> None:
