@@ -96,9 +96,9 @@ class Worker:
         """The calls that it is at, and since when."""
         if self.chunk is None or self.chunk.side_by_side:
             return self.crowd
-        call, since = PRESENT.unpack_from(self.present)
-        while (call, since) != (seen := PRESENT.unpack_from(self.present)):  # it is being written
-            call, since = seen
+        since, call = PRESENT.unpack_from(self.present)
+        while (since, call) != (seen := PRESENT.unpack_from(self.present)):  # it is being written
+            since, call = seen
         return {call: since} if call in self.waiting else {}
 
     def send(self, record: object) -> None:
@@ -270,7 +270,7 @@ class Pool:
     def _start(self) -> None:
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         printed = self._prints_to()
-        with temporary(PRESENT.pack(NO_CALL, 0.0)) as shared:
+        with temporary(PRESENT.pack(0.0, NO_CALL)) as shared:
             stack = temporary(b"")  # closed with the worker
             ours, theirs = socket.socketpair()
             present = mmap(shared.fileno(), PRESENT.size)

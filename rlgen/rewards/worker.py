@@ -46,7 +46,9 @@ Cause = Literal["error", "timeout", "died", "memory"]
 CONCURRENT = 64  # calls of async rewards under way at once
 LONGEST_MESSAGE, LONGEST_TRACEBACK, LONGEST_LINE = 2000, 8000, 1 << 16
 PR_SET_PDEATHSIG = 1
-PRESENT = Struct("=qd")  # the id of a call, and when it began (time.monotonic, the same clock for all processes of a machine)
+# When a call began (time.monotonic, the same clock for all processes of a machine), and its id. Written in this order, eight
+# bytes at a time (@): a worker that is interrupted in between has an old call begin late, and never a new one before its time.
+PRESENT = Struct("@dq")
 NO_CALL = -1
 FILE_MODULE = "rlgen_reward_"  # and a hash: the name of a file of the user's as a module
 TOGETHER = 0.005  # seconds for which results are kept back, to be sent together
@@ -289,7 +291,7 @@ class Speaker:
 
     def at(self, call: int) -> None:
         """The call that begins now."""
-        PRESENT.pack_into(self.present, 0, call, time.monotonic())
+        PRESENT.pack_into(self.present, 0, time.monotonic(), call)
 
     def answer(self, call: int, outcome: list[float | None] | Failed, start: float) -> None:
         record: dict[str, Any] = {"done": call, "seconds": time.perf_counter() - start}

@@ -1,7 +1,13 @@
+import os
+import time
+from mmap import mmap
+
 import pytest
 from scoring import group, opened, scorer
 
 from rlgen.errors import RewardError
+from rlgen.rewards.pool import Worker
+from rlgen.rewards.worker import NO_CALL, PRESENT, Call, Chunk, Speaker
 
 __all__ = ["opened", "scorer"]
 
@@ -73,3 +79,17 @@ def test_a_positional_only_parameter_is_refused_at_once(scorer):
 def test_finish_reasons_may_be_asked_for_in_the_plural(scorer):
     build = scorer("def f(completions, finish_reasons): return [float(r == 'stop') for r in finish_reasons]\n")
     assert values(build.score([group("a", "b")], 1)) == [1.0, 0.0]
+
+
+def test_a_worker_that_is_interrupted_while_it_says_where_it_is_has_all_its_time():
+    """The system may stop it between any two stores; read then, no call has begun before it was asked for."""
+    call, present = Call(7, 0, {}, None), mmap(-1, PRESENT.size)
+    worker = Worker(process=None, line=None, present=present, stack=None, mark="", started=0.0)
+    worker.chunk, worker.waiting = Chunk((call,), False), {call.id: call}
+    before, asked = PRESENT.pack(0.0, NO_CALL), time.monotonic()
+    Speaker(None, present, os.getpid()).at(call.id)
+    after = present[:]
+    for stored in range(0, PRESENT.size + 1, 8):
+        present[:] = after[:stored] + before[stored:]
+        assert all(since >= asked for since in worker.began.values()), stored
+    assert list(worker.began) == [call.id]

@@ -615,4 +615,4 @@ def test_arguments_of_any_kind_reach_the_function(scorer):
 
 def test_between_chunks_there_is_no_present_call(misbehaving):
     misbehaving.score([group("a")], 1)
-    assert PRESENT.unpack_from(misbehaving.pool._workers[0].present)[0] == NO_CALL
+    assert PRESENT.unpack_from(misbehaving.pool._workers[0].present)[1] == NO_CALL

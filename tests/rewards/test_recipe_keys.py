@@ -83,6 +83,7 @@ def test_validate_knows_what_a_reward_needs(recipe_file: Path, proof: Any, entry
     (recipe_file.parent / "mine.py").write_text(MINE)
     if said is None:
         validate_command(recipe_file, [f"rewards=[{entry}]"], False)
+        proof("what it needs is there: accepted")
         return
     with pytest.raises(RecipeError) as caught:
         validate_command(recipe_file, [f"rewards=[{entry}]"], False)

@@ -173,11 +173,11 @@ def test_a_second_one_stops_at_once(
         code = train(recipe_file, directory, *(["checkpoint.every=3"] if phases[0] == "generation" else []))
     status, saved = read_json(directory / "status.json"), list((directory / "checkpoints").glob("step_*"))
     if phases[0] == "load":  # the first one has ended it: nobody is there to hear the second
-        assert (code, status["state"]) == (75, "stopped")
+        assert (code, status["state"]) == (75, "stopped") and sent[0]
     else:
         assert sum(map(len, sent)) == 2 and (code, status["state"]) == (130, "failed")
         assert "stopped at once; --resume goes on from the last checkpoint" in status["message"]
-        proof(f"SIGINT in {phases[0]} and again in {phases[1]}")
+    proof(f"SIGINT in {phases[0]} and again in {phases[1]}")
     assert saved == [], "none was whole yet"
     assert train(recipe_file, directory, resume=True) == 0
     assert left(directory) == left(undisturbed)
