@@ -30,7 +30,7 @@ def memory_for(what: str, helps: Sequence[str], told: type[RlgenError]) -> Itera
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # what lacks memory says so in many classes; all else goes on as it is
         if isinstance(error, RlgenError) or not is_out_of_memory(error):
             raise
         raise told(reason(error, what, helps)) from error
