@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, suppress
+from ctypes import sizeof
 from dataclasses import dataclass, field
 from mmap import mmap
 from multiprocessing.connection import wait
@@ -26,7 +27,7 @@ from typing import IO, Any
 
 from rlgen.errors import CheckpointError, RewardError
 from rlgen.files import open_log
-from rlgen.rewards.worker import NO_CALL, PRESENT, Call, Chunk, Facts, Failed, Source
+from rlgen.rewards.worker import NO_CALL, Call, Chunk, Facts, Failed, Present, Source
 
 # The paths of the trainer, so that the same names mean the same files; -P: nothing of the working directory comes before them.
 START = (
@@ -73,7 +74,7 @@ class Worker:
 
     process: subprocess.Popen[bytes]
     line: socket.socket
-    present: mmap  # PRESENT: the call that it is at
+    present: Present
     stack: IO[bytes]  # where the process writes its position when it hangs or crashes
     mark: str
     started: float
@@ -96,9 +97,7 @@ class Worker:
         """The calls that it is at, and since when."""
         if self.chunk is None or self.chunk.side_by_side:
             return self.crowd
-        since, call = PRESENT.unpack_from(self.present)
-        while (since, call) != (seen := PRESENT.unpack_from(self.present)):  # it is being written
-            since, call = seen
+        call, since = self.present.read()
         return {call: since} if call in self.waiting else {}
 
     def send(self, record: object) -> None:
@@ -161,7 +160,6 @@ class Worker:
                 break
             time.sleep(0.01)
         self.line.close()
-        self.present.close()
         self.stack.close()
         return status
 
@@ -270,10 +268,10 @@ class Pool:
     def _start(self) -> None:
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         printed = self._prints_to()
-        with temporary(PRESENT.pack(0.0, NO_CALL)) as shared:
+        with temporary(bytes(Present(0.0, NO_CALL))) as shared:
             stack = temporary(b"")  # closed with the worker
             ours, theirs = socket.socketpair()
-            present = mmap(shared.fileno(), PRESENT.size)
+            present = Present.from_buffer(mmap(shared.fileno(), sizeof(Present)))
             files = (theirs.fileno(), shared.fileno(), stack.fileno())
             process = subprocess.Popen(
                 python("worker", *files, os.getpid(), self._limits.memory),

@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from mmap import mmap
 from pathlib import Path
-from struct import Struct
 from types import ModuleType
 from typing import Any, Literal
 
@@ -46,12 +45,32 @@ Cause = Literal["error", "timeout", "died", "memory"]
 CONCURRENT = 64  # calls of async rewards under way at once
 LONGEST_MESSAGE, LONGEST_TRACEBACK, LONGEST_LINE = 2000, 8000, 1 << 16
 PR_SET_PDEATHSIG = 1
-# When a call began (time.monotonic, the same clock for all processes of a machine), and its id. Written in this order, eight
-# bytes at a time (@): a worker that is interrupted in between has an old call begin late, and never a new one before its time.
-PRESENT = Struct("@dq")
 NO_CALL = -1
 FILE_MODULE = "rlgen_reward_"  # and a hash: the name of a file of the user's as a module
 TOGETHER = 0.005  # seconds for which results are kept back, to be sent together
+
+
+class Present(ctypes.Structure):
+    """The call that a worker is at, in memory that it shares with the trainer.
+
+    Each field is one store of eight bytes (`struct` writes zeros first), and `since` is written first and read last: whoever is
+    interrupted in between has an old call begin late, and never a new one before its time.
+    """
+
+    _fields_ = (("since", ctypes.c_double), ("call", ctypes.c_int64))  # time.monotonic: one clock for all of a machine
+    since: float
+    call: int
+
+    def begin(self, call: int) -> None:
+        self.since = time.monotonic()
+        self.call = call
+
+    def read(self) -> tuple[int, float]:
+        """The call, and when it began."""
+        while True:
+            call, since = self.call, self.since
+            if call == self.call:
+                return call, since
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +291,7 @@ class Speaker:
     """The way to the trainer. A child that the user's code forked comes here too, and ends."""
 
     line: socket.socket
-    present: mmap
+    present: Present
     pid: int
     unsent: list[str] = field(default_factory=list)
     sent: float = 0.0
@@ -289,10 +308,6 @@ class Speaker:
         self.unsent.clear()
         self.sent = time.monotonic()
 
-    def at(self, call: int) -> None:
-        """The call that begins now."""
-        PRESENT.pack_into(self.present, 0, time.monotonic(), call)
-
     def answer(self, call: int, outcome: list[float | None] | Failed, start: float) -> None:
         record: dict[str, Any] = {"done": call, "seconds": time.perf_counter() - start}
         if isinstance(outcome, Failed):
@@ -308,7 +323,7 @@ def one_by_one(chunk: Chunk, loaded: Sequence[Loaded], speaker: Speaker) -> None
     """Calls functions that are not async."""
     speaker.sent = time.monotonic()
     for call in chunk.calls:
-        speaker.at(call.id)
+        speaker.present.begin(call.id)
         one, start = loaded[call.reward], time.perf_counter()
         outcome: list[float | None] | Failed
         try:
@@ -316,7 +331,7 @@ def one_by_one(chunk: Chunk, loaded: Sequence[Loaded], speaker: Speaker) -> None
         except BaseException as error:  # the user's code raises whatever it likes; that is no reward of 0
             outcome = failure_of(error, one.facts.file)
         speaker.answer(call.id, outcome, start)
-    speaker.at(NO_CALL)
+    speaker.present.begin(NO_CALL)
     speaker.flush()
 
 
@@ -348,7 +363,7 @@ async def side_by_side(chunk: Chunk, loaded: Sequence[Loaded], speaker: Speaker)
     await asyncio.gather(*map(run, chunk.calls))
 
 
-def serve(line: socket.socket, present: mmap) -> None:
+def serve(line: socket.socket, present: Present) -> None:
     """Answers chunks until the trainer closes the line."""
     requests = line.makefile("rb")
     speaker = Speaker(line, present, os.getpid())
@@ -423,4 +438,4 @@ def main(line: int, present: int, stack: int, parent: int, memory: int) -> None:
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     sys.stdout, sys.stderr = Printed(1), Printed(2)
-    serve(socket.socket(fileno=line), mmap(present, PRESENT.size))
+    serve(socket.socket(fileno=line), Present.from_buffer(mmap(present, ctypes.sizeof(Present))))

@@ -1,13 +1,13 @@
-import os
-import time
+import subprocess
+import sys
+import textwrap
 from mmap import mmap
 
 import pytest
 from scoring import group, opened, scorer
 
 from rlgen.errors import RewardError
-from rlgen.rewards.pool import Worker
-from rlgen.rewards.worker import NO_CALL, PRESENT, Call, Chunk, Speaker
+from rlgen.rewards.worker import Present
 
 __all__ = ["opened", "scorer"]
 
@@ -81,15 +81,29 @@ def test_finish_reasons_may_be_asked_for_in_the_plural(scorer):
     assert values(build.score([group("a", "b")], 1)) == [1.0, 0.0]
 
 
-def test_a_worker_that_is_interrupted_while_it_says_where_it_is_has_all_its_time():
-    """The system may stop it between any two stores; read then, no call has begun before it was asked for."""
-    call, present = Call(7, 0, {}, None), mmap(-1, PRESENT.size)
-    worker = Worker(process=None, line=None, present=present, stack=None, mark="", started=0.0)
-    worker.chunk, worker.waiting = Chunk((call,), False), {call.id: call}
-    before, asked = PRESENT.pack(0.0, NO_CALL), time.monotonic()
-    Speaker(None, present, os.getpid()).at(call.id)
-    after = present[:]
-    for stored in range(0, PRESENT.size + 1, 8):
-        present[:] = after[:stored] + before[stored:]
-        assert all(since >= asked for since in worker.began.values()), stored
-    assert list(worker.began) == [call.id]
+def test_a_call_has_never_begun_before_it_did(tmp_path):
+    """A worker says in shared memory where it is. Here call k begins at k: read at whatever instant, it has not begun earlier."""
+    says = """
+        import sys
+        from itertools import count
+        from mmap import mmap
+        from types import SimpleNamespace
+        from rlgen.rewards import worker
+        with open(sys.argv[1], "r+b") as file:
+            present = worker.Present.from_buffer(mmap(file.fileno(), 0))
+        worker.time = SimpleNamespace(monotonic=count(1).__next__)
+        for call in range(1, 500_000):
+            present.begin(call)
+    """
+    place = tmp_path / "present"
+    place.write_bytes(bytes(Present(0.0, 0)))
+    with place.open("r+b") as file:
+        present = Present.from_buffer(mmap(file.fileno(), 0))
+    seen = set()
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(says), place]) as process:
+        while process.poll() is None:
+            call, since = present.read()
+            assert since in (call, call + 1)
+            seen.add(call)
+    assert process.returncode == 0
+    assert len(seen) > 1000

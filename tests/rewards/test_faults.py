@@ -21,7 +21,7 @@ from scoring import group, opened, scorer, totals
 from rlgen.errors import CheckpointError, RewardError
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import open_scorer
-from rlgen.rewards.worker import NO_CALL, PRESENT
+from rlgen.rewards.worker import NO_CALL
 from rlgen.run.records import sample_metrics
 
 __all__ = ["opened", "scorer"]
@@ -615,4 +615,4 @@ def test_arguments_of_any_kind_reach_the_function(scorer):
 
 def test_between_chunks_there_is_no_present_call(misbehaving):
     misbehaving.score([group("a")], 1)
-    assert PRESENT.unpack_from(misbehaving.pool._workers[0].present)[1] == NO_CALL
+    assert misbehaving.pool._workers[0].present.call == NO_CALL
