@@ -1,6 +1,8 @@
-"""`make overhead`: what checkpoints, the journal and processes for rewards cost the demo, beside the same run without them.
+"""`make overhead`: what checkpoints, the journal and processes for rewards cost the demo, beside the same steps without them.
 
-The recipe has no switch for any of the three: the runs without them are this script's, which takes the three out of `rlgen`.
+The recipe has no switch for any of the three: this script takes them out of `rlgen` in every second step. Half of its runs do so
+in the odd steps and half in the even ones, so that each step is timed with and without, and what makes a whole run slow or quick
+on this machine is on both sides.
 """
 
 import json
@@ -8,106 +10,135 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RECIPE, WARM = ROOT / "recipes" / "demo-grpo.yaml", ROOT / "runs" / "warm" / "qwen3"
-PAIRS = 5
+PAIRS = 4
 MOST = 0.05
 
 
-def bare() -> None:
-    """Takes checkpoints, journal and reward processes out of rlgen, in this process."""
+class Laps:
+    """Seconds of the steps of one run, and whether the present one has what is measured."""
+
+    def __init__(self, first: bool) -> None:
+        self.seconds: list[float] = []
+        self.has = first
+        self.began = time.perf_counter()
+
+    def end(self) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self.began)
+        self.has = not self.has
+        self.began = time.perf_counter()
+
+
+def toggle(laps: Laps) -> None:
+    """Takes checkpoints, journal and reward processes out of rlgen, in this process, while `laps.has` is false."""
     from rlgen.rewards.pool import Outcome, Pool
-    from rlgen.rewards.worker import Call, load
+    from rlgen.rewards.worker import Call, Loaded, load
     from rlgen.rollout.journal import Journal
     from rlgen.trainers import loop
 
-    def run(pool: Pool, calls: Sequence[Call]) -> Iterator[Outcome]:
-        functions = [load(source).function for source in pool._sources]
-        for call in calls:
-            yield Outcome(call.id, (float(functions[call.reward](**call.arguments)),), 0.0)
+    loaded: list[Loaded] = []
 
-    replaced: list[tuple[Any, str, Any]] = [
-        (Pool, "facts", lambda pool: [load(source).facts for source in pool._sources]),
+    def run(pool: Pool, calls: Sequence[Call]) -> Iterator[Outcome]:
+        loaded[:] = loaded or map(load, pool._sources)
+        for call in calls:
+            yield Outcome(call.id, (float(loaded[call.reward].function(**call.arguments)),), 0.0)
+
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (Pool, "run", run),
+        (Journal, "answered", lambda *_: None),
         (Journal, "append", lambda *_: None),
         (Journal, "score", lambda journal, step, groups, scorer: scorer(list(groups))),
         (loop, "bits", lambda *_: ""),
         (loop.Trainer, "save", lambda *_: None),
     ]
     for place, name, instead in replaced:
-        assert hasattr(place, name)
-        setattr(place, name, instead)
+        setattr(place, name, either(laps, getattr(place, name), instead))
 
 
-def child(kind: str, directory: str, steps: str) -> None:
-    """One run; prints the seconds of its rewards' opening, of each step, and of what follows the last one."""
+def either(laps: Laps, real: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: (real if laps.has else instead)(*arguments)
+
+
+def child(first: str, directory: str, steps: str) -> None:
+    """One run; prints the seconds that opening the rewards took, and of each step; the last are those after the last step."""
     from rlgen.cli.train import train_command
     from rlgen.trainers import build
     from rlgen.trainers.loop import Trainer
     from rlgen.trainers.report import Reporter
 
-    if kind == "without":
-        bare()
-    seconds, began = [], 0.0
+    laps, opening = Laps(first == "with"), 0.0
+    toggle(laps)
+    open_rewards, train, write = build.build_scorer, Trainer.run, Reporter.metrics
 
-    def lap() -> None:
-        nonlocal began
-        now = time.perf_counter()
-        seconds.append(now - began)
-        began = now
+    def timed_open(*arguments: Any) -> Any:
+        nonlocal opening
+        began = time.perf_counter()
+        scorer = open_rewards(*arguments)
+        opening = time.perf_counter() - began
+        return scorer
 
-    def lapping(function: Any, anew: bool) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal began
-            began = time.perf_counter() if anew else began
-            try:
-                return function(*arguments, **named)
-            finally:
-                lap()
+    def timed_run(*arguments: Any) -> None:
+        laps.began = time.perf_counter()
+        train(*arguments)
+        laps.end()
 
-        return call
+    def timed_metrics(*arguments: Any) -> Any:
+        checkup = write(*arguments)
+        laps.end()
+        return checkup
 
-    build.build_scorer = lapping(build.build_scorer, anew=True)
-    Trainer.run = lapping(Trainer.run, anew=True)  # type: ignore[method-assign]
-    Reporter.metrics = lapping(Reporter.metrics, anew=False)  # type: ignore[method-assign]
+    build.build_scorer, Trainer.run, Reporter.metrics = timed_open, timed_run, timed_metrics  # type: ignore[method-assign]
     train_command(RECIPE, [f"model.path={WARM}"], False, False, int(steps), Path(directory))
-    print(f"seconds {json.dumps(seconds)}")
+    print(f"seconds {json.dumps([opening, *laps.seconds])}")
 
 
-def measure(kind: str, directory: Path, steps: int) -> list[float]:
-    command = [sys.executable, __file__, "--child", kind, str(directory), str(steps)]
+def measure(first: str, directory: Path, steps: int) -> tuple[float, list[float]]:
+    """Seconds for the opening of the rewards, and of each lap."""
+    command = [sys.executable, __file__, "--child", first, str(directory), str(steps)]
     ended = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    kept = list((directory / "checkpoints").glob("step_*"))
-    assert bool(kept) == (kind == "with"), "a run with what it should be without, or the other way round"
-    seconds: list[float] = json.loads(ended.stdout.rsplit("seconds ", 1)[1])
-    assert len(seconds) == 1 + steps + 1
-    return seconds
+    opening, *laps = json.loads(ended.stdout.rsplit("seconds ", 1)[1])
+    assert len(laps) == steps + 1
+    journal = {path.stem: path.read_text() for path in (directory / "journal").glob("step_*")}
+    wrote = {int(step[-1]) % 2 for step, text in journal.items() if '"answer"' in text and '"rewards"' in text}
+    saved = list((directory / "checkpoints").glob("step_*"))
+    # What is saved after step 50 counts to step 51.
+    assert (wrote, bool(saved)) == (({1}, True) if first == "with" else ({0}, False)), "a step with what it should be without"
+    return opening, laps
 
 
 def main(steps: int) -> None:
     if not WARM.exists():
         command = [sys.executable, "scripts/warm_start.py", str(RECIPE), "--out", str(WARM)]
         subprocess.run(command, check=True, cwd=ROOT)
-    found: dict[str, list[list[float]]] = {"with": [], "without": []}
+    openings: list[float] = []
+    found: dict[str, list[list[float]]] = {kind: [[] for _ in range(steps + 1)] for kind in ("with", "without")}
+    losses: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for pair in range(PAIRS):
-            for kind in ("with", "without") if pair % 2 else ("without", "with"):
-                found[kind].append(measure(kind, Path(folder) / f"{kind}-{pair}", steps))
-                print(f"pair {pair + 1}, {kind}: {sum(found[kind][-1]):.1f} s", flush=True)
-        losses = [
-            [json.loads(line)["loss"] for line in (Path(folder) / f"{kind}-0" / "metrics.jsonl").read_text().splitlines()]
-            for kind in found
-        ]
-    assert losses[0] == losses[1], "the two train differently"
-    # Step k is the same work in each run: its median leaves out what the machine did beside it.
-    total = {kind: sum(map(median, zip(*runs, strict=True))) for kind, runs in found.items()}
+        for run in range(2 * PAIRS):
+            kinds = ("with", "without") if run % 2 else ("without", "with")
+            directory = Path(folder) / str(run)
+            opening, laps = measure(kinds[0], directory, steps)
+            openings.append(opening)
+            for lap, seconds in enumerate(laps):
+                found[kinds[lap % 2]][lap].append(seconds)
+            lines = (directory / "metrics.jsonl").read_text().splitlines()
+            losses.append([json.loads(line)["loss"] for line in lines])
+            own = {kind: sum(laps[first:steps:2]) for first, kind in enumerate(kinds)}
+            print(
+                f"run {run + 1}: {steps // 2} steps with {own['with']:.1f} s, as many without {own['without']:.1f} s", flush=True
+            )
+    assert all(one == losses[0] for one in losses), "steps with and without train differently"
+    total = {kind: sum(map(median, laps)) for kind, laps in found.items()}
+    total["with"] += median(openings)
     print(
-        f"\n{'':10}{'s':>8}   {steps} steps of recipes/demo-grpo.yaml: medians of each step over {PAIRS} runs in turns, added up"
+        f"\n{'':10}{'s':>8}   {steps} steps of recipes/demo-grpo.yaml: medians of each step, {PAIRS} times with and without, added up"
     )
     for kind, seconds in total.items():
         print(f"{kind:10}{seconds:>8.1f}")
