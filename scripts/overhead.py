@@ -131,15 +131,11 @@ def main(steps: int) -> None:
             lines = (directory / "metrics.jsonl").read_text().splitlines()
             losses.append([json.loads(line)["loss"] for line in lines])
             own = {kind: sum(laps[first:steps:2]) for first, kind in enumerate(kinds)}
-            print(
-                f"run {run + 1}: {steps // 2} steps with {own['with']:.1f} s, as many without {own['without']:.1f} s", flush=True
-            )
+            print(f"run {run + 1}: {own['with']:.1f} s for the steps with, {own['without']:.1f} s for those without", flush=True)
     assert all(one == losses[0] for one in losses), "steps with and without train differently"
     total = {kind: sum(map(median, laps)) for kind, laps in found.items()}
     total["with"] += median(openings)
-    print(
-        f"\n{'':10}{'s':>8}   {steps} steps of recipes/demo-grpo.yaml: medians of each step, {PAIRS} times with and without, added up"
-    )
+    print(f"\n{'':10}{'s':>8}   {steps} steps of recipes/demo-grpo.yaml: medians of each over {PAIRS} times each")
     for kind, seconds in total.items():
         print(f"{kind:10}{seconds:>8.1f}")
     overhead = total["with"] / total["without"] - 1
