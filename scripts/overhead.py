@@ -135,7 +135,7 @@ def main(steps: int) -> None:
     assert all(one == losses[0] for one in losses), "steps with and without train differently"
     total = {kind: sum(map(median, laps)) for kind, laps in found.items()}
     total["with"] += median(openings)
-    print(f"\n{'':10}{'s':>8}   {steps} steps of recipes/demo-grpo.yaml: medians of each over {PAIRS} times each")
+    print(f"\n{'':10}{'s':>8}   {steps} steps of recipes/demo-grpo.yaml: medians of each step, {PAIRS} times each way")
     for kind, seconds in total.items():
         print(f"{kind:10}{seconds:>8.1f}")
     overhead = total["with"] / total["without"] - 1
