@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RECIPE
 from safetensors.torch import load_file
+from spread import recipe, run
 from torch import Tensor
 
-from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import DivergedError, Fault, SentinelError, SetupError
 from rlgen.files import read_json
@@ -27,26 +26,8 @@ from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
 from rlgen.types import Batch, Group, Sample
 
+__all__ = ["recipe"]
 Proof = Callable[[str], None]
-SMALL = [
-    *("engine={kind: transformers}", "rollout={prompts_per_step: 2, group_size: 4, max_completion_tokens: 8}"),
-    *("rewards=[{use: 'r.py:spread'}]", "checkpoint={every: 1, keep: 9}"),
-]
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """Rewards differ, so that every step has something to learn from."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
-    path.with_name("r.py").write_text("def spread(completion_ids): return sum(completion_ids) % 97 / 97\n")
-    return path
-
-
-def run(recipe: Path, *overrides: str, resume: bool = False, name: str = "run") -> Path:
-    directory = recipe.parent / name
-    train_command(recipe, [*SMALL, *overrides], resume, False, None, directory)
-    return directory
 
 
 def strict(path: Path) -> list[dict[str, Any]]:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RECIPE
 from safetensors.torch import load_file
+from spread import SMALL, recipe, run
 from transformers import PreTrainedModel
 
-from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import EngineError, SetupError
 from rlgen.files import read_json
@@ -22,29 +21,12 @@ from rlgen.trainers import update as update_module
 from rlgen.trainers.sides import build_reference
 from rlgen.trainers.update import Updater
 
+__all__ = ["recipe"]
 Proof = Callable[[str], None]
-SMALL = [
-    *("engine={kind: transformers}", "rollout={prompts_per_step: 2, group_size: 4, max_completion_tokens: 8}"),
-    *("rewards=[{use: 'r.py:spread'}]", "checkpoint={every: 1, keep: 9}", "run.steps=2"),
-]
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. Process 4711 has 70.00 GiB memory in use. If reserved but unallocated"
     " memory is large try setting something else."
 )
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """Rewards differ, so that every step has something to learn from."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
-    path.with_name("r.py").write_text("def spread(completion_ids): return sum(completion_ids) % 97 / 97\n")
-    return path
-
-
-def run(recipe: Path, *overrides: str, resume: bool = False, name: str = "run") -> Path:
-    train_command(recipe, [*SMALL, *overrides], resume, False, None, recipe.parent / name)
-    return recipe.parent / name
 
 
 class Starved:
@@ -171,7 +153,7 @@ def test_the_phase_the_peak_and_what_helps_are_told(
         rf"the memory does not suffice for {phase}: CUDA out of memory\. .*70.00 GiB memory in use; {peak}\. What helps most: "
     )
     with pytest.raises(error, match=match) as caught:
-        run(recipe, *overrides)
+        run(recipe, "run.steps=2", *overrides)
     said, directory = str(caught.value), recipe.parent / "run"
     first, second = (said.index(text) for text in helps)
     assert first < second and " or " in said[first:second] and "setting something else" not in said
@@ -186,19 +168,19 @@ def test_the_phase_the_peak_and_what_helps_are_told(
 @pytest.mark.fault(41)
 def test_the_last_checkpoint_stands_after_half_a_step(recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     """The optimizer has moved the weights when its memory runs out; the resumed run is the undisturbed one."""
-    plain = run(recipe, name="plain")
+    plain = run(recipe, "run.steps=2", name="plain")
     with monkeypatch.context() as patch:
         Starved(torch.optim.AdamW, "step", call=2, after=True).planted(patch)
         match = r"for the optimizer step: CUDA .* helps most: --set model\.lora\.rank=16 .* or processes\.strategy=fsdp in"
         with pytest.raises(SetupError, match=match):
-            run(recipe)
+            run(recipe, "run.steps=2")
     assert [path.name for path in (recipe.parent / "run" / "checkpoints").glob("step_*")] == ["step_000001"]
     assert read_json(recipe.parent / "run" / "status.json")["exit_code"] == 3
     with monkeypatch.context() as patch:
         Starved(Checkpoints, "load", call=1).planted(patch)
         with pytest.raises(SetupError, match="for the checkpoint's optimizer state: CUDA out of memory"):
-            run(recipe, resume=True)
-    resumed = run(recipe, resume=True)
+            run(recipe, "run.steps=2", resume=True)
+    resumed = run(recipe, "run.steps=2", resume=True)
     pair = [load_file(path / "checkpoints" / "step_000002" / "model.safetensors") for path in (plain, resumed)]
     assert pair[0].keys() == pair[1].keys() and all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
     assert read_json(resumed / "status.json")["exit_code"] == 0
@@ -224,7 +206,7 @@ def test_what_is_still_to_come_lacks_memory_before_step_1(recipe: Path, monkeypa
         build_reference(load_recipe(recipe, SMALL).recipe, reference)
     monkeypatch.setattr(longest_module, "torch", NoRoom())
     with pytest.raises(SetupError, match=r"for the optimizer's state: CUDA .* most: --set model\.lora\.rank=16 "):
-        run(recipe, "run.probe_max=true")
+        run(recipe, "run.steps=2", "run.probe_max=true")
     assert read_json(recipe.parent / "run" / "status.json")["step"] == 0
     proof("torch.OutOfMemoryError for the copy of the reference, and for two moments of each weight with --probe-max")
 
@@ -232,12 +214,12 @@ def test_what_is_still_to_come_lacks_memory_before_step_1(recipe: Path, monkeypa
 @pytest.mark.fault(41)
 def test_the_run_goes_on_with_what_helps(recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     wide, helps = "optim.micro_batch_tokens=300", ("optim.micro_batch_tokens=150", "model.gradient_checkpointing=true")
-    plain = run(recipe, wide, name="plain")
+    plain = run(recipe, "run.steps=2", wide, name="plain")
     with monkeypatch.context() as patch:
         Starved(torch.Tensor, "backward", step=2).planted(patch)
         with pytest.raises(SetupError, match=f"{helps[0]} .* or --set {helps[1]} "):
-            run(recipe, wide)
-    resumed = run(recipe, *helps, resume=True)
+            run(recipe, "run.steps=2", wide)
+    resumed = run(recipe, "run.steps=2", *helps, resume=True)
     ours, theirs = (load_file(path / "checkpoints" / "step_000002" / "model.safetensors") for path in (resumed, plain))
     assert (
         all((ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs) and ours.keys() == theirs.keys()
