@@ -1,0 +1,48 @@
+"""Engines that are well, on a busy machine and beside others: nothing of theirs is taken for lost."""
+
+import asyncio
+import time
+
+import pytest
+
+from rlgen.engines import http
+from rlgen.engines.http import Server
+from rlgen.errors import ServerLost
+
+
+class Slow(Server):
+    """Its probes take long, and fail or not."""
+
+    def __init__(self, healthy: bool, timeout: float) -> None:
+        super().__init__("http://127.0.0.1:1", "token", timeout)
+        self.is_healthy = healthy
+
+    async def _healthy(self) -> bool:
+        await asyncio.sleep(0.1)
+        return self.is_healthy
+
+    def ask(self, *seconds: float) -> None:
+        """Requests that are answered after so many seconds."""
+        asyncio.run(self._together([asyncio.sleep(wait) for wait in seconds]))
+
+
+def test_a_server_that_answers_while_it_is_probed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PROBE_SECONDS", 0.1)
+    Slow(healthy=False, timeout=60.0).ask(0.55, 0.57)  # the third probe fails at 0.6
+    with pytest.raises(ServerLost, match="does not answer its health probe"):
+        Slow(healthy=False, timeout=60.0).ask(30.0)
+
+
+def test_a_server_is_not_blamed_for_the_time_in_which_all_processes_were_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PROBE_SECONDS", 0.1)
+
+    async def stop() -> None:
+        time.sleep(2.0)
+
+    async def stopped() -> None:
+        server = Slow(healthy=True, timeout=1.5)
+        await server._together([asyncio.gather(asyncio.sleep(2.5), stop())])
+
+    asyncio.run(stopped())
+    with pytest.raises(ServerLost, match="still says that it is healthy"):
+        Slow(healthy=True, timeout=0.5).ask(30.0)
