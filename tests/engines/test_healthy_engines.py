@@ -1,12 +1,14 @@
 """Engines that are well, on a busy machine and beside others: nothing of theirs is taken for lost."""
 
 import asyncio
+import os
 import time
 
 import pytest
 
 from rlgen.engines import http
 from rlgen.engines.http import Server
+from rlgen.engines.vllm_compat import process_kept_as_is
 from rlgen.errors import ServerLost
 
 
@@ -46,3 +48,21 @@ def test_a_server_is_not_blamed_for_the_time_in_which_all_processes_were_stopped
     asyncio.run(stopped())
     with pytest.raises(ServerLost, match="still says that it is healthy"):
         Slow(healthy=True, timeout=0.5).ask(30.0)
+
+
+def test_the_environment_never_loses_what_the_process_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads read it, also those of C."""
+    monkeypatch.setenv("RLGEN_CHANGED", "before")
+    before, removed, unset = dict(os.environ), [], os.unsetenv
+
+    def taking_down(name: bytes) -> None:
+        removed.append(os.fsdecode(name))
+        unset(name)
+
+    monkeypatch.setattr(os, "unsetenv", taking_down)
+    with process_kept_as_is():
+        os.environ["RLGEN_CHANGED"] = "inside"
+        os.environ["RLGEN_NEW"] = "inside"
+    assert dict(os.environ) == before
+    assert "RLGEN_NEW" in removed
+    assert not before.keys() & set(removed)
