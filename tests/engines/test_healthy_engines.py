@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import shutil
 import time
 
+import psutil
 import pytest
 
-from rlgen.engines import http
+from rlgen.engines import http, transfer
 from rlgen.engines.http import Server
+from rlgen.engines.transfer import Outbox
 from rlgen.engines.vllm_compat import process_kept_as_is
 from rlgen.errors import ServerLost
 
@@ -66,3 +69,26 @@ def test_the_environment_never_loses_what_the_process_came_with(monkeypatch: pyt
     assert dict(os.environ) == before
     assert "RLGEN_NEW" in removed
     assert not before.keys() & set(removed)
+
+
+def test_weights_of_a_trainer_in_another_container_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the host's name and its shared memory, but numbers of processes of its own."""
+    theirs = Outbox(None)
+    try:
+        with monkeypatch.context() as there:
+            there.setattr(psutil, "pid_exists", lambda pid: False)
+            Outbox(None).close()
+        assert theirs._place.is_dir()
+    finally:
+        theirs.close()
+
+
+def test_a_folder_that_cannot_be_removed_does_not_keep_the_run_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "CLOSING_SECONDS", 0.5)
+    outbox, remove = Outbox(None), shutil.rmtree
+    with monkeypatch.context() as open_elsewhere:
+        open_elsewhere.setattr(shutil, "rmtree", lambda *_, **__: None)
+        outbox.close()
+    assert outbox._guard.poll() is None  # it removes the folder when this process is gone
+    remove(outbox._place)
+    outbox._guard.wait(5.0)
