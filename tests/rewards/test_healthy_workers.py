@@ -109,3 +109,22 @@ def test_time_in_which_all_processes_were_stopped_is_nobodys(scorer, monkeypatch
     monkeypatch.setattr(pool, "wait", stopped)
     assert totals(build.score([group("a")], 1)) == [[1.0]]
     assert build.pool.killed == 0
+
+
+def test_async_calls_that_end_a_little_late_cost_no_worker(scorer):
+    """All of a server that is down: on a machine that is busy, their ends take their time. Killed, each would be asked alone."""
+    build = scorer(
+        """
+        import asyncio, time
+
+        async def f(completion):
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                time.sleep(0.2)
+                raise
+        """,
+        {"use": "f", "timeout": 0.5, "on_error": "skip", "max_error_fraction": 1.0},
+    )
+    assert totals(build.score([group(*"abcd")], 1)) == [[None] * 4]
+    assert build.pool.killed == 0
