@@ -75,7 +75,7 @@ class Processes:
             store = dist.PrefixStore(f"rlgen/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
             dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=within)
             group = dist.new_group(backend="gloo", timeout=within)
-            store.set(f"process_{rank}", json.dumps([socket.gethostname(), os.getpid(), psutil.Process().create_time()]))
+            store.set(f"process_{rank}", json.dumps([socket.gethostname(), os.getpid(), born(psutil.Process())]))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ProcessError(f"process {rank} of {world} did not find the others within {timeout:g} s: {error}") from error
         return cls(rank=rank, world=world, device=device, timeout=timeout, group=group, store=store)
@@ -267,10 +267,10 @@ class Processes:
         """None: it is on another machine, or gone."""
         if self.store is None or not self.store.check([f"process_{rank}"]):
             return None
-        host, pid, created = json.loads(self.store.get(f"process_{rank}"))
+        host, pid, was_born = json.loads(self.store.get(f"process_{rank}"))
         try:
             process = psutil.Process(pid) if host == socket.gethostname() else None
-            return process if process is not None and process.create_time() == created else None
+            return process if process is not None and born(process) == was_born else None
         except psutil.NoSuchProcess:
             return None
 
@@ -323,6 +323,11 @@ def caller() -> str:
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
     return f"{'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno}"
+
+
+def born(process: psutil.Process) -> float:
+    """Seconds after its machine's start: psutil's time of day changes whenever the clock is set, as in a long run it may be."""
+    return round(process.create_time() - psutil.boot_time(), 2)
 
 
 def alive(process: psutil.Process) -> bool:

@@ -12,6 +12,7 @@ from rlgen.types import Completion, Request, Sampling
 
 ANSWER_SECONDS = 30.0  # within which a server answers a question that needs no computing
 PROBE_SECONDS, MISSED_PROBES = 5.0, 3  # a server that misses so many probes in a row while it is sampling is lost
+STOPPED = 1.0  # seconds that a look comes too late, after which this process was stopped, and the server perhaps with it
 
 # What rlgen asks of a server, and how a server is started that has it.
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -193,9 +194,10 @@ class Server:
         last, missed = clock(), 0
         try:
             while pending:
-                done, pending = await asyncio.wait(
-                    pending, timeout=min(PROBE_SECONDS, self._timeout), return_when=asyncio.FIRST_COMPLETED
-                )
+                looked, patience = clock(), min(PROBE_SECONDS, self._timeout)
+                done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                late = clock() - looked - patience
+                last += late if late > STOPPED else 0.0
                 for call in done:
                     call.result()
                 if done:
@@ -203,6 +205,8 @@ class Server:
                     continue
                 # An idle look: a good probe does not excuse a server that answers nothing else.
                 missed = 0 if await self._healthy() else missed + 1
+                if any(call.done() for call in pending):  # it was busy with the answer
+                    continue
                 if missed >= MISSED_PROBES or clock() - last >= self._timeout:
                     silent = f"has {len(pending)} requests and has answered none for {clock() - last:.0f} s"
                     if missed:

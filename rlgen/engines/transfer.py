@@ -4,6 +4,8 @@ DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/model-00000.safetensors ...    at most FILE_BY
 DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/manifest.json                  written last: version, bytes of each file, number of tensors
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -26,6 +28,7 @@ from rlgen.errors import EngineError
 SHARED_MEMORY = "/dev/shm"
 FILE_BYTES = 2 << 30
 HOST = socket.gethostname()
+CLOSING_SECONDS = 5.0  # within which the guard sees that the folder is gone
 
 
 class Outbox:
@@ -41,6 +44,10 @@ class Outbox:
             raise EngineError(f"engine.transfer_dir: {place} is no folder; name one that trainer and servers share")
         sweep(place)
         self._place = Path(tempfile.mkdtemp(prefix=f"rlgen-{HOST}-{os.getpid()}-", dir=place))
+        try:
+            self._lock: int | None = guard.locked(str(self._place))  # held as long as this process lives
+        except OSError:  # a file system without locks: the number of the process in the name must do
+            self._lock = None
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._place)]
         self._guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._written = 0
@@ -91,12 +98,31 @@ class Outbox:
 
     def close(self) -> None:
         shutil.rmtree(self._place, ignore_errors=True)
-        self._guard.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what is still open there, as on NFS, it removes when we are gone
+            self._guard.wait(CLOSING_SECONDS)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def sweep(place: Path) -> None:
     """Removes what trainers of this machine left that were killed with their guards."""
     for left in place.iterdir():
         ours = re.fullmatch(rf"rlgen-{re.escape(HOST)}-(\d+)-[a-z0-9_]{{8}}", left.name)
-        if ours and not psutil.pid_exists(int(ours[1])):
+        if ours and not psutil.pid_exists(int(ours[1])) and not is_locked(left):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether its trainer lives, perhaps in a container that shares this folder, where processes have numbers of their own."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # there is none
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(lock)

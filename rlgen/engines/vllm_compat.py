@@ -101,8 +101,12 @@ def process_kept_as_is() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
+        # Only what has changed: other threads read the environment, which C moves in memory when it grows.
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        for name, value in environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

@@ -38,9 +38,10 @@ LONGEST_CHUNK = 256  # calls
 CHUNK_SECONDS = 0.05  # that a chunk is to take: long beside the way there and back, short beside what others would wait
 GUESS = CHUNK_SECONDS / 4  # seconds of a call of a reward that was never called
 GROW_AFTER = 0.2  # seconds that calls wait before another worker is started: most rewards are done by then
-GRACE = 0.3  # seconds that an async call has for its end beyond its deadline, before the worker is killed
+GRACE = 2.0  # seconds that an async call has for its end beyond its deadline, before the worker is killed: others pay for that
 PATIENCE = 20.0  # seconds that a worker has to take a chunk, or to say that it began
 POLL = 0.1  # seconds between looks at workers that may have died without closing their line
+STOPPED = 1.0  # seconds that a look comes too late, after which this process was stopped, and the workers perhaps with it
 LAST_WORDS = 0.2  # seconds that a hanging worker has to write where it is
 CLOSING = 1.0  # seconds that workers have to end by themselves
 LONGEST_LOG = 64 << 20  # bytes of what the user's code prints; beyond, it starts anew
@@ -83,11 +84,14 @@ class Worker:
     waiting: dict[int, Call] = field(default_factory=dict)  # of the chunk, not answered yet, in order
     crowd: dict[int, float] = field(default_factory=dict)  # when async calls that are not answered yet began
     asked: float = 0.0  # when the chunk was sent
+    heard: float = 0.0  # when it answered last, or was asked
+    excused: float = 0.0  # seconds since then for which it may have been stopped
     unread: bytes = b""
 
     def ask(self, chunk: Chunk) -> None:
         """Raises WorkerLost."""
-        self.chunk, self.asked = chunk, time.monotonic()
+        self.chunk, self.asked, self.excused = chunk, time.monotonic(), 0.0
+        self.heard = self.asked
         self.waiting = {call.id: call for call in chunk.calls}
         self.crowd = {}
         self.send(chunk)
@@ -98,7 +102,13 @@ class Worker:
         if self.chunk is None or self.chunk.side_by_side:
             return self.crowd
         call, since = self.present.read()
-        return {call: since} if call in self.waiting else {}
+        # One of an earlier chunk, which the worker has not yet left, may have the same id.
+        return {call: since} if call in self.waiting and since >= self.asked else {}
+
+    @property
+    def moved(self) -> float:
+        """When it was last seen to do something: to answer, to begin a call or to end its last one."""
+        return max(self.heard, self.present.since)
 
     def send(self, record: object) -> None:
         self.line.settimeout(PATIENCE)
@@ -317,7 +327,11 @@ class Pool:
                 worker.ask(chunk)
             except WorkerLost as how:
                 outcomes += self._bury(worker, queue, how)
-        readable = wait([worker.line for worker in self._workers], self._patience())
+        patience, now = self._patience(), time.monotonic()
+        readable = wait([worker.line for worker in self._workers], patience)
+        late = time.monotonic() - now - patience
+        for worker in self._workers if late > STOPPED else ():
+            worker.excused += late
         for worker in list(self._workers):
             try:
                 if worker.line in readable:
@@ -334,25 +348,25 @@ class Pool:
     def _patience(self) -> float:
         """Seconds until the next deadline."""
         now = time.monotonic()
-        ends = [self._deadline(worker) for worker in self._workers]
+        ends = [self._deadline(worker, worker.began) for worker in self._workers]
         return max(0.0, min([POLL, *(end - now for end in ends if end is not None)]))
 
-    def _deadline(self, worker: Worker) -> float | None:
-        """When it is to be killed."""
+    def _deadline(self, worker: Worker, began: dict[int, float]) -> float | None:
+        """When it is to be killed, for calls that it is at and since when."""
         if not worker.ready:
-            return worker.started + self._limits.import_timeout
+            return worker.started + self._limits.import_timeout + worker.excused
         if worker.chunk is None:
             return None
-        began = worker.began
         if not began:
-            return worker.asked + PATIENCE
-        grace = GRACE if worker.chunk.side_by_side else 0.0
+            return worker.moved + PATIENCE + worker.excused
+        grace = worker.excused + (GRACE if worker.chunk.side_by_side else 0.0)
         return min(since + self._sources[worker.waiting[call].reward].timeout for call, since in began.items()) + grace
 
     def _heard(self, worker: Worker) -> list[Outcome]:
         """Takes in what a worker says. Raises WorkerLost, RewardError."""
         outcomes: list[Outcome] = []
         for record in worker.read():
+            worker.heard = time.monotonic()
             if "refused" in record:
                 self._end(worker)
                 raise RewardError(str(record["refused"]))
@@ -382,7 +396,8 @@ class Pool:
 
     def _overdue(self, worker: Worker, queue: "Queue | None") -> list[Outcome]:
         """Kills a worker whose time is over."""
-        deadline = self._deadline(worker)
+        began = worker.began  # once: it goes on, and the next call is not to blame
+        deadline = self._deadline(worker, began)
         if deadline is None or time.monotonic() < deadline:
             return []
         self.killed += 1
@@ -394,7 +409,6 @@ class Pool:
                 f"rewards: the import of {uses} did not end within {self._limits.import_timeout:g} s {where};"
                 " make it shorter, or raise scoring.import_timeout"
             )
-        began = worker.began
         guilty = worker.waiting[next(iter(began))] if began else None
         where = worker.hanging_at(self._file(worker, began))
         self._end(worker)
