@@ -34,6 +34,7 @@ from rlgen.files import (
 from rlgen.redact import printable_json
 
 RESERVE = 1 << 14  # bytes that are given up for the last words of a run on a full disk
+PATIENCE = 1.0  # seconds that a start waits for the lock: `rlgen status` holds it while it looks, a killed run until it is gone
 
 
 class RunDirectory:
@@ -282,12 +283,16 @@ def _lock(path: Path) -> int:
         file = open_plain(path / ".lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise unwritable(path / ".lock", error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        raise UsageError(f"{path} is in use by a running rlgen; wait for it, or take another name") from error
-    return file
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError as error:
+            if time.monotonic() > deadline:
+                os.close(file)
+                raise UsageError(f"{path} is in use by a running rlgen; wait for it, or take another name") from error
+        time.sleep(0.02)
 
 
 def _not_to_be_cleaned(path: Path) -> str | None:
