@@ -103,6 +103,17 @@ def one_is_slow() -> None:
     Scorer.score, Sampler.before_sync = slow_reward, slow  # type: ignore[method-assign]
 
 
+def one_samples_for_long() -> None:
+    """In step 3; what the others need not sample is in their journals."""
+    groups_of = Sampler.groups
+
+    def slow(sampler, step, prompts):  # type: ignore[no-untyped-def]
+        time.sleep(7 if step == 3 else 0)
+        return groups_of(sampler, step, prompts)
+
+    Sampler.groups = slow  # type: ignore[method-assign]
+
+
 def one_fails_the_first_time() -> None:
     """In step 3 of the first attempt that its launcher makes."""
     run, steps = Updater.__call__, []

@@ -406,6 +406,19 @@ def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
     proof("rewards, and a wait before the sync, of 7 s each with a timeout of 5 s")
 
 
+@pytest.mark.slow
+@pytest.mark.fault(75)
+def test_a_process_that_samples_what_others_have_in_their_journals_ends_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+    options = ["train", recipe, "--run-dir", tmp_path / "run", "--max-steps", "3", "--set", "processes.timeout=5"]
+    assert launch(HERE / "faulty.py", "one_fails_the_first_time", *options, timeout=90).returncode == 1
+    (tmp_path / "run" / "journal" / "step_000003.rank1.jsonl").unlink()
+    ended = launch(HERE / "faulty.py", "one_samples_for_long", *options, "--resume", timeout=90)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert record["step"] == 3 and record["time/generate"] > 7
+    proof("one process took its answers from the journal, the other one sampled for 7 s with a timeout of 5 s")
+
+
 def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
     """Who fails while another process is killed says why it failed, not that the other one is gone."""
     others = Processes(rank=0, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
