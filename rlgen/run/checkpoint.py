@@ -173,7 +173,7 @@ class Checkpoints:
 
         try:
             self.processes.on_main(begin)
-            self.processes.agreed(weights)
+            self.processes.agreed(weights, patient=True)  # the main process writes all of them
             shards: list[str] = []
             if is_sharded(model):
                 with written_as(final):  # fails in all processes if it does in one

@@ -395,7 +395,7 @@ def test_a_process_that_is_deaf_is_ended(
 def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
-    """It waits for a judge, then for answers before a sync, and the others wait for it."""
+    """It waits for a judge, then for answers before a sync, then for a disk, and the others wait for it."""
     monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", "0")
     command = [HERE / "faulty.py", "one_is_slow", "train", recipe, "--run-dir", tmp_path / "run"]
     ended = launch(*command, "--max-steps", "1", "--set", "processes.timeout=5", timeout=90)
@@ -403,7 +403,7 @@ def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
     (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert record["time/reward"] > 7 and record["time/generate"] > 7
     assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
-    proof("rewards, and a wait before the sync, of 7 s each with a timeout of 5 s")
+    proof("rewards, a wait before the sync, and the weights of a checkpoint, of 7 s each with a timeout of 5 s")
 
 
 @pytest.mark.slow
