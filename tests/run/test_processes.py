@@ -408,7 +408,7 @@ def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
 
 @pytest.mark.slow
 @pytest.mark.fault(75)
-def test_a_process_that_samples_what_others_have_in_their_journals_ends_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+def test_a_process_that_samples_what_others_replay_ends_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     options = ["train", recipe, "--run-dir", tmp_path / "run", "--max-steps", "3", "--set", "processes.timeout=5"]
     assert launch(HERE / "faulty.py", "one_fails_the_first_time", *options, timeout=90).returncode == 1
     (tmp_path / "run" / "journal" / "step_000003.rank1.jsonl").unlink()
