@@ -33,6 +33,7 @@ from rlgen.files import (
 )
 from rlgen.redact import printable_json
 
+LOCK = ".lock"
 RESERVE = 1 << 14  # bytes that are given up for the last words of a run on a full disk
 PATIENCE = 1.0  # seconds that a start waits for the lock: `rlgen status` holds it while it looks, a killed run until it is gone
 
@@ -131,7 +132,7 @@ class RunDirectory:
 
     @staticmethod
     def clean(path: Path) -> None:
-        """Deletes what the run in `path` left, and nothing else: links are removed, never followed. The folder itself stays.
+        """Deletes what the run in `path` left, and nothing else: links are removed, never followed. The folder and its lock stay.
 
         Raises:
             UsageError: `path` is a link, holds no run of rlgen, is in use, or is the home directory or above.
@@ -148,7 +149,8 @@ class RunDirectory:
                 # First what --resume looks for, last what --clean does: half a deletion can be ended, and not be trained on.
                 turn = {"resolved.yaml": 0, "status.json": 2}
                 names = sorted((found.name for found in path.iterdir()), key=lambda name: turn.get(name, 1))
-                for found in (path / name for name in names):
+                # With its file the lock would go: what another start makes meanwhile would be deleted, too.
+                for found in (path / name for name in names if name != LOCK):
                     if found.is_dir() and not found.is_symlink():
                         shutil.rmtree(found)
                     else:
@@ -280,9 +282,9 @@ class RunDirectory:
 def _lock(path: Path) -> int:
     """The kernel frees the lock when its process dies, however it dies."""
     try:
-        file = open_plain(path / ".lock", os.O_RDWR | os.O_CREAT)
+        file = open_plain(path / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise unwritable(path / ".lock", error) from error
+        raise unwritable(path / LOCK, error) from error
     deadline = time.monotonic() + PATIENCE
     while True:
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import threading
@@ -149,10 +150,26 @@ def test_clean_deletes_a_run_and_nothing_else(run: RunDirectory, tmp_path: Path,
     assert (run.checkpoints / "step_000001").exists()
     run.close()
     RunDirectory.clean(run.path)
-    assert list(run.path.iterdir()) == [] and (outside / "kept").exists()
+    assert [path.name for path in run.path.iterdir()] == [".lock"] and (outside / "kept").exists()
     RunDirectory.create(run.path, "recipe", "resolved").close()
     RunDirectory.clean(tmp_path / "not there")
     proof("refused while locked, then emptied; the folder behind two links kept its file")
+
+
+def test_while_one_start_cleans_another_does_not_begin(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write_status("done", 1, 2, 0)
+    run.close()
+    locked = (run.path / ".lock").stat().st_ino
+    seen: list[bool] = []
+
+    def delete(folder: Path) -> None:
+        seen.append((run.path / ".lock").stat().st_ino == locked)
+        rmtree(folder)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    RunDirectory.clean(run.path)
+    assert seen == [True] * 3 and (run.path / ".lock").stat().st_ino == locked
 
 
 @pytest.mark.fault(17)
