@@ -188,7 +188,8 @@ class RunDirectory:
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
         if self.metrics.exists():
-            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            # A crash may have cut the last line within a character: rewards have the names of functions in any script.
+            lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             steps = [_step_of(line) for line in lines]
             belongs = [of is not None and of <= step for of in steps]
             if not all(belongs):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import read_jsonl
 
+from rlgen.cli.status import last_metrics
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import appears, private_files, read_json, write_json, write_text
 from rlgen.run import directory as module
@@ -131,6 +132,15 @@ def test_what_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UsageError, match="is not seen by every process"):
         RunDirectory.join(tmp_path / "nowhere")
     proof(f"resolved.yaml came {waited:.1f} s late, and was waited for")
+
+
+def test_a_line_that_was_cut_within_a_character_is_no_step(run: RunDirectory) -> None:
+    run.write_metrics({"step": 1, "reward/größe/mean": 0.5})
+    whole = run.metrics.read_bytes()
+    run.metrics.write_bytes(whole + whole[: whole.index("ö".encode()) + 1])
+    assert last_metrics(run.metrics) == {"step": 1, "reward/größe/mean": 0.5}
+    run.cut(1)
+    assert run.metrics.read_bytes() == whole and len(run.read_metrics()) == 1
 
 
 # --- --clean -----------------------------------------------------------------------------------------------------------------
