@@ -136,10 +136,10 @@ class Processes:
         results: list[Any] = [value for value, _ in outcomes]
         return results
 
-    def agreed(self, work: Callable[[], T], talks: bool = False) -> T:
+    def agreed(self, work: Callable[[], T], talks: bool = False, patient: bool = False) -> T:
         """As `together`, but each process keeps its own result: nothing but errors is sent."""
         kept: list[T] = []
-        self.together(lambda: kept.append(work()), talks)
+        self.together(lambda: kept.append(work()), talks, patient)
         return kept[0]
 
     def on_main(self, work: Callable[[], T]) -> T:

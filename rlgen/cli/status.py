@@ -71,7 +71,7 @@ def in_use(path: Path) -> bool:
 
 def last_metrics(file: Path) -> dict[str, Any] | None:
     """The last line that is whole."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in reversed(lines):
         try:
             record: dict[str, Any] = json.loads(line)

@@ -46,6 +46,7 @@ class Journal:
     scores: dict[tuple[int, int], list[Line]] = field(default_factory=dict)  # by step and group
     starts: list[Line] = field(default_factory=list)  # weights, and what they came from
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
+    newest: int = 0  # step of the newest answers of earlier attempts, the same in all processes
     begun: set[int] = field(default_factory=set)  # steps of which this process has written
     started: tuple[int, Line] | None = None  # the last start that was written, and its step
     closed: bool = False
@@ -89,6 +90,7 @@ class Journal:
         for step, line in processes.on_main(read):
             if line["kind"] == "answer":
                 journal.answers.setdefault((step, line["group_id"], line["sample_index"]), []).append(line)
+                journal.newest = max(journal.newest, step)
             elif line["kind"] == "rewards":
                 journal.scores.setdefault((step, line["group_id"]), []).append(line)
             elif line["kind"] == "start":

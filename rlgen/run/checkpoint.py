@@ -158,8 +158,9 @@ class Checkpoints:
             tokenizer.save_pretrained(aside)
             if not is_sharded(model):
                 save_file(moments, aside / "state" / "optimizer.safetensors")
-            for name in shards:
-                appears(aside / "state" / "optimizer" / name)
+            for shard in (aside / "state" / "optimizer" / name for name in shards):
+                if not appears(shard):  # sealed without it, this would pass for whole, and older ones would go for it
+                    raise CheckpointError(f"{shard}, of another process, is not seen: is run.dir on shared storage?")
             for rank, draw in enumerate(draws):
                 save_file(draw, aside / "state" / random_name(rank))
             state = TrainerState(step, position, step, schedule.state_dict(), nonfinite)
@@ -173,7 +174,7 @@ class Checkpoints:
 
         try:
             self.processes.on_main(begin)
-            self.processes.agreed(weights)
+            self.processes.agreed(weights, patient=True)  # the main process writes all of them
             shards: list[str] = []
             if is_sharded(model):
                 with written_as(final):  # fails in all processes if it does in one

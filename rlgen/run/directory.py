@@ -33,7 +33,9 @@ from rlgen.files import (
 )
 from rlgen.redact import printable_json
 
+LOCK = ".lock"
 RESERVE = 1 << 14  # bytes that are given up for the last words of a run on a full disk
+PATIENCE = 1.0  # seconds that a start waits for the lock: `rlgen status` holds it while it looks, a killed run until it is gone
 
 
 class RunDirectory:
@@ -130,7 +132,7 @@ class RunDirectory:
 
     @staticmethod
     def clean(path: Path) -> None:
-        """Deletes what the run in `path` left, and nothing else: links are removed, never followed. The folder itself stays.
+        """Deletes what the run in `path` left, and nothing else: links are removed, never followed. The folder and its lock stay.
 
         Raises:
             UsageError: `path` is a link, holds no run of rlgen, is in use, or is the home directory or above.
@@ -147,7 +149,8 @@ class RunDirectory:
                 # First what --resume looks for, last what --clean does: half a deletion can be ended, and not be trained on.
                 turn = {"resolved.yaml": 0, "status.json": 2}
                 names = sorted((found.name for found in path.iterdir()), key=lambda name: turn.get(name, 1))
-                for found in (path / name for name in names):
+                # With its file the lock would go: what another start makes meanwhile would be deleted, too.
+                for found in (path / name for name in names if name != LOCK):
                     if found.is_dir() and not found.is_symlink():
                         shutil.rmtree(found)
                     else:
@@ -185,7 +188,8 @@ class RunDirectory:
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
         if self.metrics.exists():
-            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            # A crash may have cut the last line within a character: rewards have the names of functions in any script.
+            lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             steps = [_step_of(line) for line in lines]
             belongs = [of is not None and of <= step for of in steps]
             if not all(belongs):
@@ -279,15 +283,19 @@ class RunDirectory:
 def _lock(path: Path) -> int:
     """The kernel frees the lock when its process dies, however it dies."""
     try:
-        file = open_plain(path / ".lock", os.O_RDWR | os.O_CREAT)
+        file = open_plain(path / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise unwritable(path / ".lock", error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        raise UsageError(f"{path} is in use by a running rlgen; wait for it, or take another name") from error
-    return file
+        raise unwritable(path / LOCK, error) from error
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError as error:
+            if time.monotonic() > deadline:
+                os.close(file)
+                raise UsageError(f"{path} is in use by a running rlgen; wait for it, or take another name") from error
+        time.sleep(0.02)
 
 
 def _not_to_be_cleaned(path: Path) -> str | None:

@@ -55,8 +55,11 @@ class Collector:
         wanted, left = self.recipe.prompts_per_step, self.recipe.refill
         while wanted:
             prompts = self.seat.share(self.prompts.take(position + got.prompts, wanted))
+            # After a kill the journal may have all answers of one engine, and another one samples for as long as it takes.
+            replays = step <= self.journal.newest and not self.seat.shared
             with clock("generate"):
-                groups, dropped = self.processes.agreed(partial(self.sample, step, prompts, not left), talks=self.seat.shared)
+                sample = partial(self.sample, step, prompts, not left)
+                groups, dropped = self.processes.agreed(sample, talks=self.seat.shared, patient=replays)
             stop.check(self.processes)
             with clock("reward"):
                 samples = self.rewarded(groups, step)

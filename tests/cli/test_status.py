@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,17 @@ def test_looking_takes_no_run_its_lock(tmp_path: Path) -> None:
     with (directory.path / ".lock").open() as other:  # somebody else looks at the same time
         fcntl.flock(other, fcntl.LOCK_SH)
         assert status_of(directory.path)["alive"] is False
+
+
+def test_a_run_starts_while_somebody_looks(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
+    directory.close()
+    with (directory.path / ".lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # as `in_use` does
+        looked = threading.Timer(0.2, fcntl.flock, (other, fcntl.LOCK_UN))
+        looked.start()
+        RunDirectory.reopen(directory.path).close()
+        looked.join()
 
 
 def test_where_no_run_is(tmp_path: Path) -> None:

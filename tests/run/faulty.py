@@ -6,6 +6,7 @@ import sys
 import time
 
 import torch
+from transformers import PreTrainedModel
 
 from rlgen.cli.app import main
 from rlgen.engines.transformers import TransformersEngine
@@ -89,8 +90,8 @@ def one_sleeps() -> None:
 
 
 def one_is_slow() -> None:
-    """Its rewards take long, and its engine has not answered yet what was asked ahead."""
-    score, before_sync = Scorer.score, Sampler.before_sync
+    """Its rewards and its disk take long, and its engine has not answered yet what was asked ahead."""
+    score, before_sync, save_pretrained = Scorer.score, Sampler.before_sync, PreTrainedModel.save_pretrained
 
     def slow_reward(scorer, groups, step):  # type: ignore[no-untyped-def]
         time.sleep(7)
@@ -100,7 +101,23 @@ def one_is_slow() -> None:
         time.sleep(7)
         before_sync(sampler)
 
+    def slow_disk(model, folder, **options):  # type: ignore[no-untyped-def]
+        time.sleep(7)
+        save_pretrained(model, folder, **options)
+
     Scorer.score, Sampler.before_sync = slow_reward, slow  # type: ignore[method-assign]
+    PreTrainedModel.save_pretrained = slow_disk  # type: ignore[method-assign]
+
+
+def one_samples_for_long() -> None:
+    """In step 3; what the others need not sample is in their journals."""
+    groups_of = Sampler.groups
+
+    def slow(sampler, step, prompts):  # type: ignore[no-untyped-def]
+        time.sleep(7 if step == 3 else 0)
+        return groups_of(sampler, step, prompts)
+
+    Sampler.groups = slow  # type: ignore[method-assign]
 
 
 def one_fails_the_first_time() -> None:

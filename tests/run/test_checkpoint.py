@@ -11,6 +11,7 @@ from conftest import tiny_model
 from rlgen.errors import CheckpointError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
+from rlgen.run import checkpoint
 from rlgen.run.checkpoint import Checkpoints
 
 
@@ -45,6 +46,24 @@ def test_going_on_equals_never_stopping(tmp_path: Path) -> None:
     for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True):
         assert torch.equal(a, b)
     assert whole[2].get_last_lr() == again[2].get_last_lr()
+
+
+def test_without_the_shard_of_another_process_nothing_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared storage may show it late, or never."""
+    model, optimizer, schedule = parts()
+    checkpoints = Checkpoints(tmp_path, 1, Processes.alone())
+    checkpoints.save(1, 1, model, byte_tokenizer(), optimizer, schedule)
+
+    def write(moments: object, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "shard-00001-model.safetensors").touch()
+
+    monkeypatch.setattr(checkpoint, "is_sharded", lambda model: True)
+    monkeypatch.setattr(checkpoint, "save_shards", write)
+    monkeypatch.setattr(checkpoint, "appears", lambda path: path.unlink())  # its writer has seen it, the main process does not
+    with pytest.raises(CheckpointError, match=r"shard-00001-model.safetensors, of another process, is not seen"):
+        checkpoints.save(2, 2, model, byte_tokenizer(), optimizer, schedule)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
 def test_the_newest_stay_and_half_a_checkpoint_is_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import read_jsonl
 
+from rlgen.cli.status import last_metrics
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import appears, private_files, read_json, write_json, write_text
 from rlgen.run import directory as module
@@ -132,6 +134,15 @@ def test_what_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     proof(f"resolved.yaml came {waited:.1f} s late, and was waited for")
 
 
+def test_a_line_that_was_cut_within_a_character_is_no_step(run: RunDirectory) -> None:
+    run.write_metrics({"step": 1, "reward/größe/mean": 0.5})
+    whole = run.metrics.read_bytes()
+    run.metrics.write_bytes(whole + whole[: whole.index("ö".encode()) + 1])
+    assert last_metrics(run.metrics) == {"step": 1, "reward/größe/mean": 0.5}
+    run.cut(1)
+    assert run.metrics.read_bytes() == whole and len(run.read_metrics()) == 1
+
+
 # --- --clean -----------------------------------------------------------------------------------------------------------------
 
 
@@ -149,10 +160,26 @@ def test_clean_deletes_a_run_and_nothing_else(run: RunDirectory, tmp_path: Path,
     assert (run.checkpoints / "step_000001").exists()
     run.close()
     RunDirectory.clean(run.path)
-    assert list(run.path.iterdir()) == [] and (outside / "kept").exists()
+    assert [path.name for path in run.path.iterdir()] == [".lock"] and (outside / "kept").exists()
     RunDirectory.create(run.path, "recipe", "resolved").close()
     RunDirectory.clean(tmp_path / "not there")
     proof("refused while locked, then emptied; the folder behind two links kept its file")
+
+
+def test_while_one_start_cleans_another_does_not_begin(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write_status("done", 1, 2, 0)
+    run.close()
+    locked = (run.path / ".lock").stat().st_ino
+    seen: list[bool] = []
+
+    def delete(folder: Path) -> None:
+        seen.append((run.path / ".lock").stat().st_ino == locked)
+        rmtree(folder)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    RunDirectory.clean(run.path)
+    assert seen == [True] * 3 and (run.path / ".lock").stat().st_ino == locked
 
 
 @pytest.mark.fault(17)

@@ -395,7 +395,7 @@ def test_a_process_that_is_deaf_is_ended(
 def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
-    """It waits for a judge, then for answers before a sync, and the others wait for it."""
+    """It waits for a judge, then for answers before a sync, then for a disk, and the others wait for it."""
     monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", "0")
     command = [HERE / "faulty.py", "one_is_slow", "train", recipe, "--run-dir", tmp_path / "run"]
     ended = launch(*command, "--max-steps", "1", "--set", "processes.timeout=5", timeout=90)
@@ -403,7 +403,20 @@ def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
     (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert record["time/reward"] > 7 and record["time/generate"] > 7
     assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
-    proof("rewards, and a wait before the sync, of 7 s each with a timeout of 5 s")
+    proof("rewards, a wait before the sync, and the weights of a checkpoint, of 7 s each with a timeout of 5 s")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(75)
+def test_a_process_that_samples_what_others_replay_ends_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+    options = ["train", recipe, "--run-dir", tmp_path / "run", "--max-steps", "3", "--set", "processes.timeout=5"]
+    assert launch(HERE / "faulty.py", "one_fails_the_first_time", *options, timeout=90).returncode == 1
+    (tmp_path / "run" / "journal" / "step_000003.rank1.jsonl").unlink()
+    ended = launch(HERE / "faulty.py", "one_samples_for_long", *options, "--resume", timeout=90)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert record["step"] == 3 and record["time/generate"] > 7
+    proof("one process took its answers from the journal, the other one sampled for 7 s with a timeout of 5 s")
 
 
 def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
