@@ -1,6 +1,7 @@
 """One vLLM server over HTTP: every call has a timeout, and every answer that is not the one hoped for has a name."""
 
 import asyncio
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Request, Sampling
 
 ANSWER_SECONDS = 30.0  # within which a server answers a question that needs no computing
+MOST_FILES = 1 << 16
 PROBE_SECONDS, MISSED_PROBES = 5.0, 3  # a server that misses so many probes in a row while it is sampling is lost
 STOPPED = 1.0  # seconds that a look comes too late, after which this process was stopped, and the server perhaps with it
 
@@ -144,6 +146,7 @@ class Server:
         salt: str,
         version_of: Callable[[str], int],
         arrived: Callable[[int, Completion], None],
+        connections: int,
     ) -> None:
         """Samples one completion for each request and hands it over as it comes.
 
@@ -152,6 +155,7 @@ class Server:
             salt: keeps cached activations of other weights out.
             version_of: from the label of weights to their version.
             arrived: receives place and completion.
+            connections: the most requests under way; how many of them it works on at once the server decides.
 
         Raises:
             ServerLost: the server is gone, or nothing arrives for `timeout` seconds, though it may still say that it is well.
@@ -167,7 +171,7 @@ class Server:
             }
             arrived(place, self.completion(await self._post("/inference/v1/generate", body, client), version_of))
 
-        limits = httpx.Limits(max_connections=len(requests))  # the server decides how many it works on at once
+        limits = httpx.Limits(max_connections=connections)
         async with httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, trust_env=False) as client:
             await self._together([ask(place, request) for place, request in requests.items()])
 
@@ -275,6 +279,15 @@ class Server:
             prompt_ids=tuple(answer["prompt_token_ids"] or ()),
             cached_tokens=details.get("cached_tokens") or 0,
         )
+
+
+def connections() -> int:
+    """How many this process may hold: half of the files that it may open, of which it allows itself more than the usual 1024."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
+    if 0 <= allowed < wanted:  # infinity is negative
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    return wanted // 2
 
 
 def sampling_body(seed: int, sampling: Sampling) -> dict[str, Any]:

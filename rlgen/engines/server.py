@@ -14,7 +14,7 @@ import psutil
 from torch import Tensor
 
 from rlgen.engines.base import Facts, Finished, Receipt
-from rlgen.engines.http import Server
+from rlgen.engines.http import Server, connections
 from rlgen.engines.launch import ServerPlan, ServerProcess
 from rlgen.engines.nccl import Broadcast
 from rlgen.engines.transfer import Outbox
@@ -111,6 +111,7 @@ class ServerEngine:
         self._run = secrets.token_hex(4)
         self._version = STALE
         self._syncs = 0
+        self._connections = max(1, connections() // len(self._members))  # to each server
         self._recovering = threading.RLock()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlgen-sampling")
         self._brought_back: Counter[str] = Counter()
@@ -168,6 +169,7 @@ class ServerEngine:
                     salt,
                     lambda label, url=member.server.url: self._version_of(label, url),  # type: ignore[misc]
                     arrived,
+                    self._connections,
                 )
             )
             for turn, member in enumerate(self._members)

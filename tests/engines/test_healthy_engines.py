@@ -1,9 +1,15 @@
 """Engines that are well, on a busy machine and beside others: nothing of theirs is taken for lost."""
 
 import asyncio
+import json
 import os
 import shutil
+import subprocess
+import sys
+import textwrap
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
@@ -92,3 +98,38 @@ def test_a_folder_that_cannot_be_removed_does_not_keep_the_run_from_its_end(monk
     assert outbox._guard.poll() is None  # it removes the folder when this process is gone
     remove(outbox._place)
     outbox._guard.wait(5.0)
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server that answers each request with its prompt, after a moment."""
+
+    def do_POST(self) -> None:
+        ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["token_ids"]
+        time.sleep(0.2)
+        choice = {"token_ids": ids, "finish_reason": "stop", "weight_versions": []}
+        self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps({"choices": [choice], "prompt_token_ids": ids}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_more_samples_than_files_may_be_open() -> None:
+    """A server that cannot be connected to would be restarted."""
+    asks = """
+        import asyncio, resource, sys
+        from rlgen.engines.http import Server, connections
+        from rlgen.types import Request, Sampling
+        resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))
+        requests = {place: Request(prompt_ids=(place,), seed=0) for place in range(200)}
+        sampling, came = Sampling(temperature=1.0, max_tokens=1, stop_ids=()), {}
+        server = Server(sys.argv[1], "token", 60.0)
+        asyncio.run(server.sample(requests, sampling, "salt", lambda label: 0, came.__setitem__, connections()))
+        print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE), all(came[k].token_ids == (k,) for k in requests))
+    """
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        server.socket.listen(256)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        asked = subprocess.run([sys.executable, "-c", textwrap.dedent(asks), url], capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    assert asked.stdout == "32 (64, 64) True\n", asked.stderr[-2000:]
