@@ -364,10 +364,10 @@ def test_clean_starts_anew_and_a_finished_run_is_complete(
     proof(f"resumed when complete: exit 0; taken: exit 2; with --clean: trained from nothing; {device}")
 
 
-@pytest.mark.fault(17, 19)
-def test_a_start_that_failed_does_not_keep_its_name(folder: Path, proof: Proof) -> None:
+@pytest.mark.fault(17, 19, 24)
+def test_a_start_that_failed_does_not_keep_its_name(folder: Path, capsys: pytest.CaptureFixture[str], proof: Proof) -> None:
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"question": f"prompt {number}"}) + "\n" for number in range(4)))
+    rows.write_text("".join(json.dumps({"question": f"prompt {number}"}) + "\n" for number in (0, 1, 2, 3, 1)))
     data = f"data={{source: '{rows}', columns: {{prompt: %s}}}}"
     codes = []
     for wrong in ("model.path=/nowhere", data % "qestion"):
@@ -377,8 +377,9 @@ def test_a_start_that_failed_does_not_keep_its_name(folder: Path, proof: Proof) 
         assert read_json(folder / "corrected" / "status.json")["exit_code"] == codes[-1]
     run = train(folder, data % "question", "run.steps=1", place="corrected")
     assert read_json(run / "status.json")["exit_code"] == 0 and codes == [3, 4]
+    assert capsys.readouterr().out.count("warning: 1 of 5 prompts are the same as an earlier one") == 1
     assert sorted(path.name for path in run.glob("logs/attempt_*/rlgen.log")) == ["rlgen.log"] * 2
     assert len(read_json(run / "provenance.json")) == 1 and "qestion" not in (run / "resolved.yaml").read_text()
     with pytest.raises(UsageError, match="already holds a run"):
         train(folder, data % "question", "run.steps=1", place="corrected")
-    proof(f"exit {codes[0]}, exit {codes[1]}, then exit 0 under the same name")
+    proof(f"exit {codes[0]}, exit {codes[1]}, then exit 0 under the same name; one of five prompts stood twice")
