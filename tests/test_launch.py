@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -210,7 +211,9 @@ def test_with_the_real_torchrun_it_stops_saves_and_goes_on(recipe_file: Path, tm
     recipe_file.write_text(text.replace("steps: 2", "steps: 400"))
     values = {"NODES": "1", "NODE": "0", "HEAD": "127.0.0.1", "GPUS": "1", "RECIPE": str(recipe_file), "RUN_DIR": str(run)}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, **values, "PORT": "29571", "OMP_NUM_THREADS": "1", "PATH": path}
+    with socket.create_server(("127.0.0.1", 0)) as free:  # two of these tests may run on one machine
+        values["PORT"] = str(free.getsockname()[1])
+    environment = {**os.environ, **values, "OMP_NUM_THREADS": "1", "PATH": path}
     process = subprocess.Popen(["bash", NODE], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 120
     while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text()):

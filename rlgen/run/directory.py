@@ -166,7 +166,7 @@ class RunDirectory:
                 self.path.chmod(mode & FOLDER_MODE)
             for folder in (self.checkpoints, self.rollouts, self.logs):
                 folder.mkdir(exist_ok=True)
-            for name in ("resolved.yaml", "status.json", "provenance.json", "metrics.jsonl"):
+            for name in ("recipe.yaml", "resolved.yaml", "status.json", "provenance.json", "metrics.jsonl", ".reserve"):
                 for left in self.path.glob(f".{name}.*"):
                     left.unlink()
         if not self._reserve.exists():

@@ -5,7 +5,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,11 +78,13 @@ def test_dry_run_writes_the_resolved_recipe_only(
 
 @pytest.mark.parametrize("arguments", [["--help"], ["validate", str(ROOT / "recipes" / "demo-grpo.yaml")]])
 def test_quick_answers(arguments: list[str]) -> None:
+    """Seconds of a core: on a host that has other things to do a command waits."""
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        began = os.times()
         subprocess.run([sys.executable, "-m", "rlgen", *arguments], check=True, capture_output=True)
-        times.append(time.perf_counter() - start)
+        ended = os.times()
+        times.append(ended.children_user + ended.children_system - began.children_user - began.children_system)
     assert statistics.median(times) < 0.7
 
 

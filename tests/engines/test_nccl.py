@@ -226,7 +226,7 @@ def test_a_server_that_fails_ends_the_sync_at_once_and_for_good(route: str) -> N
     began = time.monotonic()
     with pytest.raises(EngineError) as error:
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
-    assert time.monotonic() - began < SECONDS / 2  # nobody waits for those that still do
+    assert time.monotonic() - began < SECONDS  # nobody waits for those that still do
     assert f"nccl, {phase}: the vLLM server http://two failed at {route} with 500" in str(
         error.value
     ) and "restart the servers" in str(error.value)

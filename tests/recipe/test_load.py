@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
+import yaml
 from conftest import RECIPE, ROOT
 from pydantic import BaseModel
 
@@ -66,6 +67,16 @@ optim: {learning_rate: .nan}
     proof(f"{len(found)} mistakes in one file, told in line order")
 
 
+@pytest.mark.fault(1)
+def test_an_unknown_key_at_the_top_and_four_levels_down(tmp_path: Path, proof: Proof) -> None:
+    deep = RECIPE.replace("rollout:", "trainer: {correction: {geometric: {mix: 0.5}}}\nrolout: {seed: 1}\nrollout:")
+    found = problems(write(tmp_path, deep))
+    places = [":7:36: `mix` is not a key of `trainer.correction.geometric`", ":8:1: `rolout` is not a key of a recipe"]
+    for line, place, closest in zip(found, places, ("`min`", "`rollout`"), strict=True):
+        assert line.startswith(f"{tmp_path}/r.yaml{place}") and f"did you mean {closest}?" in line
+    proof("; ".join(place.partition(": ")[2] for place in places))
+
+
 @pytest.mark.parametrize(
     "text, value",
     [
@@ -110,6 +121,23 @@ def test_quotes_make_text() -> None:
 def test_what_is_no_recipe(tmp_path: Path, text: str, part: str, proof: Proof) -> None:
     assert part in "\n".join(problems(write(tmp_path, text)))
     proof(f"{text!r}: {part}")
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize(
+    "tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir", "tag:yaml.org,2002:python/object/apply:os.mkdir"]
+)
+def test_no_tag_constructs_anything(tmp_path: Path, tag: str, proof: Proof) -> None:
+    made = tmp_path / "made"
+    value = f"{tag if tag.startswith('!') else f'!<{tag}>'} [{made}]"
+    found = problems(write(tmp_path, RECIPE.replace("name: test", f"name: {value}")))
+    assert any(line.startswith(f"{tmp_path}/r.yaml:1:13: ") and "is not allowed" in line for line in found)
+    found = problems(write(tmp_path, RECIPE), f"run.name={value}")
+    assert any(line.startswith("--set 1: ") and "is not allowed" in line for line in found)
+    assert not made.exists()
+    yaml.unsafe_load(value)
+    assert made.is_dir(), "a loader that constructs would have made it"
+    proof(f"{tag}: refused in a file and behind --set, nothing made")
 
 
 @pytest.mark.fault(6)
@@ -294,13 +322,18 @@ def test_every_number_has_bounds(recipe_file: Path, path: str, value: str, proof
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("path", NUMBERS)
 def test_zero_is_a_value_or_is_refused_by_name(recipe_file: Path, path: str, proof: Proof) -> None:
-    overrides = [*filter(None, [NUMBERS[path], f"{path}=0"])]
+    overrides = [*filter(None, [NUMBERS[path], "engine.launch=true" if "server" in NUMBERS[path] else "", f"{path}=0"])]
     try:
-        load_recipe(recipe_file, overrides)
+        value: Any = load_recipe(recipe_file, overrides).recipe.model_dump()
     except RecipeError as error:
         found = [str(problem) for problem in error.problems if problem.where.endswith(overrides[-1])]
-        assert all(path in line for line in found)
-    proof(f"{path}=0")
+        assert found and all(path in line for line in found)
+        proof(f"{path}=0: refused")
+        return
+    for part in path.split("."):
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    assert value == 0 and not isinstance(value, bool)
+    proof(f"{path}=0: taken")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))

@@ -172,9 +172,9 @@ def test_every_built_in_is_finite_and_fast_for_any_text():
     assert set(calls) == set(BUILTIN) - {"math_verify"}
     for text in hostile_texts():
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.process_time()
             assert math.isfinite(call(text)), name
-            assert time.perf_counter() - start < 2, (name, text[:20], len(text))
+            assert time.process_time() - start < 2, (name, text[:20], len(text))
 
 
 def test_what_was_written_as_a_number_is_read_back():

@@ -30,7 +30,7 @@ def run(recipe: Path, name: str, bad: set[str], *overrides: str) -> Path:
     folder = recipe.parent / f"rewards_{name}"
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(REWARD.replace("{bad}", repr(bad)))
-    entry = f"rewards=[{{use: '{folder}/mine.py:f', timeout: 0.5, {', '.join(overrides)}}}]"
+    entry = f"rewards=[{{use: '{folder}/mine.py:f', timeout: 1.5, {', '.join(overrides)}}}]"
     train_command(recipe, [entry, *SMALL], False, False, None, recipe.parent / name)
     return recipe.parent / name
 
@@ -58,6 +58,7 @@ def test_a_run_goes_on_without_the_samples_whose_reward_failed(recipe_file: Path
     causes = {key: record[f"reward/f/{key}"] for key in ("failed", "errors", "timeouts", "died")}
     assert causes["failed"] == record["reward/unscored"] == len(failed)
     assert causes["failed"] == causes["errors"] + causes["timeouts"] + causes["died"]
+    assert all(causes.values()), f"each of them happened: {causes}"
     assert list((directory / "failed_rewards").iterdir()) and "on_error: skip" in (directory / "logs" / "rlgen.log").read_text()
     facts = read_json(directory / "provenance.json")[0]
     assert len(facts["rewards"]["f"]) == 64

@@ -92,13 +92,19 @@ def test_a_changed_bit_costs_its_line_and_is_said(
     for group in range(3):
         journal.answered(2, group, 0, REQUEST, SAMPLING, completion((-1.5,)))
     path = tmp_path / "step_000002.jsonl"
-    first, changed, last = path.read_text().splitlines()
-    path.write_text("\n".join([first, changed.replace("[-1.5]", "[-1.4]"), last, ""]))
+    whole = path.read_bytes()
+    begins, ends = whole.index(b"\n") + 1, whole.rindex(b"\n", 0, -1)
     capsys.readouterr()
-    again = opened(tmp_path)
-    assert [bool(found(again, group, step=2)) for group in range(3)] == [True, False, True]
-    assert capsys.readouterr().out == "journal: 1 lines of step_000002.jsonl are damaged, or of another rlgen: left out\n"
-    proof("a log-prob of -1.5 in the journal was made -1.4")
+    for place in range(begins, ends):  # of the second line, one bit of each byte
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        again = opened(tmp_path)
+        assert [bool(found(again, group, step=2)) for group in range(3)] == [True, False, True], flipped[begins:ends]
+        count = flipped.count(b"\n") - 2  # one more where the bit makes a line break
+        said = f"journal: {count} lines of step_000002.jsonl are damaged, or of another rlgen: left out\n"
+        assert capsys.readouterr().out == said
+    proof(f"one bit of each of the {ends - begins} bytes of a line of the journal, each time that line alone was left out")
 
 
 def test_a_journal_that_cannot_be_written_or_is_a_link_is_an_error_of_the_disk(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
+from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.directory import RunDirectory
 from rlgen.run.manifest import check_files
@@ -290,11 +291,16 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.fault(70)
-@pytest.mark.parametrize("when", [pytest.param("rollouts", marks=pytest.mark.slow), "save"])
+@pytest.mark.parametrize("when", ["journal", pytest.param("rollouts", marks=pytest.mark.slow), "save"])
 def test_a_disk_that_fills_up(
     folder: Path, whole: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, when: str, proof: Proof
 ) -> None:
-    write, save, taken = RunDirectory.write_rollouts, Checkpoints.save, []
+    write, save, groups, taken = RunDirectory.write_rollouts, Checkpoints.save, Sampler.groups, []
+
+    def samples(sampler: Sampler, step: int, *values: Any) -> Any:
+        if step == 3 and not taken:
+            taken.append(fill(disk, left=0))
+        return groups(sampler, step, *values)
 
     def writes(directory: RunDirectory, step: int, records: list[dict[str, Any]]) -> None:
         if step == 3 and not taken:
@@ -306,18 +312,22 @@ def test_a_disk_that_fills_up(
             taken.append(fill(disk, left=1 << 20))  # the half of a checkpoint
         return save(checkpoints, step, *values)
 
-    if when == "rollouts":
+    if when == "journal":
+        monkeypatch.setattr(Sampler, "groups", samples)
+    elif when == "rollouts":
         monkeypatch.setattr(RunDirectory, "write_rollouts", writes)
     else:
         monkeypatch.setattr(Checkpoints, "save", saves)
     place = str(disk / "run")
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left on device.*; free space or change") as caught:
         train(folder, place=place)
-    what = {"rollouts": "rollouts/step_000003.jsonl", "save": "checkpoints/step_000003"}[when]
+    # The page that the journal of step 3 has begun has room for its answers: what no longer fits is where step 4 starts.
+    files = {"journal": "journal/step_000004.jsonl", "rollouts": "rollouts/step_000003.jsonl", "save": "checkpoints/step_000003"}
+    what = files[when]
     assert taken and what in str(caught.value) and caught.value.exit_code == 8
     run = Path(place)
     status = read_json(run / "status.json")
-    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 8, 2 if when == "rollouts" else 3), (
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 8, 3 if when == "save" else 2), (
         "trained, not saved"
     )
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
@@ -364,10 +374,10 @@ def test_clean_starts_anew_and_a_finished_run_is_complete(
     proof(f"resumed when complete: exit 0; taken: exit 2; with --clean: trained from nothing; {device}")
 
 
-@pytest.mark.fault(17, 19)
-def test_a_start_that_failed_does_not_keep_its_name(folder: Path, proof: Proof) -> None:
+@pytest.mark.fault(17, 19, 24)
+def test_a_start_that_failed_does_not_keep_its_name(folder: Path, capsys: pytest.CaptureFixture[str], proof: Proof) -> None:
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"question": f"prompt {number}"}) + "\n" for number in range(4)))
+    rows.write_text("".join(json.dumps({"question": f"prompt {number}"}) + "\n" for number in (0, 1, 2, 3, 1)))
     data = f"data={{source: '{rows}', columns: {{prompt: %s}}}}"
     codes = []
     for wrong in ("model.path=/nowhere", data % "qestion"):
@@ -377,8 +387,9 @@ def test_a_start_that_failed_does_not_keep_its_name(folder: Path, proof: Proof) 
         assert read_json(folder / "corrected" / "status.json")["exit_code"] == codes[-1]
     run = train(folder, data % "question", "run.steps=1", place="corrected")
     assert read_json(run / "status.json")["exit_code"] == 0 and codes == [3, 4]
+    assert capsys.readouterr().out.count("warning: 1 of 5 prompts are the same as an earlier one") == 1
     assert sorted(path.name for path in run.glob("logs/attempt_*/rlgen.log")) == ["rlgen.log"] * 2
     assert len(read_json(run / "provenance.json")) == 1 and "qestion" not in (run / "resolved.yaml").read_text()
     with pytest.raises(UsageError, match="already holds a run"):
         train(folder, data % "question", "run.steps=1", place="corrected")
-    proof(f"exit {codes[0]}, exit {codes[1]}, then exit 0 under the same name")
+    proof(f"exit {codes[0]}, exit {codes[1]}, then exit 0 under the same name; one of five prompts stood twice")

@@ -19,7 +19,6 @@ from rlgen.cli.app import app
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import read_json
-from rlgen.run import directory as directory_module
 from rlgen.run.directory import RunDirectory
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -156,31 +155,63 @@ def test_what_is_beyond_the_resumed_step_is_kept_apart(tmp_path: Path, proof: Pr
     proof("metrics of steps 3 and, torn, 4 and rollouts of 3 were there; cut at 2")
 
 
+# Forks a child for each instant of `RunDirectory.create`, in which it dies: just before a file is opened to be written, flushed,
+# renamed or removed, or a folder made. What it had opened last has the half of its bytes. Prints what each of them died of.
+KILLED_CREATES = """
+import os, signal, sys
+from rlgen.run.directory import RunDirectory
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
+
+def create(run, fatal):
+    seen, last = [], []
+    def reached(what):
+        seen.append(what)
+        if len(seen) == fatal:
+            if last and os.path.exists(last[-1]):
+                seen.append("cut")
+                os.truncate(last[-1], os.stat(last[-1]).st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+    def hear(event, values):
+        if event == "open" and str(values[0]).startswith(run) and values[2] & (os.O_WRONLY | os.O_RDWR):
+            reached("open " + os.path.basename(values[0]))
+            last.append(values[0])
+        elif event in CHANGES:
+            reached(event)
+    flush = os.fsync
+    os.fsync = lambda file: (reached("fsync"), flush(file))
+    sys.addaudithook(hear)
+    RunDirectory.create(__import__("pathlib").Path(run), "recipe", "resolved")
+
+for fatal in range(1, 100):
+    if (child := os.fork()) == 0:
+        try:
+            create(f"{sys.argv[1]}/killed_{fatal}", fatal)
+        finally:
+            os._exit(0)
+    died = os.waitpid(child, 0)[1]
+    print(died, flush=True)
+    if died != signal.SIGKILL:
+        break
+"""
+
+
 @pytest.mark.fault(63)
-def test_killed_while_the_directory_is_made_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
-    real, run, state = directory_module.write_text, tmp_path / "run", {"writes": 0, "last": 0}
-
-    def killed(path: Path, text: str) -> None:
-        state["writes"] += 1
-        if state["writes"] == state["last"]:
-            path.with_name(f".{path.name}.123").write_text(text[:1])
-            raise KeyboardInterrupt
-        real(path, text)
-
-    monkeypatch.setattr(directory_module, "write_text", killed)
-    for last in (1, 2):
-        state.update(writes=0, last=last)
-        with pytest.raises(KeyboardInterrupt):
-            RunDirectory.create(run, "recipe", "resolved")
-    state["last"] = 0
-    RunDirectory.create(run, "recipe", "resolved").close()
-    assert (run / "resolved.yaml").read_text() == "resolved"
+def test_killed_while_the_directory_is_made_blocks_nothing(tmp_path: Path, proof: Proof) -> None:
+    ended = subprocess.run([sys.executable, "-c", KILLED_CREATES, tmp_path], capture_output=True, text=True, timeout=60)
+    *died, last = map(int, ended.stdout.split())
+    assert set(died) == {signal.SIGKILL} and last == 0 and len(died) > 8, ended.stderr
+    for instant in range(1, len(died) + 1):
+        run = tmp_path / f"killed_{instant}"
+        RunDirectory.create(run, "recipe", "resolved").close()
+        left = {path.name: path.read_text() for path in run.iterdir() if path.name in ("recipe.yaml", "resolved.yaml")}
+        assert left == {"recipe.yaml": "recipe", "resolved.yaml": "resolved"}, instant
+        assert {path.name for path in run.glob(".*")} == {".lock", ".reserve"}, instant
     for foreign in ("notes.txt", "checkpoints/step_000001", "status.json"):
         other = tmp_path / foreign.replace("/", "_")
         (other / foreign).mkdir(parents=True)
         with pytest.raises(UsageError, match="already holds a run"):
             RunDirectory.create(other, "recipe", "resolved")
-    proof("stopped in the first and in the second of two writes")
+    proof(f"SIGKILL at {len(died)} of {len(died)} instants of it, the last file half there: -9 each; the same start succeeds")
 
 
 def proven(monkeypatch: pytest.MonkeyPatch, folder: Path, reward: str) -> Path:

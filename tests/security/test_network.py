@@ -35,6 +35,8 @@ def watch(event, args):
         with open(os.environ["RLGEN_TEST_CALLS"], "a") as file:
             print(event, repr(what), file=file)
 sys.addaudithook(watch)
+with open(os.environ["RLGEN_TEST_CALLS"], "a") as file:
+    print("watched", os.getpid(), file=file)
 """
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 INSIDE = ("127.0.0.1", "localhost", "::1", "None", "''", "0.0.0.0")
@@ -69,10 +71,12 @@ def test_a_run_needs_no_network_and_asks_for_none(tmp_path: Path, engine: str, p
     )
     assert done.returncode == 0, done.stderr
     assert read_json(tmp_path / "run" / "status.json")["state"] == "done" and len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 2
-    made = calls.read_text().splitlines() if calls.exists() else []
+    said = calls.read_text().splitlines()
+    watched, made = ([line for line in said if line.startswith("watched ") is it] for it in (True, False))
+    assert len(watched) > 1, "the run, and what scores its samples"
     outside = [call for call in made if not any(host in call for host in INSIDE) and "'/" not in call and "b'\\x00" not in call]
     assert outside == []
-    proof(f"engine {json.dumps(engine)}: done without a network, {len(made)} calls, none beyond this machine")
+    proof(f"engine {json.dumps(engine)}: {len(watched)} processes without a network made {len(made)} calls, none to outside")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Faults that come while a run goes on: found in the first batch that they touch, before it moves a weight."""
 
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import planted as p
 import pytest
-from conftest import read_jsonl
+from conftest import RECIPE, read_jsonl
 from torch import Tensor
 
 from rlgen.cli.app import main
@@ -19,6 +20,7 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
 from rlgen.files import read_json
 from rlgen.rollout.sampler import Sampler
+from rlgen.run.compare import first_difference
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers import build
 from rlgen.types import Completion, Request, Sampling
@@ -176,16 +178,28 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
 }
 
 
+SETTINGS = ["run.steps=5", "rollout.group_size=8"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that no event comes to, on the engine that starts fastest."""
+    recipe = tmp_path_factory.mktemp("undisturbed") / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    return run(recipe, *SETTINGS, TRANSFORMERS)
+
+
 @pytest.mark.fault(54)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.fault(57), pytest.mark.slow] if "sleep" in name else ()) for name in EVENTS]
 )
 def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str, proof: Proof
+    recipe_file: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, proof: Proof
 ) -> None:
     event, step, fault, words, overrides = EVENTS[name]
+    whole = request.getfixturevalue("undisturbed") if overrides else None  # made before the event is planted
     fired = after_the_start(event)(monkeypatch)
-    overrides = ["run.steps=5", "rollout.group_size=8", *overrides]
+    overrides = [*SETTINGS, *overrides]
     with pytest.raises(SentinelError) as caught:
         run(recipe_file, *overrides)
     assert fired and caught.value.fault is fault and words in str(caught.value), caught.value
@@ -199,7 +213,10 @@ def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
     records = read_jsonl(directory / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert all(record["sampler/delta_max"] <= 1e-4 and not record["sentinel/drift"] for record in records)
-    proof(f"came in a run: {name}")
+    if whole is not None:
+        shutil.rmtree(directory / "checkpoints" / f"step_{step - 1:06d}")  # the stop saved it, and nobody stopped the other run
+        assert (difference := first_difference(whole, directory)) is None, str(difference)
+    proof(f"came in a run: {name}; named in step {step}, then resumed" + (", equal to the last bit" if whole else ""))
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("stop", []), ("checkpoint_and_stop", ["step_000002"])])
