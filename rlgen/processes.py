@@ -144,8 +144,10 @@ class Processes:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """The main process does it; every process has the result, or the error."""
-        value = self.together(lambda: work() if self.is_main else None)[0]
-        return value  # type: ignore[return-value]
+        box = [self.agreed(lambda: work() if self.is_main else None)]
+        if self.world > 1:  # gathered, each process would hold as many as there are processes: a journal is large
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]  # type: ignore[return-value]
 
     def patiently(self, work: Callable[[], T]) -> T:
         """As `on_main`, for work that may take longer than `timeout`: the others hear in between that it goes on."""
