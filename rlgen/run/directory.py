@@ -32,6 +32,7 @@ from rlgen.files import (
     written,
 )
 from rlgen.redact import printable_json
+from rlgen.run.launch import launched_by
 
 LOCK = ".lock"
 RESERVE = 1 << 14  # bytes that are given up for the last words of a run on a full disk
@@ -252,7 +253,7 @@ class RunDirectory:
             "message": message,
             "health": list(self._health),
             "pid": os.getpid(),
-            "launcher": os.getppid(),
+            "launcher": launched_by(),
             "time": time.time(),
         }
         try:

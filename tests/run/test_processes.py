@@ -29,7 +29,7 @@ from rlgen.processes import Processes, Seat
 from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.directory import RunDirectory
-from rlgen.run.launch import Launch, asked_for, check_launch
+from rlgen.run.launch import Launch, asked_for, check_launch, launched_by
 from rlgen.run.signals import StopRequest
 
 HERE = Path(__file__).parent
@@ -615,7 +615,7 @@ def test_launches_that_are_well(tmp_path: Path) -> None:
         Launch.of({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
 
 
-def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path) -> None:
+def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     assert not goes_on(tmp_path / "run", again), "the first attempt had not come so far"
     directory = RunDirectory.create(tmp_path / "run", "", "")
@@ -623,8 +623,14 @@ def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path) -> None:
     assert goes_on(directory.path, again)
     assert not goes_on(directory.path, {}) and not goes_on(directory.path, {"TORCHELASTIC_RESTART_COUNT": "0"})
     status = read_json(directory.status_file)
-    write_json(directory.status_file, {**status, "launcher": status["launcher"] + 1})
-    assert not goes_on(directory.path, again), "a run that was there before the launch"
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil.Process, "create_time", lambda process: time.time())
+        assert not goes_on(directory.path, again), "in the next container a new launcher has the old one's pid"
+    host, pid, began = status["launcher"]
+    # Another pid; another time; another machine; and what an earlier rlgen took down.
+    for other in ([host, pid + 1, began], [host, pid, began + 60], ["elsewhere", pid, began], pid):
+        write_json(directory.status_file, {**status, "launcher": other})
+        assert not goes_on(directory.path, again), "a run that was there before the launch"
     directory.close()
 
 
@@ -663,7 +669,7 @@ def test_a_restart_goes_on_from_an_end_that_nobody_meant(
     assert again_of(path, asked) == Again(resume=True, changed_rewards=True), "and --clean was for the first attempt"
     from_20 = Again(resume=True, step=20)
     assert again_of(path, from_20) == from_20, "it had trained nothing"
-    write_json(path / "provenance.json", [{"launcher": 1}, {"launcher": os.getppid()}])
+    write_json(path / "provenance.json", [{"launcher": 1}, {"launcher": launched_by()}])
     assert again_of(path, from_20) == Again(resume=True), "later checkpoints are its own"
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert again_of(path, asked) is asked, "started by hand"
