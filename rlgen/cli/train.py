@@ -192,8 +192,9 @@ def join_directory(loaded: LoadedRecipe) -> RunDirectory:
 
 def train(loaded: LoadedRecipe, directory: RunDirectory, again: Again, processes: "Processes | None", stop: StopRequest) -> None:
     """Runs, and keeps `status.json`. `processes`: those of the launcher; None: this is the only one."""
-    step, steps = int(directory.status().get("step", 0)), loaded.recipe.run.steps
     is_main = processes is None or processes.is_main
+    # The main process replaces the file: on shared storage others could not read it just then.
+    step, steps = int(directory.status().get("step", 0)) if is_main else 0, loaded.recipe.run.steps
     try:
         if is_main:
             directory.write_status("starting", step, steps)

@@ -1,5 +1,6 @@
 """One recipe trains the same in one process and in several; whatever happens to one of them, all end, and one says why."""
 
+import errno
 import os
 import re
 import shutil
@@ -285,6 +286,20 @@ def test_another_process_speaks_only_for_a_main_one_that_was_killed(
     with pytest.raises(MemoryError):
         cli_train.train(load_recipe(recipe_of(tmp_path), []), directory, Again(resume=False), other, StopRequest(launched=True))
     assert (directory.status()["exit_code"], directory.status()["message"]) == (70, said)
+
+
+def test_only_the_main_process_reads_the_status_that_it_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "", "")
+
+    def status(_: RunDirectory) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    ran: list[object] = []
+    monkeypatch.setattr(cli_train, "run", lambda *given: ran.append(given))
+    monkeypatch.setattr(RunDirectory, "status", status)
+    other = Processes(rank=1, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
+    cli_train.train(load_recipe(recipe_of(tmp_path), []), directory, Again(resume=False), other, StopRequest(launched=True))
+    assert len(ran) == 1
 
 
 @pytest.mark.fault(45, 46)
