@@ -21,7 +21,7 @@ from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.deadline import Deadline
 from rlgen.run.directory import RunDirectory
-from rlgen.run.launch import Launch, check_launch, parents, restarted
+from rlgen.run.launch import Launch, check_launch, launched_by, parents, restarted
 from rlgen.run.signals import StopNow, StopRequest
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def goes_on(path: Path, environment: Mapping[str, str]) -> bool:
 
     A run that was there before this launch is another one, which only --resume goes on with.
     """
-    return restarted(environment) and RunDirectory.look(path).get("launcher") == os.getppid()
+    return restarted(environment) and RunDirectory.look(path).get("launcher") == launched_by()
 
 
 def again_of(path: Path, again: Again) -> Again:
@@ -134,7 +134,7 @@ def again_of(path: Path, again: Again) -> Again:
         ended.exit_code = code
         raise ended
     # Where it has begun to train, later checkpoints than --resume-step are its own.
-    begun = any(attempt.get("launcher") == os.getppid() for attempt in RunDirectory.attempts(path))
+    begun = any(attempt.get("launcher") == launched_by() for attempt in RunDirectory.attempts(path))
     return replace(again, resume=True, clean=False, step=None if begun else again.step)
 
 
@@ -192,8 +192,9 @@ def join_directory(loaded: LoadedRecipe) -> RunDirectory:
 
 def train(loaded: LoadedRecipe, directory: RunDirectory, again: Again, processes: "Processes | None", stop: StopRequest) -> None:
     """Runs, and keeps `status.json`. `processes`: those of the launcher; None: this is the only one."""
-    step, steps = int(directory.status().get("step", 0)), loaded.recipe.run.steps
     is_main = processes is None or processes.is_main
+    # The main process replaces the file: on shared storage others could not read it just then.
+    step, steps = int(directory.status().get("step", 0)) if is_main else 0, loaded.recipe.run.steps
     try:
         if is_main:
             directory.write_status("starting", step, steps)

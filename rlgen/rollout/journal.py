@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rlgen.engines.base import Facts
-from rlgen.files import append_text, flush, read_bytes, written
+from rlgen.errors import CheckpointError
+from rlgen.files import append_text, flush, read_bytes, write_text, written
 from rlgen.processes import Processes
 from rlgen.types import Completion, Group, Request, Sample, Sampling
 
@@ -230,16 +231,23 @@ class Journal:
 
         For the main process, when all have closed theirs. What the sentinel remembers stays. Raises CheckpointError.
         """
-        self.drop(step, sys.maxsize)
-        if self.started is not None and self.started[0] >= step:
-            append_text(self.path(self.started[0]), sealed(self.started[1]))
+        if self.started is None or self.started[0] < step:
+            self.drop(step, sys.maxsize)
+            return
+        path, start = self.path(self.started[0]), sealed(self.started[1])
+        try:
+            write_text(path, start)  # first, and whole: a kill in between does not cost it
+            self.drop(step, sys.maxsize, path)
+        except CheckpointError:  # on a full disk what is removed makes room
+            self.drop(step, sys.maxsize)
+            append_text(path, start)
 
-    def drop(self, first: int, last: int) -> None:
-        """Removes what there is of the steps from `first` to `last`. Raises CheckpointError."""
+    def drop(self, first: int, last: int, kept: Path | None = None) -> None:
+        """Removes what there is of the steps from `first` to `last`, but for the file `kept`. Raises CheckpointError."""
         with written(self.folder):
             for path in list(self.folder.iterdir()):
                 step = step_of(path)
-                if step is not None and first <= step <= last:
+                if step is not None and first <= step <= last and path != kept:
                     path.unlink(missing_ok=True)
 
     def path(self, step: int) -> Path:

@@ -9,6 +9,7 @@ logs/            of this attempt and, under attempt_K, of those before
 checkpoints/     step_000020/
 """
 
+import errno
 import fcntl
 import json
 import math
@@ -32,8 +33,10 @@ from rlgen.files import (
     written,
 )
 from rlgen.redact import printable_json
+from rlgen.run.launch import launched_by
 
 LOCK = ".lock"
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what flock says of a lock that another process holds
 RESERVE = 1 << 14  # bytes that are given up for the last words of a run on a full disk
 PATIENCE = 1.0  # seconds that a start waits for the lock: `rlgen status` holds it while it looks, a killed run until it is gone
 
@@ -252,7 +255,7 @@ class RunDirectory:
             "message": message,
             "health": list(self._health),
             "pid": os.getpid(),
-            "launcher": os.getppid(),
+            "launcher": launched_by(),
             "time": time.time(),
         }
         try:
@@ -292,6 +295,9 @@ def _lock(path: Path) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except OSError as error:
+            if error.errno not in HELD:  # the file system has no locks, or not now
+                os.close(file)
+                raise unwritable(path / LOCK, error) from error
             if time.monotonic() > deadline:
                 os.close(file)
                 raise UsageError(f"{path} is in use by a running rlgen; wait for it, or take another name") from error

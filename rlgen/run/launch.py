@@ -1,6 +1,7 @@
 """What a launcher asked for, and what it started. Torch-free: it is looked at before anything heavy."""
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,19 @@ def check_launch(launch: Launch, count: int | None, environment: Mapping[str, st
 def restarted(environment: Mapping[str, str]) -> bool:
     """Whether torchrun has started these processes before, and they failed."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def launched_by() -> list[Any]:
+    """Which process started this one: host, pid, and seconds from its machine's start to its own, as in `processes.born`.
+
+    In containers pids repeat: a new launch is likely to have the one that an earlier launch had.
+    """
+    number = os.getppid()
+    try:
+        began = round(psutil.Process(number).create_time() - psutil.boot_time(), 2)
+    except (psutil.Error, OSError):  # beyond this container, another user's, or gone
+        began = None
+    return [socket.gethostname(), number, began]
 
 
 def parents() -> list[list[str]]:

@@ -1,6 +1,5 @@
 """From a recipe to a trainer: every part is made here and given what it needs."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +24,7 @@ from rlgen.run.checkpoint import Checkpoints, saved_processes, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.health import Health, rules_of
+from rlgen.run.launch import launched_by
 from rlgen.run.manifest import check_model_files
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.ladder import climb, summary
@@ -248,7 +248,7 @@ def record_attempt(
     rows = data.rows
     facts = {
         **provenance(),
-        "launcher": os.getppid(),
+        "launcher": launched_by(),
         "model": data.location,
         "weights": sides.began_with,
         **ids_of(data),

@@ -21,6 +21,7 @@ from rlgen.errors import CheckpointError
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.rollout import journal as module
 from rlgen.rollout.journal import Journal, sound_lines
 from rlgen.trainers import build
 from rlgen.trainers.loop import Trainer
@@ -174,6 +175,43 @@ def test_what_the_sentinel_remembers_outlives_what_it_has_caught(tmp_path: Path)
     resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
     assert resumed.starts_from(2, "w2", ()) == [0.25, 0.5] and resumed.weights == {1: "w1", 2: "w2"}
     assert not found(resumed, step=3)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_kill_while_what_was_caught_is_removed_costs_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    journal = opened(tmp_path)
+    journal.starts_from(2, "w2", [0.25, 0.5])
+    for step in (3, 4):
+        journal.answered(step, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    drop = Journal.drop
+
+    def killed(*given: Any) -> None:
+        if removed:
+            drop(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "drop", killed)
+        with pytest.raises(KeyboardInterrupt):
+            journal.distrust(3)
+    resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
+    assert resumed.starts_from(2, "w2", ()) == [0.25, 0.5]
+
+
+def test_on_a_full_disk_what_was_caught_is_removed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_text(path: Path, text: str) -> None:
+        raise CheckpointError("no room for a second file")
+
+    journal = opened(tmp_path)
+    journal.starts_from(2, "w2", [0.25, 0.5])
+    journal.answered(3, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    journal.answered(4, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    monkeypatch.setattr(module, "write_text", write_text)
+    journal.distrust(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001.jsonl", "step_000003.jsonl"]
+    assert [line["kind"] for line in sound_lines(tmp_path / "step_000003.jsonl", print)] == ["start"]
 
 
 def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path: Path) -> None:

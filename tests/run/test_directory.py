@@ -1,5 +1,7 @@
 """The directory of a run: nobody else's, closed to strangers, and no half file on a full disk."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -117,6 +119,29 @@ def test_one_of_many_that_start_at_once_gets_it(tmp_path: Path, proof: Proof) ->
     assert (len(opened), len(refused)) == (1, 7)
     opened[0].close()
     proof("8 starts at once: 1 opened it, 7 refused with exit 2")
+
+
+@pytest.mark.fault(70)
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EIO, errno.EWOULDBLOCK, errno.EACCES])
+def test_a_lock_that_cannot_be_had_is_not_one_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, proof: Proof
+) -> None:
+    asked: list[int] = []
+
+    def flock(file: int, how: int) -> None:
+        asked.append(file)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    held = code in (errno.EWOULDBLOCK, errno.EACCES)
+    with pytest.raises((UsageError, CheckpointError), match="in use" if held else r"\.lock cannot be written") as caught:
+        RunDirectory.create(tmp_path / "run", "recipe", "resolved")
+    assert caught.value.exit_code == (2 if held else 8)
+    assert (len(asked) > 1) == held, "only who holds a lock is waited for"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(asked[0])
+    proof(f"flock: {os.strerror(code)}; asked {len(asked)} times, exit {caught.value.exit_code}")
 
 
 @pytest.mark.fault(70)

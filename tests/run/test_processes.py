@@ -1,5 +1,6 @@
 """One recipe trains the same in one process and in several; whatever happens to one of them, all end, and one says why."""
 
+import errno
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from rlgen.processes import Processes, Seat
 from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.directory import RunDirectory
-from rlgen.run.launch import Launch, asked_for, check_launch
+from rlgen.run.launch import Launch, asked_for, check_launch, launched_by
 from rlgen.run.manifest import check_files
 from rlgen.run.signals import StopRequest
 
@@ -292,6 +293,20 @@ def test_another_process_speaks_only_for_a_main_one_that_was_killed(
     with pytest.raises(MemoryError):
         cli_train.train(load_recipe(recipe_of(tmp_path), []), directory, Again(resume=False), other, StopRequest(launched=True))
     assert (directory.status()["exit_code"], directory.status()["message"]) == (70, said)
+
+
+def test_only_the_main_process_reads_the_status_that_it_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "", "")
+
+    def status(_: RunDirectory) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    ran: list[object] = []
+    monkeypatch.setattr(cli_train, "run", lambda *given: ran.append(given))
+    monkeypatch.setattr(RunDirectory, "status", status)
+    other = Processes(rank=1, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
+    cli_train.train(load_recipe(recipe_of(tmp_path), []), directory, Again(resume=False), other, StopRequest(launched=True))
+    assert len(ran) == 1
 
 
 @pytest.mark.fault(45, 46)
@@ -631,7 +646,7 @@ def test_launches_that_are_well(tmp_path: Path) -> None:
         Launch.of({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
 
 
-def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path) -> None:
+def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     assert not goes_on(tmp_path / "run", again), "the first attempt had not come so far"
     directory = RunDirectory.create(tmp_path / "run", "", "")
@@ -639,8 +654,14 @@ def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path) -> None:
     assert goes_on(directory.path, again)
     assert not goes_on(directory.path, {}) and not goes_on(directory.path, {"TORCHELASTIC_RESTART_COUNT": "0"})
     status = read_json(directory.status_file)
-    write_json(directory.status_file, {**status, "launcher": status["launcher"] + 1})
-    assert not goes_on(directory.path, again), "a run that was there before the launch"
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil.Process, "create_time", lambda process: time.time())
+        assert not goes_on(directory.path, again), "in the next container a new launcher has the old one's pid"
+    host, pid, began = status["launcher"]
+    # Another pid; another time; another machine; and what an earlier rlgen took down.
+    for other in ([host, pid + 1, began], [host, pid, began + 60], ["elsewhere", pid, began], pid):
+        write_json(directory.status_file, {**status, "launcher": other})
+        assert not goes_on(directory.path, again), "a run that was there before the launch"
     directory.close()
 
 
@@ -679,7 +700,7 @@ def test_a_restart_goes_on_from_an_end_that_nobody_meant(
     assert again_of(path, asked) == Again(resume=True, changed_rewards=True), "and --clean was for the first attempt"
     from_20 = Again(resume=True, step=20)
     assert again_of(path, from_20) == from_20, "it had trained nothing"
-    write_json(path / "provenance.json", [{"launcher": 1}, {"launcher": os.getppid()}])
+    write_json(path / "provenance.json", [{"launcher": 1}, {"launcher": launched_by()}])
     assert again_of(path, from_20) == Again(resume=True), "later checkpoints are its own"
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert again_of(path, asked) is asked, "started by hand"
