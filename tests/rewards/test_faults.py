@@ -357,6 +357,71 @@ def test_a_file_that_changes_under_a_run_is_noticed(scorer, tmp_path):
         build.score([group("exit", "b")], 1)
 
 
+@pytest.fixture
+def starting(scorer, tmp_path):
+    """Opens scorers whose workers import as the words of a file say, the last of them for ever; each start leaves a file."""
+    source = f"""
+        import os, signal, time
+        from pathlib import Path
+
+        folder = Path("{tmp_path}")
+        (folder / f"start{{os.getpid()}}").touch()
+        word, *rest = (folder / "plan").read_text().split()
+        if rest:
+            (folder / "plan").write_text(" ".join(rest))
+        if word == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "hang":
+            time.sleep(1000)
+
+        def f(completion):
+            if completion == "exit":
+                os._exit(1)
+            deadline = time.monotonic() + 20
+            while completion == "wait" and len(list(folder.glob("start*"))) < 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if completion in ("wait", "slow"):
+                time.sleep(1.0)
+            return 1.0
+    """
+
+    def build(plan, **scoring):
+        (tmp_path / "plan").write_text(plan)
+        return scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring=scoring)
+
+    return build
+
+
+@pytest.mark.fault(27)
+def test_an_import_that_worked_before_is_tried_again(starting, caplog, proof):
+    build = starting("ok kill hang ok kill kill ok", workers=1, import_timeout=2.0)
+    assert totals(build.score([group("exit", "b", "exit", "c")], 1)) == [[None, 1.0, None, 1.0]]
+    said = [record.getMessage() for record in caplog.records if record.name == "rlgen.rewards.pool"]
+    assert len(said) == 4 and "was killed by SIGKILL" in said[0] and "did not end within 2 s" in said[1]
+    proof("two starts failed, then one was ready, twice: killed, and hanging in the import")
+
+
+@pytest.mark.fault(27)
+def test_imports_that_fail_again_and_again_end_the_run(starting, tmp_path, proof):
+    build = starting("ok kill", workers=1)
+    with pytest.raises(RewardError, match=r"the process that imports .* was killed by SIGKILL"):
+        build.score([group("exit", "b")], 1)
+    assert len(list(tmp_path.glob("start*"))) == 4
+    proof("killed in the import three times, after one that worked")
+
+
+@pytest.mark.fault(27)
+def test_additional_workers_that_cannot_import_stop_no_other(starting, tmp_path, proof):
+    build = starting("ok kill", workers=3)
+    assert totals(build.score([group("wait", *"a" * 11)], 1)) == [[1.0] * 12]
+    starts = len(list(tmp_path.glob("start*")))
+    assert 4 <= starts <= 7 and len(build.pool._workers) == 1
+    (tmp_path / "plan").write_text("ok")
+    build.score([group("slow", *"a" * 11)], 2)
+    assert len(build.pool._workers) > 1
+    proof(f"{starts - 1} additional workers were killed in the import while one worked; in the next step they started")
+
+
 SOME_FAIL = "def f(completion):\n    if completion[0] == 'x':\n        raise ValueError('no ' + completion)\n    return 1.0\n"
 
 
