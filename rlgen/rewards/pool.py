@@ -284,21 +284,27 @@ class Pool:
 
     def _start(self) -> None:
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        printed = self._prints_to()
-        with temporary(bytes(Present(0.0, NO_CALL))) as shared:
-            stack = temporary(b"")  # closed with the worker
-            ours, theirs = socket.socketpair()
-            present = Present.from_buffer(mmap(shared.fileno(), sizeof(Present)))
-            files = (theirs.fileno(), shared.fileno(), stack.fileno())
-            process = subprocess.Popen(
-                python("worker", *files, os.getpid(), self._limits.memory),
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                pass_fds=files,
-                env={**os.environ, MARK: mark},
-                start_new_session=True,  # Ctrl-C is for the trainer, and a kill reaches the whole group
-            )
+        try:
+            with ExitStack() as undo, temporary(bytes(Present(0.0, NO_CALL))) as shared:
+                printed = self._prints_to()
+                stack = undo.enter_context(temporary(b""))  # closed with the worker
+                ours, theirs = map(undo.enter_context, socket.socketpair())
+                present = Present.from_buffer(mmap(shared.fileno(), sizeof(Present)))
+                files = (theirs.fileno(), shared.fileno(), stack.fileno())
+                process = subprocess.Popen(
+                    python("worker", *files, os.getpid(), self._limits.memory),
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=printed,
+                    pass_fds=files,
+                    env={**os.environ, MARK: mark},
+                    start_new_session=True,  # Ctrl-C is for the trainer, and a kill reaches the whole group
+                )
+                undo.pop_all()
+        except OSError as error:
+            hint = "free memory, lower scoring.workers, or raise the limits of processes and open files (ulimit -u, -n)"
+            self._not_started(time.monotonic(), f"rewards: no process can be started: {error}; {hint}")
+            return
         theirs.close()
         worker = Worker(process=process, line=ours, present=present, stack=stack, mark=mark, started=time.monotonic())
         self._workers.append(worker)

@@ -1,5 +1,6 @@
 """Reward functions that misbehave: each costs one call, in bounded time, and the others are what they were."""
 
+import errno
 import json
 import os
 import signal
@@ -420,6 +421,27 @@ def test_additional_workers_that_cannot_import_stop_no_other(starting, tmp_path,
     build.score([group("slow", *"a" * 11)], 2)
     assert len(build.pool._workers) > 1
     proof(f"{starts - 1} additional workers were killed in the import while one worked; in the next step they started")
+
+
+@pytest.mark.fault(27)
+def test_a_process_that_cannot_be_started_is_an_error_of_the_reward(scorer, monkeypatch, caplog, proof):
+    source = "import os\ndef f(completion):\n    if completion == 'exit': os._exit(1)\n    return 1.0\n"
+    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring={"workers": 1})
+    fork, files = subprocess._fork_exec, os.listdir("/proc/self/fd")
+    errors = iter([errno.EAGAIN, errno.ENOMEM, None, errno.EAGAIN, errno.EAGAIN, errno.EAGAIN])
+
+    def refused(*arguments):
+        if (error := next(errors)) is not None:
+            raise OSError(error, os.strerror(error))
+        return fork(*arguments)
+
+    monkeypatch.setattr(subprocess, "_fork_exec", refused)
+    assert totals(build.score([group("exit", "b")], 1)) == [[None, 1.0]]
+    assert "Cannot allocate memory" in caplog.text
+    with pytest.raises(RewardError, match=r"rewards: no process can be started: .*Resource temporarily unavailable; .*ulimit"):
+        build.score([group("exit", "b")], 2)
+    assert len(os.listdir("/proc/self/fd")) == len(files) - 3  # the worker's line, its stack and its memory
+    proof("five forks failed: after two a worker started, after three the run ended; no file was left open")
 
 
 SOME_FAIL = "def f(completion):\n    if completion[0] == 'x':\n        raise ValueError('no ' + completion)\n    return 1.0\n"
