@@ -313,6 +313,10 @@ class Pool:
 
     def _prints_to(self) -> IO[bytes]:
         """The pipe to the process that leaves secrets out of what is printed."""
+        if self._printed is not None and self._printed.poll() is not None:  # killed: programs would die of writing to its pipe
+            assert self._printed.stdin is not None  # a pipe
+            self._printed.stdin.close()
+            self._printed = None
         if self._printed is None:
             with open_log(self._output) if self._output else open(os.dup(2), "wb") as end:
                 self._printed = subprocess.Popen(

@@ -292,6 +292,27 @@ def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, proof):
     proof(f"1.1 MB by a program, a line of a worker that was killed; a stray kept the pipe and {seconds:.1f} s of the end")
 
 
+@pytest.mark.fault(32)
+def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(scorer, tmp_path, proof):
+    source = """
+        import os, subprocess
+
+        def f(completion):
+            if completion == "exit":
+                os._exit(1)
+            return float(subprocess.run(["echo", completion]).returncode)
+    """
+    entry = {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}
+    build = scorer(source, entry, scoring={"workers": 1}, output=tmp_path / "rewards.log")
+    printed = build.pool._printed
+    printed.kill()
+    os.waitid(os.P_PID, printed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody was told
+    assert totals(build.score([group("exit", "by a program")], 1)) == [[None, 0.0]]
+    build.close()
+    assert (tmp_path / "rewards.log").read_text() == "by a program\n"
+    proof("killed by SIGKILL; what a program of the next worker prints is in the log")
+
+
 def test_a_full_disk_costs_what_is_printed_and_no_reward(scorer):
     build = scorer("def f(completion):\n    print(completion, flush=True)\n    return 1.0\n", output=Path("/dev/full"))
     assert totals(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
