@@ -5,6 +5,7 @@ answered stands. Nothing here waits without a limit.
 """
 
 import json
+import logging
 import os
 import pickle
 import re
@@ -41,10 +42,12 @@ GROW_AFTER = 0.2  # seconds that calls wait before another worker is started: mo
 GRACE = 2.0  # seconds that an async call has for its end beyond its deadline, before the worker is killed: others pay for that
 PATIENCE = 20.0  # seconds that a worker has to take a chunk, or to say that it began
 POLL = 0.1  # seconds between looks at workers that may have died without closing their line
+STARTS = 3  # of workers that fail one after the other, though the imports have worked, before that ends the run
 STOPPED = 1.0  # seconds that a look comes too late, after which this process was stopped, and the workers perhaps with it
 LAST_WORDS = 0.2  # seconds that a hanging worker has to write where it is
 CLOSING = 1.0  # seconds that workers have to end by themselves
 LONGEST_LOG = 64 << 20  # bytes of what the user's code prints; beyond, it starts anew
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +217,7 @@ class Pool:
         self._printed: subprocess.Popen[bytes] | None = None  # the process to which they print
         self._facts: list[Facts] | None = None
         self._seconds: dict[int, float] = {}  # of a call, by reward: of the last ones more than of the first
+        self._failed, self._failed_at = 0, 0.0  # starts of workers in a row, and when the last of them did
         self.killed = self.lost = 0  # workers, since the start
 
     def facts(self) -> list[Facts]:
@@ -232,9 +236,10 @@ class Pool:
         """The outcome of each call, in the order in which they come. Ended early, it kills what still runs.
 
         Raises:
-            RewardError: a worker that was started cannot import the functions.
+            RewardError: workers that were started cannot import the functions.
         """
         facts = self.facts()
+        self._failed = 0  # where too many failed while others worked, it is tried again
         expected = [self._seconds.get(reward, GUESS) for reward in range(len(facts))]
         queue = Queue(calls, [fact.is_async for fact in facts], expected)
         try:
@@ -273,25 +278,33 @@ class Pool:
 
     def _wanted(self, queue: "Queue", last: float) -> bool:
         """Whether calls wait, and have waited for some time."""
-        return bool(queue.chunks) and time.monotonic() - last > GROW_AFTER and all(w.chunk or not w.ready for w in self._workers)
+        if not queue.chunks or self._failed >= STARTS:
+            return False
+        return time.monotonic() - last > GROW_AFTER and all(w.chunk or not w.ready for w in self._workers)
 
     def _start(self) -> None:
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        printed = self._prints_to()
-        with temporary(bytes(Present(0.0, NO_CALL))) as shared:
-            stack = temporary(b"")  # closed with the worker
-            ours, theirs = socket.socketpair()
-            present = Present.from_buffer(mmap(shared.fileno(), sizeof(Present)))
-            files = (theirs.fileno(), shared.fileno(), stack.fileno())
-            process = subprocess.Popen(
-                python("worker", *files, os.getpid(), self._limits.memory),
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                pass_fds=files,
-                env={**os.environ, MARK: mark},
-                start_new_session=True,  # Ctrl-C is for the trainer, and a kill reaches the whole group
-            )
+        try:
+            with ExitStack() as undo, temporary(bytes(Present(0.0, NO_CALL))) as shared:
+                printed = self._prints_to()
+                stack = undo.enter_context(temporary(b""))  # closed with the worker
+                ours, theirs = map(undo.enter_context, socket.socketpair())
+                present = Present.from_buffer(mmap(shared.fileno(), sizeof(Present)))
+                files = (theirs.fileno(), shared.fileno(), stack.fileno())
+                process = subprocess.Popen(
+                    python("worker", *files, os.getpid(), self._limits.memory),
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=printed,
+                    pass_fds=files,
+                    env={**os.environ, MARK: mark},
+                    start_new_session=True,  # Ctrl-C is for the trainer, and a kill reaches the whole group
+                )
+                undo.pop_all()
+        except OSError as error:
+            hint = "free memory, lower scoring.workers, or raise the limits of processes and open files (ulimit -u, -n)"
+            self._not_started(time.monotonic(), f"rewards: no process can be started: {error}; {hint}")
+            return
         theirs.close()
         worker = Worker(process=process, line=ours, present=present, stack=stack, mark=mark, started=time.monotonic())
         self._workers.append(worker)
@@ -300,6 +313,10 @@ class Pool:
 
     def _prints_to(self) -> IO[bytes]:
         """The pipe to the process that leaves secrets out of what is printed."""
+        if self._printed is not None and self._printed.poll() is not None:  # killed: programs would die of writing to its pipe
+            assert self._printed.stdin is not None  # a pipe
+            self._printed.stdin.close()
+            self._printed = None
         if self._printed is None:
             with open_log(self._output) if self._output else open(os.dup(2), "wb") as end:
                 self._printed = subprocess.Popen(
@@ -371,7 +388,7 @@ class Pool:
                 self._end(worker)
                 raise RewardError(str(record["refused"]))
             if "facts" in record:
-                worker.ready = True
+                worker.ready, self._failed = True, 0
                 facts = [
                     Facts(tuple((name, kind, required) for name, kind, required in fact.pop("parameters")), **fact)
                     for fact in record["facts"]
@@ -405,10 +422,12 @@ class Pool:
             where = worker.hanging_at(self._file(worker, {}))
             self._end(worker)
             uses = ", ".join(source.use for source in self._sources)
-            raise RewardError(
+            self._not_started(
+                worker.started,
                 f"rewards: the import of {uses} did not end within {self._limits.import_timeout:g} s {where};"
-                " make it shorter, or raise scoring.import_timeout"
+                " make it shorter, or raise scoring.import_timeout",
             )
+            return []
         guilty = worker.waiting[next(iter(began))] if began else None
         where = worker.hanging_at(self._file(worker, began))
         self._end(worker)
@@ -420,7 +439,7 @@ class Pool:
         return blame(worker, began, queue, Failed("timeout", f"no answer within {limit:g} s {where}".rstrip()))
 
     def _bury(self, worker: Worker, queue: "Queue | None", lost: WorkerLost) -> list[Outcome]:
-        """What follows from the death of a worker. Raises RewardError where it died while importing."""
+        """What follows from the death of a worker. Raises RewardError where too many died while importing."""
         began = worker.began
         deadline = time.monotonic() + POLL
         while not (ended := worker.ended()) and time.monotonic() < deadline:
@@ -431,8 +450,17 @@ class Pool:
         how = f"{ending(status) if ended else lost} {where}".rstrip()
         if not worker.ready:
             uses = ", ".join(source.use for source in self._sources)
-            raise RewardError(f"rewards: the process that imports {uses} {how}")
+            self._not_started(worker.started, f"rewards: the process that imports {uses} {how}")
+            return []
         return blame(worker, began, queue, Failed("died", f"the process of the reward {how}"))
+
+    def _not_started(self, since: float, why: str) -> None:
+        """A worker failed before it was ready. Raises RewardError where the imports never worked, or too many failed."""
+        if since > self._failed_at:  # those that were started side by side fail of one cause
+            self._failed, self._failed_at = self._failed + 1, time.monotonic()
+        if self._facts is None or (self._failed >= STARTS and not self._workers):
+            raise RewardError(why)
+        log.warning("%s; it has worked before, and the run goes on", why)
 
     def _file(self, worker: Worker, began: dict[int, float]) -> str | None:
         """The user's file in which the worker is looked for."""

@@ -1,5 +1,6 @@
 """Reward functions that misbehave: each costs one call, in bounded time, and the others are what they were."""
 
+import errno
 import json
 import os
 import signal
@@ -294,6 +295,27 @@ def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, proof):
     proof(f"1.1 MB by a program, a line of a worker that was killed; a stray kept the pipe and {seconds:.1f} s of the end")
 
 
+@pytest.mark.fault(32)
+def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(scorer, tmp_path, proof):
+    source = """
+        import os, subprocess
+
+        def f(completion):
+            if completion == "exit":
+                os._exit(1)
+            return float(subprocess.run(["echo", completion]).returncode)
+    """
+    entry = {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}
+    build = scorer(source, entry, scoring={"workers": 1}, output=tmp_path / "rewards.log")
+    printed = build.pool._printed
+    printed.kill()
+    os.waitid(os.P_PID, printed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody was told
+    assert totals(build.score([group("exit", "by a program")], 1)) == [[None, 0.0]]
+    build.close()
+    assert (tmp_path / "rewards.log").read_text() == "by a program\n"
+    proof("killed by SIGKILL; what a program of the next worker prints is in the log")
+
+
 def test_a_full_disk_costs_what_is_printed_and_no_reward(scorer):
     build = scorer("def f(completion):\n    print(completion, flush=True)\n    return 1.0\n", output=Path("/dev/full"))
     assert totals(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
@@ -359,6 +381,92 @@ def test_a_file_that_changes_under_a_run_is_noticed(scorer, tmp_path):
     (tmp_path / "rewards.py").write_text(source.format(value=2.0))
     with pytest.raises(RewardError, match="has changed since the run began"):
         build.score([group("exit", "b")], 1)
+
+
+@pytest.fixture
+def starting(scorer, tmp_path):
+    """Opens scorers whose workers import as the words of a file say, the last of them for ever; each start leaves a file."""
+    source = f"""
+        import os, signal, time
+        from pathlib import Path
+
+        folder = Path("{tmp_path}")
+        (folder / f"start{{os.getpid()}}").touch()
+        word, *rest = (folder / "plan").read_text().split()
+        if rest:
+            (folder / "plan").write_text(" ".join(rest))
+        if word == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "hang":
+            time.sleep(1000)
+
+        def f(completion):
+            if completion == "exit":
+                os._exit(1)
+            deadline = time.monotonic() + 20
+            while completion == "wait" and len(list(folder.glob("start*"))) < 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if completion in ("wait", "slow"):
+                time.sleep(1.0)
+            return 1.0
+    """
+
+    def build(plan, **scoring):
+        (tmp_path / "plan").write_text(plan)
+        return scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring=scoring)
+
+    return build
+
+
+@pytest.mark.fault(27)
+def test_an_import_that_worked_before_is_tried_again(starting, caplog, proof):
+    build = starting("ok kill hang ok kill kill ok", workers=1, import_timeout=2.0)
+    assert totals(build.score([group("exit", "b", "exit", "c")], 1)) == [[None, 1.0, None, 1.0]]
+    said = [record.getMessage() for record in caplog.records if record.name == "rlgen.rewards.pool"]
+    assert len(said) == 4 and "was killed by SIGKILL" in said[0] and "did not end within 2 s" in said[1]
+    proof("two starts failed, then one was ready, twice: killed, and hanging in the import")
+
+
+@pytest.mark.fault(27)
+def test_imports_that_fail_again_and_again_end_the_run(starting, tmp_path, proof):
+    build = starting("ok kill", workers=1)
+    with pytest.raises(RewardError, match=r"the process that imports .* was killed by SIGKILL"):
+        build.score([group("exit", "b")], 1)
+    assert len(list(tmp_path.glob("start*"))) == 4
+    proof("killed in the import three times, after one that worked")
+
+
+@pytest.mark.fault(27)
+def test_additional_workers_that_cannot_import_stop_no_other(starting, tmp_path, proof):
+    build = starting("ok kill", workers=3)
+    assert totals(build.score([group("wait", *"a" * 11)], 1)) == [[1.0] * 12]
+    starts = len(list(tmp_path.glob("start*")))
+    assert 4 <= starts <= 7 and len(build.pool._workers) == 1
+    (tmp_path / "plan").write_text("ok")
+    build.score([group("slow", *"a" * 11)], 2)
+    assert len(build.pool._workers) > 1
+    proof(f"{starts - 1} additional workers were killed in the import while one worked; in the next step they started")
+
+
+@pytest.mark.fault(27)
+def test_a_process_that_cannot_be_started_is_an_error_of_the_reward(scorer, monkeypatch, caplog, proof):
+    source = "import os\ndef f(completion):\n    if completion == 'exit': os._exit(1)\n    return 1.0\n"
+    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring={"workers": 1})
+    fork, files = subprocess._fork_exec, os.listdir("/proc/self/fd")
+    errors = iter([errno.EAGAIN, errno.ENOMEM, None, errno.EAGAIN, errno.EAGAIN, errno.EAGAIN])
+
+    def refused(*arguments):
+        if (error := next(errors)) is not None:
+            raise OSError(error, os.strerror(error))
+        return fork(*arguments)
+
+    monkeypatch.setattr(subprocess, "_fork_exec", refused)
+    assert totals(build.score([group("exit", "b")], 1)) == [[None, 1.0]]
+    assert "Cannot allocate memory" in caplog.text
+    with pytest.raises(RewardError, match=r"rewards: no process can be started: .*Resource temporarily unavailable; .*ulimit"):
+        build.score([group("exit", "b")], 2)
+    assert len(os.listdir("/proc/self/fd")) == len(files) - 3  # the worker's line, its stack and its memory
+    proof("five forks failed: after two a worker started, after three the run ended; no file was left open")
 
 
 SOME_FAIL = "def f(completion):\n    if completion[0] == 'x':\n        raise ValueError('no ' + completion)\n    return 1.0\n"
