@@ -215,14 +215,14 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
     arrived: list[int] = []
     sample = Server.sample
 
-    async def killing(self: Server, requests: Any, sampling: Any, salt: str, version_of: Any, hand_over: Any) -> None:
+    async def killing(self: Server, requests: Any, sampling: Any, salt: str, version_of: Any, hand_over: Any, most: int) -> None:
         def one_more(place: int, answer: Completion) -> None:
             hand_over(place, answer)
             arrived.append(place)
             if len(arrived) == 5:
                 bench.kill()
 
-        await sample(self, requests, sampling, salt, version_of, one_more)
+        await sample(self, requests, sampling, salt, version_of, one_more, most)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Server, "sample", killing)
