@@ -412,6 +412,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault(78)
 def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path, proof: Proof) -> None:
     long = tmp_path / ("long" * 20)

@@ -233,6 +233,7 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
     proof("SIGKILL when 5 of 48 answers had arrived; none was asked twice")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(52)
 def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     Server(bench.supervisor.url, bench.token, TIMEOUT).pause()  # it takes requests and answers its health probe
