@@ -2,7 +2,7 @@
 
 The recipe has no switch for any of the three: this script takes them out of `rlgen` in every second step. Half of its runs do so
 in the odd steps and half in the even ones, so that each step is timed with and without, and what makes a whole run slow or quick
-on this machine is on both sides.
+on this machine is on both sides. So are the reward processes while they wait: what it costs that they are there is not seen.
 """
 
 import json
