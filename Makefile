@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead clean
+.PHONY: help setup lint format type docs docs-check test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -21,6 +21,12 @@ format: $(READY) ## apply style
 
 type: $(READY) ## check types
 	$(VENV)/mypy
+
+docs: $(READY) ## write the tables of README.md and rlgen/docs/ that follow from code
+	$(VENV)/python scripts/docs.py
+
+docs-check: $(READY) ## fail if one of them is not as the code has it
+	$(VENV)/python scripts/docs.py --check
 
 # A worker a core, one thread each: two busy threads in each of two processes take many times longer on two cores.
 test: $(READY) ## all tests, real vLLM included
@@ -64,6 +70,9 @@ gpu-check: $(READY) ## what only a GPU can show: parity, sleep, memory, throughp
 
 overhead: $(READY) ## time the demo with and without checkpoints, journal and reward processes
 	$(VENV)/python scripts/overhead.py
+
+scale: $(READY) ## measure what a step of 67 million tokens costs the main process, in time and memory
+	$(VENV)/python scripts/scale.py --rows
 
 clean:    ## remove what make and the runs left
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,3 +1,3 @@
-"""rlgen: online RL for language models that proves what it trains on."""
+"""Trains language models with online RL, and checks that what it trains on is what the model sampled."""
 
 __version__ = "0.1.0"

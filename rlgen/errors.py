@@ -1,6 +1,6 @@
-"""Every error a user can meet, with its exit code.
+"""Every error that a user can meet, with its exit code.
 
-A message says where, what and what to do, in one line if it can. `rlgen` prints it and ends with `exit_code`; a traceback
+A message says where, what and what to do, in one line if possible. `rlgen` prints it and exits with `exit_code`; a traceback
 appears only with `--debug`. An exception that is not an `RlgenError` is a bug in rlgen (exit 70).
 """
 
@@ -12,10 +12,10 @@ from rlgen.redact import redacted
 
 
 class RlgenError(Exception):
-    """Base of all expected failures. `str(error)` is the whole message for the user, without secrets."""
+    """Base of all expected failures. `str(error)` is the whole message for the user, with secrets redacted."""
 
     exit_code = 70
-    told = False  # another process of the run prints it
+    told = False  # true: another process of the run prints it
 
     def __str__(self) -> str:
         return redacted(super().__str__())
@@ -96,36 +96,43 @@ class ServerLost(EngineError):
 
 
 class Fault(StrEnum):
-    """What can be wrong between engine and trainer. The names are part of messages and do not change."""
+    """The kinds of disagreement between engine and trainer. The names are part of messages and do not change."""
 
-    TEMPLATE_MISMATCH = "template_mismatch"  # one text, other prompt ids
-    SPECIAL_TOKENS = "special_tokens"  # other EOS, BOS or pad id
-    ENGINE_SETTINGS = "engine_settings"  # other dtype, head or vocabulary
-    FLATTENED_COMPLETIONS = "flattened_completions"  # every token came as a completion
-    MISSING_PROMPT = "missing_prompt"  # a prompt was dropped, repeated or replaced
-    COMPLETION_ORDER = "completion_order"  # answers stand in another order than the questions
-    DROPPED_STOP_TOKEN = "dropped_stop_token"  # the id that ended a completion is not in it
-    MISSING_LOGPROBS = "missing_logprobs"  # fewer log-probs than ids, or none
-    SHIFTED_LOGPROBS = "shifted_logprobs"  # the log-prob of a neighbour
-    NUMERICS = "numerics"  # same ids and weights, other log-probs, from the start
-    RAW_LOGPROBS = "raw_logprobs"  # log-probs of the logits before the temperature
-    WRONG_TEMPERATURE = "wrong_temperature"  # both sides do not mean the same temperature
-    TRUNCATED_SUPPORT = "truncated_support"  # top-p, top-k or min-p
-    INCOMPLETE_SYNC = "incomplete_sync"  # tensors that did not arrive, or were not loaded
-    STALE_TENSOR = "stale_tensor"  # one tensor is of an earlier version
-    STALE_HEAD = "stale_head"  # the head's copy of a tied embedding is
-    STALE_WEIGHTS = "stale_weights"  # all of them are
-    SWAPPED_TENSORS = "swapped_tensors"  # two tensors of equal shape have changed places
-    ADAPTER_IGNORED = "adapter_ignored"  # the engine computes with the base model
-    BASE_CHANGED = "base_changed"  # frozen weights under an adapter are not what they were
-    STALE_PREFIX_CACHE = "stale_prefix_cache"  # activations of earlier weights are reused
-    DECODE_PREFILL = "decode_prefill"  # decoding computes otherwise than prefilling
-    BATCH_DEPENDENCE = "batch_dependence"  # neighbours change the answer
-    SPLIT_DEPENDENCE = "split_dependence"  # micro-batches change the gradient
-    STALE_ROLLOUTS = "stale_rollouts"  # sampled by earlier weights than the loop takes them for
-    BLIND_BOUNDS = "blind_bounds"  # the recipe's bounds would hide every fault
-    DRIFT = "drift"  # a gap that came while training, without a known cause
-    UNEXPLAINED = "unexplained"  # a gap that no rival explains
+    what: str
+
+    def __new__(cls, name: str, what: str) -> "Fault":
+        member = str.__new__(cls, name)
+        member._value_, member.what = name, what
+        return member
+
+    TEMPLATE_MISMATCH = "template_mismatch", "Trainer and engine make other prompt ids of one text."
+    SPECIAL_TOKENS = "special_tokens", "Trainer and engine have other EOS, BOS or pad ids."
+    ENGINE_SETTINGS = "engine_settings", "The engine has another dtype, head or vocabulary."
+    FLATTENED_COMPLETIONS = "flattened_completions", "Every token came back as a completion of its own."
+    MISSING_PROMPT = "missing_prompt", "A prompt was dropped, repeated or replaced."
+    COMPLETION_ORDER = "completion_order", "The answers stand in another order than the questions."
+    DROPPED_STOP_TOKEN = "dropped_stop_token", "The id that ended a completion is not in it."
+    MISSING_LOGPROBS = "missing_logprobs", "There are fewer log-probs than ids, or none."
+    SHIFTED_LOGPROBS = "shifted_logprobs", "A token has the log-prob of its neighbour."
+    NUMERICS = "numerics", "The ids and weights are the same, and the log-probs differ from the start."
+    RAW_LOGPROBS = "raw_logprobs", "The log-probs are of the logits before the temperature."
+    WRONG_TEMPERATURE = "wrong_temperature", "Trainer and engine compute at different temperatures."
+    TRUNCATED_SUPPORT = "truncated_support", "The engine restricts sampling by top-p, top-k or min-p."
+    INCOMPLETE_SYNC = "incomplete_sync", "Tensors did not arrive, or were not loaded."
+    STALE_TENSOR = "stale_tensor", "One tensor is of an earlier version."
+    STALE_HEAD = "stale_head", "The head's copy of a tied embedding is of an earlier version."
+    STALE_WEIGHTS = "stale_weights", "All weights are of an earlier version."
+    SWAPPED_TENSORS = "swapped_tensors", "Two tensors of equal shape have changed places."
+    ADAPTER_IGNORED = "adapter_ignored", "The engine computes with the base model, without the adapter."
+    BASE_CHANGED = "base_changed", "Frozen weights under an adapter are not what they were."
+    STALE_PREFIX_CACHE = "stale_prefix_cache", "The prefix cache reuses activations of earlier weights."
+    DECODE_PREFILL = "decode_prefill", "Decoding computes otherwise than prefilling."
+    BATCH_DEPENDENCE = "batch_dependence", "The other completions of a batch change an answer."
+    SPLIT_DEPENDENCE = "split_dependence", "The split into micro-batches changes the gradient."
+    STALE_ROLLOUTS = "stale_rollouts", "Samples are of earlier weights than the loop takes them for."
+    BLIND_BOUNDS = "blind_bounds", "The recipe's bounds would hide every fault."
+    DRIFT = "drift", "A gap appeared during training, and no known cause fits."
+    UNEXPLAINED = "unexplained", "No known cause explains the gap."
 
 
 class SentinelError(EngineError):
@@ -133,8 +140,8 @@ class SentinelError(EngineError):
 
     Args:
         fault: the cause.
-        sentence: what was seen and what to do.
-        where: rung, step or sync; the place comes before the sentence.
+        sentence: what was measured and what to do.
+        where: rung, step or sync; it comes before the sentence.
     """
 
     def __init__(self, fault: Fault, sentence: str, where: str = "") -> None:
@@ -146,7 +153,7 @@ class SentinelError(EngineError):
 
 
 class DivergedError(RlgenError):
-    """A loss or gradient is not finite."""
+    """Too many updates in a row were not finite, weights are not, or a rule of `health` ends the run."""
 
     exit_code = 7
 

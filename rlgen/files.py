@@ -1,6 +1,6 @@
-"""Files of a run: whole or not there, closed to strangers, never opened through a link.
+"""File operations for everything that a run writes about itself: atomic writes, restricted modes, no symbolic links.
 
-Everything that a run writes about itself goes through here, so that a full disk is one error everywhere.
+All of them go through here, so that a full disk is the same CheckpointError everywhere.
 """
 
 import errno
@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlgen.errors import CheckpointError
 from rlgen.redact import printable_json
 
-MODE, FOLDER_MODE = 0o640, 0o750  # the most that others may
+MODE, FOLDER_MODE = 0o640, 0o750  # upper limits of the permissions
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Inside the block new files have `MODE` at most and new folders `FOLDER_MODE`, whatever library makes them."""
+    """Limits new files to mode `MODE` and new folders to `FOLDER_MODE` inside the block, by the umask; libraries obey it, too."""
     before = os.umask(0o777 & ~FOLDER_MODE)
     os.umask(before | (0o777 & ~FOLDER_MODE))
     try:
@@ -33,7 +33,7 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Raises CheckpointError for what goes wrong in the block, where `path` is written."""
+    """Converts an OSError of the block, in which `path` is written, to a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -41,58 +41,76 @@ def written(path: Path) -> Iterator[None]:
 
 
 def unwritable(path: Path, error: BaseException) -> CheckpointError:
-    """What a user is told of a file or folder that could not be written."""
+    """Returns the CheckpointError to raise for a file or folder that could not be written."""
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         return CheckpointError(f"{path} is a link, and rlgen opens none where it keeps its own files; remove it")
     return CheckpointError(f"{path} cannot be written: {error}; free space or change run.dir")
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """A descriptor of a file that is no link. Raises OSError."""
+    """Opens a file that is not a symbolic link and returns its descriptor. Raises OSError."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
 
 
 def open_log(path: Path) -> FileIO:
-    """The end of a file, unbuffered, for programs to write to. Raises CheckpointError, also for a link."""
+    """Opens a file for unbuffered appending, for programs to write to. Raises CheckpointError, also for a symbolic link."""
     with written(path):
         return os.fdopen(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes aside, flushes, renames: a reader, or a run after a power cut, never sees half a file.
+    """Writes a text file atomically: to a temporary file that is flushed and renamed, so that no reader ever sees half a file.
+
+    This holds after a power cut, too.
 
     Raises:
-        CheckpointError: the disk is full, or takes no files; what was there before stays.
+        CheckpointError: the disk is full or not writable; the earlier content of `path` stays.
+    """
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Yields a temporary file to write; flushes it and renames it to `path` when the block ends without an error.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; the earlier content of `path` stays.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with written(path):
         try:
-            aside.unlink(missing_ok=True)  # of a process that was killed, and had the same number
-            with os.fdopen(open_plain(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
-                file.write(text)
+            aside.unlink(missing_ok=True)  # left by a killed process with the same process id
+            with os.fdopen(open_plain(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(path)
-        except OSError:
+        except BaseException:
             aside.unlink(missing_ok=True)
             raise
 
 
 def append_text(path: Path, text: str, flushed: bool = True) -> None:
-    """Adds to the end.
+    """Appends text, encoded in UTF-8; see `append_bytes` for the arguments and errors."""
+    append_bytes(path, text.encode(), flushed)
+
+
+def append_bytes(path: Path, content: bytes, flushed: bool = True) -> None:
+    """Appends bytes to the end of a file, which is created if missing.
 
     Args:
-        flushed: it is on disk when this returns; else in the hands of the system, and survives this process but no power cut.
+        flushed: wait until the bytes are on disk; otherwise they survive the death of this process, but not a power cut.
 
     Raises:
-        CheckpointError: the disk is full, or takes no files; the file is as it was before.
+        CheckpointError: the disk is full or not writable; the file is truncated to its earlier length.
     """
     with written(path):
         file = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             before = os.fstat(file).st_size
             try:
-                rest = text.encode()
+                rest = memoryview(content)
                 while rest:
                     rest = rest[os.write(file, rest) :]
                 if flushed:
@@ -105,16 +123,17 @@ def append_text(path: Path, text: str, flushed: bool = True) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes a value as indented JSON, atomically. Raises CheckpointError."""
     write_text(path, printable_json(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 def read_text(path: Path) -> str:
-    """As `read_bytes`."""
+    """Reads a file as UTF-8; see `read_bytes` for the errors."""
     return read_bytes(path).decode("utf-8")
 
 
 def read_bytes(path: Path) -> bytes:
-    """Raises CheckpointError for a link, OSError for what is not there."""
+    """Reads a file. Raises CheckpointError for a symbolic link, and OSError if the file is missing or cannot be read."""
     try:
         file = open_plain(path, os.O_RDONLY)
     except OSError as error:
@@ -126,6 +145,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
+    """Reads a JSON file; see `read_bytes` for the errors."""
     return json.loads(read_text(path))
 
 
@@ -136,7 +156,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the list of a folder's files, is on disk."""
+    """Waits until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,21 +165,24 @@ def flush(path: Path) -> None:
 
 
 def appears(path: Path, seconds: float = 10.0) -> bool:
-    """Whether a file that another machine has written is there, at once or soon: shared storage shows it late."""
+    """Returns whether a file exists, waiting up to `seconds` for it: network storage may show another machine's file late."""
     deadline = time.monotonic() + seconds
     while not path.is_file():
         if time.monotonic() > deadline:
             return False
-        os.scandir(path.parent).close() if path.parent.is_dir() else None  # makes NFS look again
+        os.scandir(path.parent).close() if path.parent.is_dir() else None  # makes NFS refresh its directory cache
         time.sleep(0.05)
     return True
 
 
 class LogFile(logging.FileHandler):
-    """A log that is no link. A disk that is full costs its lines, not the run, which says so where it writes results."""
+    """Logging handler that refuses symbolic links and ignores write errors.
+
+    A full disk loses log lines but does not end the run; writing results reports the full disk.
+    """
 
     def _open(self) -> TextIOWrapper:
         return TextIOWrapper(open_log(Path(self.baseFilename)), encoding="utf-8", write_through=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: the standard one prints a traceback for each line."""
+        """Ignores the error; the standard handler would print a traceback for each line."""

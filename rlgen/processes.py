@@ -1,60 +1,73 @@
-"""The processes of a run, and how they stay together.
+"""Holds the process group of a run: collectives that time out, and the report of the first error.
 
-Three rules keep them from waiting for each other for ever. Every process makes the same calls in the same order: what decides
-the order, such as a verdict or a request to stop, is gathered first. Work that may fail in one process is done inside
-`together`, so that its error is every process's error. And whoever waits does so for `timeout` seconds at most.
+Three rules keep the processes from deadlocking. Every rank makes the same calls in the same order: a value that decides the
+order, such as a verdict or a request to stop, is gathered first. Work that may fail in one process runs inside `together`, so
+that its error is raised in every process. Every wait for another process ends after `timeout` seconds at most.
 """
 
 import json
 import os
+import pickle
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlgen.errors import ProcessError, RlgenError, SentinelError
 
 T = TypeVar("T")
-PATIENCE = 2.0  # seconds that a process looks for another one's last words
-HANGING = 8.0  # seconds that a process has to end when the others do
-COUNT, FIRST = "failures", "first_failure"  # keys of the store
-# What torch's backends say when a process has gone away or does not answer.
+PATIENCE = 2.0  # seconds that a process waits for another one's failure record in the store
+HANGING = 8.0  # seconds that a process has to end after another one has ended, before it is killed
+COUNT, FIRST = "failures", "first_failure"  # keys in the store
+# Fragments of the messages of torch's backends when a process has gone away or does not answer.
 LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout", "Socket", "NCCL")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that this process has received from other processes, without gradient all-reduces and gathered weight shards."""
+
+    received: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """All processes of a run, seen from one of them. Where there is one only, every call is that call alone."""
+    """The process group of a run, seen from one rank. With one process, every method runs its work locally and sends nothing."""
 
     rank: int
     world: int
     device: torch.device  # of this process
-    timeout: float  # seconds that one waits for another
-    group: dist.ProcessGroup | None  # for Python objects, on the CPU; tensors of the model have torch's default group
-    store: dist.Store | None  # outlives a process that fails
+    timeout: float  # seconds that one process waits for another
+    group: dist.ProcessGroup | None  # gloo, for Python objects on the CPU; tensors of the model use torch's default group
+    store: dist.Store | None  # stays readable after a process fails, but not after the launcher has ended
+    peers: tuple[tuple[str, int, float], ...] = ()  # host, process id and start of each process, by rank
+    traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
     def alone(cls) -> "Processes":
+        """Returns the group of a run with a single process, on GPU 0 if there is one."""
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         return cls(rank=0, world=1, device=device, timeout=0.0, group=None, store=None)
 
     @classmethod
     def open(cls, timeout: float) -> "Processes":
-        """Joins those that the launcher started: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say which.
+        """Joins the launcher's processes, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe them.
 
         Raises:
-            ProcessError: they do not all come within `timeout` seconds, or there is no GPU for this one.
+            ProcessError: not all processes joined within `timeout` seconds, or there is no GPU for this one.
         """
         rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         on_gpu = torch.cuda.is_available()
@@ -66,35 +79,34 @@ class Processes:
         device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # all on this machine: nobody beyond it need reach them
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # all on this machine: no other one needs to reach them
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         within = timedelta(seconds=timeout)
         try:
             shared, _, _ = next(dist.rendezvous("env://", timeout=within))
-            # A name of our own: a program that was launched around rlgen may use the same store, as did an earlier attempt.
+            # An own prefix: the program that launched rlgen, or an earlier attempt, may have used the same store.
             store = dist.PrefixStore(f"rlgen/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
             dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=within)
             group = dist.new_group(backend="gloo", timeout=within)
-            store.set(f"process_{rank}", json.dumps([socket.gethostname(), os.getpid(), born(psutil.Process())]))
+            opened = cls(rank=rank, world=world, device=device, timeout=timeout, group=group, store=store)
+            return replace(opened, peers=tuple(opened.gather([(socket.gethostname(), os.getpid(), born(psutil.Process()))])))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ProcessError(f"process {rank} of {world} did not find the others within {timeout:g} s: {error}") from error
-        return cls(rank=rank, world=world, device=device, timeout=timeout, group=group, store=store)
 
     @property
     def is_main(self) -> bool:
-        """The one that writes and prints."""
+        """Returns whether this process has rank 0, the rank that writes files and prints."""
         return self.rank == 0
 
     def gather(self, items: Sequence[T]) -> list[T]:
-        """The items of all processes, in order of rank. They are pickled.
+        """Returns the items of all processes, in order of rank. The items are sent pickled.
 
         Raises:
-            ProcessError: the processes have come here from different places: they no longer make the same calls.
+            ProcessError: the processes called this from different lines of code, so they no longer make the same calls.
         """
         if self.world == 1:
             return list(items)
-        sent: list[Any] = [None] * self.world
-        dist.all_gather_object(sent, (caller(), list(items)), group=self.group)
+        sent = [pickle.loads(part) for part in self._gather_bytes(pickle.dumps((caller(), list(items))))]
         if len({place for place, _ in sent}) > 1:
             ways = ", ".join(f"process {rank} at {place}" for rank, (place, _) in enumerate(sent))
             raise ProcessError(
@@ -103,13 +115,57 @@ class Processes:
             )
         return [item for _, of_rank in sent for item in of_rank]
 
-    def together(self, work: Callable[[], T], talks: bool = False, patient: bool = False) -> list[T]:
-        """Runs `work` in every process: all results in order of rank, or in every process the first one's error.
+    def _gather_bytes(self, own: bytes) -> list[bytes]:
+        """Returns the bytes of each process, in order of rank. Each message is padded to the length of the longest."""
+        sizes = list(torch.zeros(self.world, 1, dtype=torch.long))
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
+        longest = int(max(sizes))
+        padded = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
+        received = list(torch.empty(self.world, longest, dtype=torch.uint8))
+        dist.all_gather(received, padded, group=self.group)
+        self.traffic.received += (self.world - 1) * (longest + sizes[0].nbytes)
+        return [part.numpy().tobytes()[: int(size)] for part, size in zip(received, sizes, strict=True)]
+
+    def gather_rows(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Returns the rows of all processes, in order of rank.
+
+        Meant for rows of a few numbers: every process receives all of them.
 
         Args:
-            talks: `work` waits for other processes itself, who would wait in vain for one that failed. Its error then ends this
-                process at once, and so the others. A SentinelError is raised by comparing, when all waiting is over.
-            patient: it may take longer than `timeout`: the others hear in between that it goes on.
+            rows: [b] of one structured or plain dtype, the same in all processes.
+        """
+        if self.world == 1:
+            return rows
+        return np.concatenate([np.frombuffer(part, dtype=rows.dtype) for part in self._gather_bytes(rows.tobytes())])
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Sends `parts[rank]` to each process and returns what each process sent to this one, in order of rank (all-to-all).
+
+        The part that a process keeps for itself is not sent.
+        """
+        if self.world == 1:
+            return list(parts)
+        # [sender, receiver]; `gather` is cheap here, and it checks that all processes come to this line.
+        sizes = np.array(self.gather([[len(part) for part in parts]])).reshape(self.world, self.world)
+        np.fill_diagonal(sizes, 0)
+        others = [b"" if rank == self.rank else part for rank, part in enumerate(parts)]
+        sent = torch.frombuffer(bytearray(b"".join(others)) or bytearray(1), dtype=torch.uint8)[: sizes[self.rank].sum()]
+        received = torch.empty(int(sizes[:, self.rank].sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, sizes[:, self.rank].tolist(), sizes[self.rank].tolist(), group=self.group)
+        self.traffic.received += len(received)
+        ends = sizes[:, self.rank].cumsum()
+        found = [received[end - size : end].numpy().tobytes() for end, size in zip(ends, sizes[:, self.rank], strict=True)]
+        found[self.rank] = parts[self.rank]
+        return found
+
+    def together(self, work: Callable[[], T], waits_for_others: bool = False, patient: bool = False) -> list[T]:
+        """Runs `work` in every process and returns all results in order of rank; raises the first rank's error in every process.
+
+        Args:
+            waits_for_others: `work` itself waits for other processes, which would wait in vain for one that failed. An error then
+                leaves this process at once without a gather, and the other processes fail on the lost connection. A SentinelError
+                is still gathered: it is raised by a comparison after all waiting is over.
+            patient: `work` may take longer than `timeout`: while it runs, the processes exchange keep-alive messages.
         """
         if self.world == 1:
             return [work()]
@@ -119,38 +175,41 @@ class Processes:
             with self._heard_of() if patient else nullcontext():
                 try:
                     outcome = work(), None
-                except Exception as error:  # whatever it is, the others wait to hear of it
-                    if talks and not isinstance(error, SentinelError):
+                except Exception as error:  # of any class: the other processes wait for the outcome
+                    if waits_for_others and not isinstance(error, SentinelError):
                         raise
                     own, outcome = error, (None, sendable(error, self.rank))
             outcomes = self.gather([outcome])
         except RuntimeError:
-            if own is not None:  # the others have gone: the reason is worth more than that
+            if own is not None:  # the other processes have ended: this process's own error explains more than the lost connection
                 raise own from None
             raise
         for rank, (_, failure) in enumerate(outcomes):
             if failure is not None:
                 if rank == self.rank and own is not None and not isinstance(own, RlgenError):
-                    raise own  # a bug: its traceback is here
+                    raise own  # a bug: only this process has its traceback
                 raise failure from own
         results: list[Any] = [value for value, _ in outcomes]
         return results
 
-    def agreed(self, work: Callable[[], T], talks: bool = False, patient: bool = False) -> T:
-        """As `together`, but each process keeps its own result: nothing but errors is sent."""
+    def agreed(self, work: Callable[[], T], waits_for_others: bool = False, patient: bool = False) -> T:
+        """Runs `work` in every process as `together` does, but returns only this process's result: only errors are sent."""
         kept: list[T] = []
-        self.together(lambda: kept.append(work()), talks, patient)
+        self.together(lambda: kept.append(work()), waits_for_others, patient)
         return kept[0]
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """The main process does it; every process has the result, or the error."""
+        """Runs `work` in the main process and returns its result, or raises its error, in every process."""
         box = [self.agreed(lambda: work() if self.is_main else None)]
-        if self.world > 1:  # gathered, each process would hold as many as there are processes: a journal is large
+        if self.world > 1:  # a gather would give each process `world` copies, and a journal is large
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """As `on_main`, for work that may take longer than `timeout`: the others hear in between that it goes on."""
+        """Runs `work` in the main process as `on_main` does, for work that may take longer than `timeout`.
+
+        The main process runs it in a thread and meanwhile exchanges keep-alive messages with the others, four in each `timeout`.
+        """
         if self.world == 1:
             return work()
         aside = ThreadPoolExecutor(max_workers=1)
@@ -163,11 +222,14 @@ class Processes:
                 done = self.any(working is not None and working.done())
             return self.on_main(lambda: working.result() if working is not None else None)  # type: ignore[return-value]
         finally:
-            aside.shutdown(wait=False)  # who stops at once does not wait for it
+            aside.shutdown(wait=False)  # a process that must stop at once does not wait for the thread
 
     @contextmanager
     def _heard_of(self) -> Iterator[None]:
-        """Inside the block each process works, in the thread it is in; it ends when all have done so."""
+        """Exchanges keep-alive messages from a thread while the block runs in the calling thread.
+
+        The block is left only when the blocks of all processes have ended.
+        """
         ready = Event()
 
         def tell() -> None:
@@ -183,10 +245,20 @@ class Processes:
                 ready.set()
             telling.result()
         finally:
-            aside.shutdown(wait=False)  # who stops at once does not wait for it
+            aside.shutdown(wait=False)  # a process that must stop at once does not wait for the thread
+
+    def has_gone(self, rank: int) -> bool:
+        """Returns whether process `rank` has ended; always False for a process on another machine, which cannot be checked."""
+        if not self.peers or self.peers[rank][0] != socket.gethostname():
+            return False
+        process = self._process(rank)
+        return process is None or not alive(process)
 
     def main_first(self, work: Callable[[], T]) -> T:
-        """Every process does it, the main one before the others: it fills caches and folders that they find."""
+        """Runs `work` in every process, in the main process before the others.
+
+        The main process fills caches and folders that the others then find.
+        """
         if self.world == 1:
             return work()
         first = self.agreed(lambda: work() if self.is_main else None)
@@ -194,28 +266,42 @@ class Processes:
         return first if self.is_main else rest  # type: ignore[return-value]
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true in one of them."""
+        """Returns whether `flag` is true in at least one process."""
         return any(self.gather([flag]))
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
-        """Adds up each tensor over all processes, in place and with the same bits everywhere."""
+        """Sums each tensor over all processes with an all-reduce, in place; the result has the same bits in every process."""
         if self.world > 1:
             for sum_of_one in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 sum_of_one.wait()
 
+    def total(self, values: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
+        """Returns the elementwise sum, minimum or maximum of a tensor over all processes; the same bits in every process.
+
+        The all-reduce runs on a copy on the CPU; the result is on the device of `values`.
+        """
+        if self.world == 1:
+            return values
+        result = values.detach().cpu().clone()
+        ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+        dist.all_reduce(result, op=ops[op], group=self.group)
+        self.traffic.received += result.nbytes
+        return result.to(values.device)
+
     @contextmanager
-    def said_once(self) -> Iterator[None]:
-        """An error that leaves the block ends this process; of several processes one prints it (`RlgenError.told`)."""
+    def reporting_once(self) -> Iterator[None]:
+        """Passes an error that leaves the block through `marked_once`, so that only one process prints it (`RlgenError.told`)."""
         try:
             yield
         except BaseException as error:
-            raise self.last_words(error) from error.__cause__
+            raise self.marked_once(error) from error.__cause__
 
-    def last_words(self, error: BaseException) -> BaseException:
-        """What this process ends with, for an error that ended its work: of several processes one prints it.
+    def marked_once(self, error: BaseException) -> BaseException:
+        """Returns the exception with which this process should end, and marks it so that only one process prints the reason.
 
-        A process that another one has left has an error of the network. The reason is what the first one to fail left in the
-        store; one that was killed left nothing. One that hangs is killed: it may be deaf to signals, and its launcher patient.
+        A process whose peer has ended sees only a network error. The real reason is the message that the first failing process
+        wrote to the store; a killed process wrote none. A process of this machine that neither ends nor reports is killed: it may
+        ignore signals, and its launcher may wait for it for a long time.
         """
         if self.store is None or getattr(error, "told", False) or getattr(error, "said", False):
             return error
@@ -225,7 +311,7 @@ class Processes:
                 first = self._first_failure()
                 if first is not None:
                     return told_by(first["rank"], first["message"], first["exit_code"])
-                self._end_the_silent()
+                self._kill_unresponsive()
                 ended = ProcessError(
                     f"another process was killed or did not answer for {self.timeout:g} s (processes.timeout);"
                     " logs/ has what each wrote last"
@@ -239,11 +325,12 @@ class Processes:
                 error.said = True  # type: ignore[attr-defined]
             else:
                 error.told = True  # type: ignore[attr-defined]
-        except RuntimeError:  # the store went with the process that kept it
+        except RuntimeError:  # the store is gone with the process that hosted it
             pass
         return error
 
     def _first_failure(self) -> dict[str, Any] | None:
+        """Returns the record of the first failure from the store, or None if none appears within PATIENCE seconds."""
         assert self.store is not None
         deadline = time.monotonic() + PATIENCE
         while not self.store.check([FIRST]):
@@ -253,74 +340,77 @@ class Processes:
         first: dict[str, Any] = json.loads(self.store.get(FIRST))
         return first
 
-    def _end_the_silent(self) -> None:
-        """Kills the processes of this machine that neither end nor say anything. Whatever they are at is lost already."""
+    def _kill_unresponsive(self) -> None:
+        """Kills the processes of this machine that neither end nor write to the store within HANGING seconds.
+
+        Their work is lost already.
+        """
         assert self.store is not None
         deadline = time.monotonic() + HANGING
         for rank in set(range(self.world)) - {self.rank}:
             process = self._process(rank)
             while process is not None and not self.store.check([f"ended_{rank}"]) and alive(process):
                 if time.monotonic() > deadline:
-                    process.kill()  # psutil has made sure that it is still the same one
+                    process.kill()  # psutil checks that the id still belongs to the same process
                     process = None
                 time.sleep(0.1)
 
     def _process(self, rank: int) -> psutil.Process | None:
-        """None: it is on another machine, or gone."""
-        if self.store is None or not self.store.check([f"process_{rank}"]):
-            return None
-        host, pid, was_born = json.loads(self.store.get(f"process_{rank}"))
+        """Returns the process with rank `rank`, or None if it is on another machine or has ended."""
+        host, pid, was_born = self.peers[rank]
         try:
             process = psutil.Process(pid) if host == socket.gethostname() else None
             return process if process is not None and born(process) == was_born else None
         except psutil.NoSuchProcess:
             return None
 
-    def speaks_last(self) -> bool:
-        """Whether this one writes how the run ended: the main process, or another one of its machine when that is gone."""
-        if self.is_main or self.store is None:
-            return self.is_main
-        try:
-            if not self.store.check(["process_0"]) or json.loads(self.store.get("process_0"))[0] != socket.gethostname():
-                return False
-            main = self._process(0)
-            return main is None or not alive(main)
-        except RuntimeError:  # the store went with the process that kept it
-            return False
+    def reports_end(self) -> bool:
+        """Returns whether this process records how the run ended.
+
+        That is the main process or, if that has ended, any other process on the same machine.
+        """
+        return self.is_main or self.has_gone(0)
 
     def close(self) -> None:
-        """After the last call. vLLM may have closed torch's groups with its engine."""
+        """Closes torch's process groups, after the last call. vLLM may have closed them already together with its engine."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where a process sits among the engines. With tensor parallelism several share one: each must ask it the same."""
+class EngineShare:
+    """The engine that a process uses, out of all engines of the run.
+
+    With tensor parallelism several processes share one engine, and each must send it the same requests.
+    """
 
     engine: int
     engines: int
-    shared: bool  # with another process
-    speaks: bool  # this process hands on what the engine answered: the first of those that share it
+    shared: bool  # whether another process uses the same engine
+    first: bool  # this process passes on the engine's completions: true for the first of those that share the engine
+    patient: bool = False  # the engine restarts lost servers: a completion may take longer than processes.timeout
 
     @classmethod
-    def of(cls, processes: Processes, size: int) -> "Seat":
-        """Raises ProcessError if `size` processes an engine do not come out even."""
+    def of(cls, processes: Processes, size: int, patient: bool = False) -> "EngineShare":
+        """Returns the assignment of this process.
+
+        Raises ProcessError if the world size is not a multiple of `size`, the processes per engine.
+        """
         if processes.world % size:
             raise ProcessError(
                 f"engine.tensor_parallel_size {size} needs a multiple of {size} processes, but {processes.world} run: start"
                 f" them with `torchrun --nproc-per-node {size}`, or lower it"
             )
         rank, engines = processes.rank, processes.world // size
-        return cls(engine=rank // size, engines=engines, shared=size > 1, speaks=rank % size == 0)
+        return cls(engine=rank // size, engines=engines, shared=size > 1, first=rank % size == 0, patient=patient)
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This engine's part of the items: neighbours, in order, as many as for any other engine or one more."""
+        """Returns this engine's contiguous slice of the items; the slice sizes of any two engines differ by at most one."""
         return items[len(items) * self.engine // self.engines : len(items) * (self.engine + 1) // self.engines]
 
 
 def caller() -> str:
-    """The line outside of this file that called: "trainers/loop.py:75"."""
+    """Returns the innermost line outside this file on the call stack, such as "trainers/loop.py:75"."""
     frame = sys._getframe()
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
@@ -328,11 +418,15 @@ def caller() -> str:
 
 
 def born(process: psutil.Process) -> float:
-    """Seconds after its machine's start: psutil's time of day changes whenever the clock is set, as in a long run it may be."""
+    """Returns when a process started, in seconds after its machine's boot.
+
+    psutil's time of day changes whenever the clock is set, which can happen in a long run.
+    """
     return round(process.create_time() - psutil.boot_time(), 2)
 
 
 def alive(process: psutil.Process) -> bool:
+    """Returns whether a process runs; a zombie counts as ended."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -340,14 +434,14 @@ def alive(process: psutil.Process) -> bool:
 
 
 def told_by(rank: int, message: str, exit_code: int) -> ProcessError:
-    """What a process ends with when another one prints the reason."""
+    """Returns the error with which a process ends when another process prints the reason."""
     error = ProcessError(f"process {rank} failed: {message}")
     error.exit_code, error.told = exit_code, True
     return error
 
 
 def sendable(error: Exception, rank: int) -> RlgenError:
-    """The error as the other processes raise it; it says where it is from."""
+    """Returns the error as the other processes raise it, with the rank it comes from in its message."""
     if not isinstance(error, RlgenError):
         return told_by(rank, f"{type(error).__name__}: {error}", 70)
     if rank:
@@ -356,7 +450,7 @@ def sendable(error: Exception, rank: int) -> RlgenError:
 
 
 def lost(error: BaseException) -> bool:
-    """Whether an error says that another process is gone, itself or by what it came from."""
+    """Returns whether an error, or one in its chain of causes, says that another process is gone."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and any(word in str(seen) for word in LOST)):

@@ -1,7 +1,7 @@
-"""What must not be shown: secrets in any text that leaves the process, and control characters on a terminal.
+"""Removes what must not be shown: secrets from any text that leaves the process, and control characters from terminal output.
 
-Every message of an `RlgenError`, every line of a log, every traceback and the record of the command line go through `redacted`.
-What a model wrote is kept as it is in `rollouts/`; on its way to a terminal it goes through `printable`.
+Every message of an `RlgenError`, every log line, every traceback and the record of the command line go through `redacted`.
+Model output is stored unchanged in `rollouts/`; before it is shown on a terminal it goes through `printable`.
 """
 
 import os
@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 
 REDACTED = "[redacted]"
-SHORTEST = 6  # characters of a secret in the environment; shorter values are words like "true"
-CERTAIN = 12  # characters of one that no recipe has by accident
+SHORTEST = 6  # least length of a secret in the environment; shorter values are words like "true"
+CERTAIN = 12  # least length of a value that no recipe contains by accident
 
-# Names whose value is a secret: of environment variables, of keys in a recipe. `eos_token` and `max_tokens` are none.
+# Names of environment variables and recipe keys whose value is a secret. `eos_token` and `max_tokens` do not match.
 SECRET_NAME = re.compile(
     r"""(?ix) (^|.*[_.-]) (api[_-]?key | (access|private|secret|encryption|signing)[_-]?key (_?id)? | secret | password | passwd
     | passphrase | authorization | credentials? ) $
@@ -20,7 +20,7 @@ SECRET_NAME = re.compile(
       [_-]?token $ | ^token $"""
 )
 SECRET_VARIABLE = re.compile(r"(?i).*(token|secret|password|passwd|passphrase|(api|access|private|secret)_?key|authorization)")
-# `api_key: "abc"`, `password=abc`, `token=abcdefgh`; "stop token: 7" is none.
+# Matches `api_key: "abc"`, `password=abc`, `token=abcdefgh`; not "stop token: 7".
 NAMED = re.compile(
     r"""(?ix) ( (?: api[_-]?key | (?:access|private|secret|encryption|signing)[_-]?key | secret | password | passwd | passphrase)
     \\?["']? \s{0,3} [:=] \s{0,3} \\?["']? ) [^\s"',;}&\\]+"""
@@ -40,12 +40,15 @@ KNOWN_FORMS = re.compile(
 )
 IN_URL = re.compile(r"""(?<=://)[^\s/@"'<>]{1,500}@""")
 
-# C0 and C1 controls but line end and tab, marks that end lines or turn the direction of text, and halves of characters.
+# C0 and C1 controls except line end and tab, line separators, direction marks, and surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def redacted(text: str) -> str:
-    """The text without secrets: values of environment variables with a secret's name, and what has the form of one."""
+    """Returns the text with secrets replaced by `REDACTED`.
+
+    Secrets are the values of environment variables whose names mark a secret, and text that has the form of a secret.
+    """
     for value in secrets_of_environment():
         text = text.replace(value, REDACTED)
     text = KNOWN_FORMS.sub(REDACTED, text)
@@ -55,27 +58,31 @@ def redacted(text: str) -> str:
 
 
 def secrets_of_environment(shortest: int = SHORTEST) -> list[str]:
-    """The longest first: one may be part of another. Of those of several lines each line too: they are printed line by line."""
+    """Returns the values of secret environment variables of at least `shortest` characters, longest first.
+
+    Longest first, because one value may be part of another. Each long enough line of a multi-line value is included, because such
+    a value is printed line by line.
+    """
     values = [value for name, value in os.environ.items() if len(value) >= shortest and SECRET_VARIABLE.fullmatch(name)]
     lines = {line for value in values for line in map(str.strip, value.splitlines()) if len(line) >= CERTAIN}
     return sorted({*values, *lines}, key=len, reverse=True)
 
 
 def holds_secret(text: str, known: Sequence[str]) -> bool:
-    """Whether a text holds a secret beyond doubt: one of those that are known, or of a known form. Names are not looked at."""
+    """Returns whether a text certainly contains a secret: a value of `known`, or text of a known form. Names are not examined."""
     return any(form.search(text) for form in (KNOWN_FORMS, IN_URL, HEADER)) or any(value in text for value in known)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key or variable of that name holds a secret: `api_key`, `HF_TOKEN`; not `eos_token`, `token_env`."""
+    """Returns whether a key or variable of that name holds a secret: `api_key`, `HF_TOKEN`; not `eos_token`, `token_env`."""
     return SECRET_NAME.match(name) is not None
 
 
 def printable(text: str) -> str:
-    r"""The text as a terminal may show it: control characters, ANSI escapes and marks of direction become `\x1b`, `\u202e`."""
+    r"""Returns the text with control characters, ANSI escapes and direction marks escaped, such as `\x1b` and `\u202e`."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def printable_json(text: str) -> str:
-    """JSON that means the same, with every such character as JSON's own escape: one line stays one line, in any file."""
+    """Returns equivalent JSON with such characters as JSON escapes, so that one line stays one line in any file."""
     return UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

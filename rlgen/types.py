@@ -1,103 +1,168 @@
-"""The records that flow through a run, in the order in which they come to be. All are frozen.
+"""Records that flow through a run, in the order in which they are created. All of them are frozen.
 
 Axis letters, used in every docstring and local name:
     P  prompts of a step            G  completions of a prompt (`rollout.group_size`)
     B  rows, B = P * G              T  completion positions, padded on the right
     S  prompt and completion positions together, padded on the right
     L  one row's own tokens         V  vocabulary
+    N  tokens of all rows, one row after another
+
+No token is a Python object: values with one entry per token are arrays, and the samples of a step are stored as columns
+(`Samples`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+Ids: TypeAlias = NDArray[np.int32]
+LogProbs: TypeAlias = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+def ids_of(values: Iterable[int]) -> Ids:
+    """Returns token ids as an array: ids_of((256, 117)) is [256, 117] of int32."""
+    return np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=np.int32)
+
+
+def logp_of(values: Iterable[float]) -> LogProbs:
+    """Returns log-probs as an array of float32."""
+    return np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=np.float32)
+
+
+class _Record:
+    """Base of records that hold arrays; compares all fields, arrays element by element."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(_same(getattr(self, one.name), getattr(other, one.name)) for one in fields(self))  # type: ignore[arg-type]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt(_Record):
     """One data row, templated and tokenised once.
 
-    Prompt(position=17, row=3, text="<|im_start|>user\\nsort 3 1 2...", prompt_ids=(256, 117, 9), columns={"answer": "123"})
+    Prompt(position=17, row=3, text="<|im_start|>user\\nsort 3 1 2...", prompt_ids=[256, 117, 9], columns={"answer": "123"})
     """
 
-    position: int  # place in the run's data order, over all epochs: names the prompt's group
+    position: int  # index in the run's data order, over all epochs; also the id of the prompt's group
     row: int  # index in the data set, after filtering
     text: str  # what the model sees, as text
-    prompt_ids: tuple[int, ...]  # [L] what the model sees
+    prompt_ids: Ids  # [L] what the model sees
     columns: Mapping[str, Any]  # the data set's columns, for rewards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What an engine is asked for: one completion. Request(prompt_ids=(256, 117, 9), seed=81263)"""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request(_Record):
+    """A request to the engine for one completion. Request(prompt_ids=[256, 117, 9], seed=81263)"""
 
-    prompt_ids: tuple[int, ...]  # [L]
-    seed: int  # from position, never from call order
+    prompt_ids: Ids  # [L]
+    seed: int  # derived from the sample's position, never from call order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Settings that all requests of one call share. Sampling(max_tokens=64, temperature=1.0, stop_ids=(257,))"""
+    """Settings shared by all requests of one call. Sampling(max_tokens=64, temperature=1.0, stop_ids=(257,))"""
 
     max_tokens: int
-    temperature: float  # 0: greedy, always the most probable id, of equal ones the lowest; a request's seed then changes nothing
+    temperature: float  # 0: greedy, the most probable id, or the lowest of equally probable ones; the seed then has no effect
     stop_ids: tuple[int, ...]  # every id that ends a completion; the sampled one is kept
     regex: str | None = None  # restricts the completions; log-probs are then those of the restricted distribution
 
     @property
     def logp_temperature(self) -> float:
-        """Temperature of the log-probs that the engine reports and the trainer compares: that of sampling, 1 for greedy."""
+        """Returns the temperature of the log-probs that engine and trainer compare: the sampling temperature, or 1 for greedy."""
         return self.temperature or 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What an engine answers. Completion(token_ids=(9, 4, 257), logp=(-.2, -1.1, -.01), finish_reason="stop", ...)"""
+class Span(NamedTuple):
+    """A range of completion tokens that the model sampled with weights of one version: Span(start=0, stop=3, version=4)
 
-    token_ids: tuple[int, ...]  # [L] includes the sampled stop token: stopping is an action
-    logp: tuple[float, ...]  # [L] log-probability of each sampled token, at `Sampling.logp_temperature`
-    finish_reason: FinishReason
-    weight_version: int  # weights that sampled it
-    prompt_ids: tuple[int, ...]  # what the engine says it answered
-    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One completion of one prompt, from sampling to training: the row that is written to `rollouts/`.
-
-    Sample(group_id=17, sample_index=0, prompt_ids=(256, 117), completion_ids=(9, 4, 257), sampler_logp=(-.2, -1.1, -.01),
-           loss_mask=(True, True, True), finish_reason="stop", weight_version=4, seed=81263, completion="bca",
-           rewards={"exact_match": 1.0}, reward=1.0)
+    Tokens between the spans of a completion were not sampled (a tool's answer, for example), and are not trained on.
     """
 
-    group_id: int  # the prompt's position: samples of one prompt share it; nothing else groups them
-    sample_index: int  # 0..G-1 within the group
-    prompt_ids: tuple[int, ...]  # [L_prompt]
-    completion_ids: tuple[int, ...]  # [L] as sampled, never re-tokenised
-    sampler_logp: tuple[float, ...]  # [L]
-    loss_mask: tuple[bool, ...]  # [L] true for sampled tokens, the stop token included
+    start: int
+    stop: int
+    version: int
+
+
+def one_span(tokens: int, version: int) -> tuple[Span, ...]:
+    """Returns the spans of a completion all of whose tokens were sampled by weights of one version."""
+    return (Span(0, tokens, version),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion(_Record):
+    """The engine's answer to a request. Completion(token_ids=[9, 4, 257], logp=[-.2, -1.1, -.01], finish_reason="stop", ...)"""
+
+    token_ids: Ids  # [L] includes the sampled stop token: stopping is an action
+    logp: LogProbs  # [L] log-probability of each sampled token, at `Sampling.logp_temperature`
     finish_reason: FinishReason
-    weight_version: int
+    spans: tuple[Span, ...]  # the weight version of each range of sampled tokens
+    prompt_ids: Ids  # the prompt that the engine reports it answered
+    cached_tokens: int = 0  # prompt tokens that were taken from the prefix cache
+
+    @property
+    def weight_version(self) -> int:
+        """Returns the oldest weight version that sampled one of its tokens; -1 if unknown."""
+        return min((span.version for span in self.spans), default=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample(_Record):
+    """One completion of one prompt, from sampling to its rewards; a row of `Samples`.
+
+    Sample(group_id=17, sample_index=0, prompt_ids=[256, 117], completion_ids=[9, 4, 257], sampler_logp=[-.2, -1.1, -.01],
+           spans=(Span(0, 3, 4),), finish_reason="stop", seed=81263, completion="bca", rewards={"exact_match": 1.0}, reward=1.0)
+    """
+
+    group_id: int  # the prompt's position, which the samples of one prompt share; the only key by which samples are grouped
+    sample_index: int  # 0..G-1 within the group
+    prompt_ids: Ids  # [L_prompt]
+    completion_ids: Ids  # [L] as sampled, never re-tokenised
+    sampler_logp: LogProbs  # [L]; NaN where not sampled
+    spans: tuple[Span, ...]  # sampled tokens, the stop token included: the loss is over these
+    finish_reason: FinishReason
     seed: int
     completion: str  # text for rewards and people only
     rewards: Mapping[str, float | None]  # by name; None: does not apply, or failed
     reward: float | None  # weighted sum of those that apply; None: not scorable
-    cached_tokens: int = 0  # of the prompt, that the engine took from its prefix cache
+    cached_tokens: int = 0  # prompt tokens that the engine took from its prefix cache
     reward_errors: Mapping[str, str] = field(default_factory=dict)  # by name: "timeout: no answer within 30 s (r.py:3)"
 
     @property
     def failed(self) -> bool:
-        """Whether a reward that it should have is not known."""
+        """Returns whether a reward that applies to the sample is unknown because it failed."""
         return any(self.rewards[label] is None for label in self.reward_errors)
 
+    @property
+    def weight_version(self) -> int:
+        """Returns the oldest weight version that sampled one of its tokens; -1 if unknown."""
+        return min((span.version for span in self.spans), default=-1)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """Returns [L] bool, true for sampled tokens."""
+        return _mask([span[:2] for span in self.spans], len(self.completion_ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group(_Record):
     """All completions of one prompt."""
 
     group_id: int
@@ -105,11 +170,219 @@ class Group:
     samples: tuple[Sample, ...]  # [G]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged(_Record):
+    """Rows of unequal lengths in one array: row i is values[offsets[i]:offsets[i + 1]].
+
+    Ragged([9, 4, 257, 8, 257], [0, 3, 5])[1] is [8, 257]
+    """
+
+    values: NDArray[Any]  # [N]
+    offsets: NDArray[np.int64]  # [B + 1]
+
+    @classmethod
+    def of(cls, rows: Sequence[NDArray[Any]], dtype: Any) -> "Ragged":
+        """Concatenates rows into one array of type `dtype`; this is the only copy made of them."""
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return cls(np.concatenate(rows, dtype=dtype) if rows else np.zeros(0, dtype=dtype), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> NDArray[Any]:
+        """Returns a view of one row."""
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        return (self[row] for row in range(len(self)))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Returns [B], the length of each row."""
+        return np.diff(self.offsets)
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> "Ragged":
+        """Returns a copy of the rows at these indices, in their order."""
+        return Ragged.of([self[row] for row in rows], self.values.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples(_Record):
+    """The samples of a step that one process holds, as columns: one array per field, tokens of all rows concatenated.
+
+    Each row has spans instead of one mask and one version, so that a conversation of several turns is a row like any other.
+    """
+
+    labels: tuple[str, ...]  # [K] names of the rewards
+    group_id: NDArray[np.int64]  # [B] the prompt's position
+    sample_index: NDArray[np.int64]  # [B] within the group
+    prompt_ids: Ragged  # int32
+    completion_ids: Ragged  # int32 [N]
+    sampler_logp: Ragged  # float32 [N], NaN where not sampled
+    spans: NDArray[np.int64]  # [M, 4]: row, start, stop, version; in the order of rows
+    truncated: NDArray[np.bool_]  # [B] ended by the token limit
+    seed: NDArray[np.int64]  # [B]
+    cached_tokens: NDArray[np.int64]  # [B]
+    rewards: NDArray[np.float64]  # [B, K], NaN: does not apply, or failed
+    reward: NDArray[np.float64]  # [B], NaN: not scorable
+    reward_errors: tuple[Mapping[str, str], ...]  # [B] by name, empty for most
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], labels: Sequence[str] | None = None) -> "Samples":
+        """Converts samples to columns.
+
+        Args:
+            labels: names of the rewards; None: those of the first sample.
+        """
+        names = tuple(labels if labels is not None else samples[0].rewards if samples else ())
+        completions = Ragged.of([sample.completion_ids for sample in samples], np.int32)
+        spans = [(row, *span) for row, sample in enumerate(samples) for span in sample.spans]
+        single = [[_number(sample.rewards[name]) for name in names] for sample in samples]
+        return cls(
+            labels=names,
+            group_id=np.array([sample.group_id for sample in samples], dtype=np.int64),
+            sample_index=np.array([sample.sample_index for sample in samples], dtype=np.int64),
+            prompt_ids=Ragged.of([sample.prompt_ids for sample in samples], np.int32),
+            completion_ids=completions,
+            sampler_logp=Ragged.of([sample.sampler_logp for sample in samples], np.float32),
+            spans=np.array(spans, dtype=np.int64).reshape(-1, 4),
+            truncated=np.array([sample.finish_reason == "length" for sample in samples], dtype=bool),
+            seed=np.array([sample.seed for sample in samples], dtype=np.int64),
+            cached_tokens=np.array([sample.cached_tokens for sample in samples], dtype=np.int64),
+            rewards=np.array(single, dtype=np.float64).reshape(len(samples), len(names)),
+            reward=np.array([_number(sample.reward) for sample in samples], dtype=np.float64),
+            reward_errors=tuple(sample.reward_errors for sample in samples),
+        )
+
+    def __len__(self) -> int:
+        return len(self.group_id)
+
+    def __getitem__(self, row: int) -> Sample:
+        """Returns one row; its tokens are views, and `completion` is empty, because the columns do not hold the text."""
+        return Sample(
+            group_id=int(self.group_id[row]),
+            sample_index=int(self.sample_index[row]),
+            prompt_ids=self.prompt_ids[row],
+            completion_ids=self.completion_ids[row],
+            sampler_logp=self.sampler_logp[row],
+            spans=tuple(Span(*span[1:]) for span in self._spans_of(row).tolist()),
+            finish_reason="length" if self.truncated[row] else "stop",
+            seed=int(self.seed[row]),
+            completion="",
+            rewards={name: _value(self.rewards[row, k]) for k, name in enumerate(self.labels)},
+            reward=_value(self.reward[row]),
+            cached_tokens=int(self.cached_tokens[row]),
+            reward_errors=self.reward_errors[row],
+        )
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> "Samples":
+        """Returns a copy of the rows at these indices, in their order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        place_of = {row: place for place, row in enumerate(rows.tolist())}
+        mine = self.spans[np.isin(self.spans[:, 0], rows)]
+        spans = np.column_stack([[place_of[row] for row in mine[:, 0].tolist()], mine[:, 1:]]) if len(mine) else mine
+        return Samples(
+            labels=self.labels,
+            group_id=self.group_id[rows],
+            sample_index=self.sample_index[rows],
+            prompt_ids=self.prompt_ids.take(rows),
+            completion_ids=self.completion_ids.take(rows),
+            sampler_logp=self.sampler_logp.take(rows),
+            spans=spans[np.argsort(spans[:, 0], kind="stable")].astype(np.int64),
+            truncated=self.truncated[rows],
+            seed=self.seed[rows],
+            cached_tokens=self.cached_tokens[rows],
+            rewards=self.rewards[rows],
+            reward=self.reward[rows],
+            reward_errors=tuple(self.reward_errors[row] for row in rows),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence["Samples"]) -> "Samples":
+        """Concatenates the rows of several `Samples` that have the same rewards, in their order."""
+        firsts = np.cumsum([0, *(len(part) for part in parts)])
+        spans = [part.spans + np.array([first, 0, 0, 0]) for first, part in zip(firsts, parts, strict=False)]
+
+        def ragged(columns: Sequence[Ragged]) -> Ragged:
+            offsets = np.concatenate([[0], *(column.lengths for column in columns)]).cumsum().astype(np.int64)
+            return Ragged(np.concatenate([column.values for column in columns]), offsets)
+
+        return cls(
+            labels=parts[0].labels,
+            group_id=np.concatenate([part.group_id for part in parts]),
+            sample_index=np.concatenate([part.sample_index for part in parts]),
+            prompt_ids=ragged([part.prompt_ids for part in parts]),
+            completion_ids=ragged([part.completion_ids for part in parts]),
+            sampler_logp=ragged([part.sampler_logp for part in parts]),
+            spans=np.concatenate(spans),
+            truncated=np.concatenate([part.truncated for part in parts]),
+            seed=np.concatenate([part.seed for part in parts]),
+            cached_tokens=np.concatenate([part.cached_tokens for part in parts]),
+            rewards=np.concatenate([part.rewards for part in parts]),
+            reward=np.concatenate([part.reward for part in parts]),
+            reward_errors=tuple(errors for part in parts for errors in part.reward_errors),
+        )
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Returns [B], tokens of prompt and completion."""
+        return self.prompt_ids.lengths + self.completion_ids.lengths
+
+    @property
+    def loss_mask(self) -> Ragged:
+        """Returns bool [N], true for sampled tokens."""
+        offsets = self.completion_ids.offsets
+        edges = np.zeros(offsets[-1] + 1, dtype=np.int8)
+        first = offsets[self.spans[:, 0]]
+        # `np.add.at` counts repeated indices, which occur where one span begins at the end of another.
+        np.add.at(edges, first + self.spans[:, 1], 1)
+        np.add.at(edges, first + self.spans[:, 2], -1)
+        return Ragged(np.cumsum(edges[:-1], dtype=np.int8).astype(bool), offsets)
+
+    def mask_of(self, row: int) -> NDArray[np.bool_]:
+        """Returns [L] bool for one row, true for sampled tokens."""
+        return _mask(self._spans_of(row)[:, 1:3].tolist(), len(self.completion_ids[row]))
+
+    def _spans_of(self, row: int) -> NDArray[np.int64]:
+        return self.spans[slice(*self.spans[:, 0].searchsorted([row, row + 1]))]
+
+    @property
+    def sampled_tokens(self) -> NDArray[np.int64]:
+        """Returns [B], the number of tokens that the model sampled."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        np.add.at(counts, self.spans[:, 0], self.spans[:, 2] - self.spans[:, 1])
+        return counts
+
+    @property
+    def weight_version(self) -> NDArray[np.int64]:
+        """Returns [B], the oldest weight version that sampled a token of the row; -1: unknown."""
+        oldest = np.full(len(self), np.iinfo(np.int64).max)
+        np.minimum.at(oldest, self.spans[:, 0], self.spans[:, 3])
+        return np.where(oldest == np.iinfo(np.int64).max, -1, oldest)
+
+
+def _mask(spans: Iterable[Sequence[int]], length: int) -> NDArray[np.bool_]:
+    mask = np.zeros(length, dtype=bool)
+    for start, stop in spans:
+        mask[start:stop] = True
+    return mask
+
+
+def _number(value: float | None) -> float:
+    """Converts a reward to a float for an array: None becomes NaN."""
+    return float("nan") if value is None else value
+
+
+def _value(number: float) -> float | None:
+    return None if np.isnan(number) else float(number)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows that go through the model together: a micro-batch. Every row starts with its prompt; padding is on the right."""
+    """A micro-batch: rows of one forward pass. Every row starts with its prompt; padding is on the right."""
 
-    rows: tuple[int, ...]  # [B] index of each row in the step's list of samples
+    rows: tuple[int, ...]  # [B] index of each row among the samples that this process trains
     input_ids: "Tensor"  # [B, S] prompt and completion
     prompt_lengths: "Tensor"  # [B]
     completion_ids: "Tensor"  # [B, T]
@@ -118,5 +391,14 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Positions of the rectangle, padding included."""
+        """Returns the number of positions of the padded batch, padding included."""
         return self.input_ids.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The position of a run between two steps. Position(step=20, prompts=160, nonfinite=0)"""
+
+    step: int = 0  # steps done; also the version of the weights
+    prompts: int = 0  # prompts taken from the data order, over all epochs; the position of the next prompt
+    nonfinite: int = 0  # steps in a row, up to this one, without an update because a number was not finite

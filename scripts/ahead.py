@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from rlgen.metrics import Family, Metric
+
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "demo-grpo.yaml"
 WARM_UP = 2  # steps at the start of a run that do not count
@@ -68,11 +70,12 @@ def main() -> None:
     counted = compare(model, folder, steps=24, rounds=2)
     print(f"{'rollout.ahead':<14} {'s a step':>9} {'waiting':>9} {'training':>9} {'reward':>7} {'oldest':>7}")
     for ahead, records in counted.items():
-        times = [median(record[f"time/{phase}"] for record in records) for phase in ("step", "generate", "train")]
-        reward = fmean(record["reward/exact_match/mean"] for record in records[-5:])
-        oldest = max(record["rollout/staleness_max"] for record in records)
+        phases = (Metric.TIME_STEP, Metric.TIME_GENERATE, Metric.TIME_TRAIN)
+        times = [median(record[phase] for record in records) for phase in phases]
+        reward = fmean(record[Family.REWARD_MEAN.of("exact_match")] for record in records[-5:])
+        oldest = max(record[Metric.ROLLOUT_STALENESS_MAX] for record in records)
         print(f"{ahead:<14} {times[0]:>9.3f} {times[1]:>9.3f} {times[2]:>9.3f} {reward:>7.3f} {oldest:>7}")
-    ratio = median(r["time/step"] for r in counted[1]) / median(r["time/step"] for r in counted[0])
+    ratio = median(r[Metric.TIME_STEP] for r in counted[1]) / median(r[Metric.TIME_STEP] for r in counted[0])
     print(f"a step takes {ratio:.2f} of the time when the next one's prompts are answered meanwhile")
     if ratio >= 1:
         raise SystemExit("sampling ahead was not faster")

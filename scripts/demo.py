@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlgen.data.tasks import generate
+from rlgen.metrics import Family, Metric
 from rlgen.recipe.models import ReverseOptions
 
 ROOT = Path(__file__).parent.parent
@@ -52,11 +53,11 @@ def main() -> None:
         shutil.rmtree(directory, ignore_errors=True)  # the demo's own runs; `rlgen train` itself never overwrites
         call(sys.executable, "-m", "rlgen", "train", f"recipes/{name}.yaml", "--run-dir", directory)
         records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        rewards = [record["reward/exact_match/mean"] for record in records]
+        rewards = [record[Family.REWARD_MEAN.of("exact_match")] for record in records]
         first, last = fmean(rewards[:3]), fmean(rewards[-5:])
-        gaps = [record["sampler/delta_max"] for record in records if record["sampler/delta_max"] is not None]
+        gaps = [record[Metric.SAMPLER_DELTA_MAX] for record in records if record[Metric.SAMPLER_DELTA_MAX] is not None]
         saved = plain_score(max((directory / "checkpoints").glob("step_*")))
-        table.append((name, first, last, saved, max(gaps), sum(record["time/step"] for record in records)))
+        table.append((name, first, last, saved, max(gaps), sum(record[Metric.TIME_STEP] for record in records)))
         if last < level or last - first < rise or abs(saved - last) > 0.15 or max(gaps) > 1e-4:
             failed.append(name)
     print(f"\n{'recipe':<16} {'first 3':>8} {'last 5':>8} {'saved model':>12} {'max |Δ|':>9} {'seconds':>8}")

@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rlgen.metrics import Metric
+
 ROOT = Path(__file__).parent.parent
 STEPS = 25
 RECIPE = """\
@@ -38,9 +40,9 @@ def run(trainer: str, engine: str, dtype: str) -> tuple[int, float, float, str]:
         ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         metrics = Path(folder) / "run" / "metrics.jsonl"
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    scored = [record for record in records if record.get("sampler/delta_max") is not None]
-    largest = max((record["sampler/delta_max"] for record in scored), default=float("nan"))
-    mean = max((record["sampler/delta_mean"] for record in scored), default=float("nan"))
+    scored = [record for record in records if record.get(Metric.SAMPLER_DELTA_MAX) is not None]
+    largest = max((record[Metric.SAMPLER_DELTA_MAX] for record in scored), default=float("nan"))
+    mean = max((record[Metric.SAMPLER_DELTA_MEAN] for record in scored), default=float("nan"))
     return len(records), largest, mean, "" if not ended.returncode else ended.stderr.strip().splitlines()[-1]
 
 

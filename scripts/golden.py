@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import transformers
 
+from rlgen.metrics import Metric
+
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "scripts" / "golden.json"
 STEPS, TOLERANCE = 10, 1e-5
@@ -80,9 +82,9 @@ def run(trainer: str) -> list[dict[str, float]]:
         if ended.returncode:
             sys.exit(f"golden: `rlgen train` ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
         records = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    if silent := [record["step"] for record in records if record["loss"] is None]:
+    if silent := [record[Metric.STEP] for record in records if record[Metric.LOSS] is None]:
         sys.exit(f"golden: nothing was trained in steps {silent}: choose a recipe that always has something to learn from")
-    return [{key: record[key] for key in ("step", "loss", "grad_norm")} for record in records]
+    return [{key: record[key] for key in (Metric.STEP, Metric.LOSS, Metric.GRAD_NORM)} for record in records]
 
 
 def compare(golden: dict[str, Any], runs: dict[str, list[dict[str, float]]]) -> tuple[bool, list[str]]:
@@ -95,7 +97,7 @@ def compare(golden: dict[str, Any], runs: dict[str, list[dict[str, float]]]) -> 
     for name, records in runs.items():
         worst, where, differing = 0.0, "", 0
         for now, before in zip(records, golden["runs"][name], strict=True):
-            for key in ("loss", "grad_norm"):
+            for key in (Metric.LOSS, Metric.GRAD_NORM):
                 differing += now[key] != before[key]
                 # A loss near 0 is a difference of terms near 1: below 1, the distance is absolute.
                 distance = abs(now[key] - before[key]) / max(1.0, abs(before[key]))

@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlgen.metrics import Metric
+
 ROOT = Path(__file__).parent.parent
 MOST = 570  # seconds of all rows together
 GIB = 1 << 30
@@ -173,7 +175,7 @@ def examined(place: Place, recipe: Path, environment: dict[str, str]) -> Finding
     try:
         report = json.loads(ended.stdout)
     except ValueError:
-        return Finding("failed", f"rlgen doctor ended with {ended.returncode}: {last_words(ended)}", {})
+        return Finding("failed", f"rlgen doctor ended with {ended.returncode}: {last_output(ended)}", {})
     rungs = {rung["name"]: rung for rung in report["rungs"]}
     measured = {name: rung["measured"] for name, rung in rungs.items() if rung["measured"]}
     deltas = [
@@ -195,14 +197,16 @@ def sleep(place: Place) -> Finding:
         return Finding("skipped", "vLLM is not installed", {})
     import torch
 
+    from rlgen.opening.data import open_data
+    from rlgen.opening.pair import open_pair
+    from rlgen.opening.probe import probe_of
     from rlgen.processes import Processes
     from rlgen.recipe import load_recipe
     from rlgen.sentinel.sync import send_weights
-    from rlgen.trainers.sides import load_data, open_sides
 
     recipe = load_recipe(place.recipe("mid", "bfloat16", place.engine(sleep=True)), []).recipe
-    with closing(Opened(open_sides(recipe, load_data(recipe), None, Processes.alone(), Path(place.folder), print))) as opened:
-        probe = opened.sides.probe
+    with closing(open_pair(recipe, open_data(recipe), None, Processes.alone(), Path(place.folder), print)) as pair:
+        probe = probe_of(recipe, pair)
         awake = probe.trainer.gap(probe.sample(1.0, 32), 1.0)
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
@@ -220,16 +224,6 @@ def sleep(place: Place) -> Finding:
     well = freed > 0.8 * share and max(gaps) <= max(3 * awake.mean_delta, 1e-3)
     words = f"{freed / GIB:.1f} GiB freed of a share of {share / GIB:.1f}; mean |Δ| {awake.mean_delta:.1e} before,"
     return Finding("ok" if well else "failed", f"{words} {max(gaps):.1e} after three sleeps and syncs", numbers)
-
-
-class Opened:
-    """Both sides, to be closed."""
-
-    def __init__(self, sides: Any) -> None:
-        self.sides = sides
-
-    def close(self) -> None:
-        self.sides.probe.engine.close()
 
 
 def server(place: Place) -> Finding:
@@ -268,8 +262,8 @@ def memory(place: Place) -> Finding:
 
     from rlgen.cli.estimate import plan_of
     from rlgen.models.memory import count, needs, peak, read_config
+    from rlgen.opening.policy import build_policy
     from rlgen.recipe import load_recipe
-    from rlgen.trainers.sides import build_policy
     from rlgen.types import Batch
 
     where = torch.device("cuda" if place.gpu else "cpu")
@@ -351,16 +345,16 @@ def training(trainer: str) -> Callable[[Place], Finding]:
         overrides = [word for change in changes for word in ("--set", change)]
         ended = rlgen(place, "train", recipe, "--run-dir", folder, *overrides)
         if ended.returncode:
-            return Finding("failed", f"rlgen train ended with {ended.returncode}: {last_words(ended)}", {})
+            return Finding("failed", f"rlgen train ended with {ended.returncode}: {last_output(ended)}", {})
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         timed = records[1:]
         numbers = {
-            "losses": [record["loss"] for record in records],
-            "drift": [record.get("sentinel/drift") for record in records],
-            "mean_delta": [record.get("sampler/delta_mean") for record in records],
-            "generated_per_second": per_second(timed, "tokens/generated", "time/generate"),
-            "trained_per_second": per_second(timed, "tokens/trained", "time/train"),
-            "sync_seconds": [record["time/sync"] for record in records],
+            "losses": [record[Metric.LOSS] for record in records],
+            "drift": [record.get(Metric.SENTINEL_DRIFT) for record in records],
+            "mean_delta": [record.get(Metric.SAMPLER_DELTA_MEAN) for record in records],
+            "generated_per_second": per_second(timed, Metric.TOKENS_GENERATED, Metric.TIME_GENERATE),
+            "trained_per_second": per_second(timed, Metric.TOKENS_TRAINED, Metric.TIME_TRAIN),
+            "sync_seconds": [record[Metric.TIME_SYNC] for record in records],
         }
         finite = all(loss is not None and math.isfinite(loss) for loss in numbers["losses"])
         well = finite and len(records) == steps and not any(numbers["drift"])
@@ -404,7 +398,7 @@ def rlgen(place: Place, *words: object, environment: dict[str, str] | None = Non
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})}, cwd=ROOT)
 
 
-def last_words(ended: subprocess.CompletedProcess[str]) -> str:
+def last_output(ended: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in ended.stderr.splitlines() if line.strip()]
     return " / ".join(lines[-2:])[-400:] or "it said nothing"
 

@@ -25,8 +25,8 @@ from rlgen.run.compare import first_difference
 
 ROOT = Path(__file__).parent.parent
 KILLED = ROOT / "tests" / "run" / "killed.py"
-LIMIT = 400  # seconds for one run
-ORPHANS = 20  # seconds in which all processes of a killed run must have ended
+LIMIT = 1200  # seconds for one run
+ORPHANS = 300  # seconds in which all processes of a killed run must have ended
 # Six steps, three checkpoints, of which two are kept: the last save removes the first one.
 RECIPE = """\
 run: {name: kills, steps: 6, seed: 3}
@@ -39,7 +39,7 @@ rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
 optim: {learning_rate: 1.0e-3, warmup_steps: 2, schedule: cosine}
 checkpoint: {every: 2, keep: 2}
 """
-SERVER = "engine={kind: server, launch: true, start_timeout: 120.0}"
+SERVER = "engine={kind: server, launch: true, start_timeout: 600.0}"
 ENGINES = {
     "transformers": ["engine={kind: transformers}"],
     "adapter": ["engine={kind: transformers}", "model.lora={rank: 4}", "rollout.refill=2"],
@@ -50,7 +50,8 @@ ENGINES = {
     "ahead": [SERVER, "rollout.ahead=1", "sentinel.probe_every=2"],
 }
 SAVE = "file:/checkpoints/:{at}@4"  # the n-th write of a save, where `at` is a share of all of them
-JOURNAL, LOOP, UPDATE, FILES = "rlgen.rollout.journal", "rlgen.trainers.loop", "rlgen.trainers.update", "rlgen.run.directory"
+JOURNAL, FRAMES = "rlgen.rollout.journal", "rlgen.rollout.frames"
+LOOP, UPDATE, FILES = "rlgen.trainers.loop", "rlgen.trainers.update", "rlgen.run.directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class Kill:
 
 COMMON = (
     ("between completions", f"after:{JOURNAL}:Journal.answered:5@3"),
-    ("in half a line of the journal", f"half:{JOURNAL}:append_text:9@4"),
-    ("before any reward", "before:rlgen.rewards.score:Scorer.score:1@5"),
-    ("after all rewards", "after:rlgen.rewards.score:Scorer.score:1@3"),
+    ("in half a record of the journal", f"half:{FRAMES}:append_bytes:9@4"),
+    ("before any reward", "before:rlgen.rewards.early:EarlyScoring.result:1@5"),
+    ("after all rewards", "after:rlgen.rewards.early:EarlyScoring.result:1@3"),
     ("inside of backward", f"half:{UPDATE}:Updater._backward:1@4"),
     ("between backward and optimizer", f"before:{UPDATE}:Updater._step:1@5"),
     ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@4"),
@@ -86,7 +87,7 @@ KILLS = [
             MID_COLOCATED,
             *COMMON,
             ("in the first step", f"after:{JOURNAL}:Journal.answered:7@1"),
-            ("in half a line of rewards", f"half:{JOURNAL}:append_text:17@5"),
+            ("in half a record of rewards", f"half:{FRAMES}:append_bytes:17@5"),
             ("before a step's rollouts are there", "file:/rollouts/:2@3"),
             ("while the status is written", "file:status.json:2@5"),
             ("at 20 % of a save", SAVE.format(at=0.2)),
@@ -99,15 +100,15 @@ KILLS = [
         for what in (
             ("while the next step is sampled", f"after:{JOURNAL}:Journal.answered:3@4"),
             ("in mid-generation", "half:rlgen.engines.server:ServerEngine._sample:1@5"),
-            ("in half a line of the journal", f"half:{JOURNAL}:append_text:4@5"),
+            ("in half a record of the journal", f"half:{FRAMES}:append_bytes:4@5"),
             ("in the first step", f"after:{JOURNAL}:Journal.answered:20@1"),
-            ("before any reward", "before:rlgen.rewards.score:Scorer.score:1@3"),
+            ("before any reward", "before:rlgen.rewards.early:EarlyScoring.result:1@3"),
             ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@3"),  # others have nothing to learn
             ("after the sync", f"after:{LOOP}:send_weights:1@3"),
             ("between metrics and save", f"after:{FILES}:RunDirectory.write_metrics:1@4"),
             ("between journal and save", f"before:{LOOP}:Checkpoints.save:1@4"),
             ("at 60 % of a save", SAVE.format(at=0.6)),
-            ("after a save", f"after:{LOOP}:Checkpoints.save:1@4"),
+            ("while a save is written", f"after:{LOOP}:Checkpoints.save:1@4"),
         )
     ),
 ]

@@ -15,6 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlgen.metrics import Metric
+from rlgen.rollout.frames import Answer, Rewards, read_frames
+
 ROOT = Path(__file__).parent.parent
 RECIPE, WARM = ROOT / "recipes" / "demo-grpo.yaml", ROOT / "runs" / "warm" / "qwen3"
 PAIRS = 4
@@ -38,20 +41,34 @@ class Laps:
 
 def toggle(laps: Laps) -> None:
     """Takes checkpoints, journal and reward processes out of rlgen, in this process, while `laps.has` is false."""
-    from rlgen.rewards.pool import Outcome, Pool
-    from rlgen.rewards.worker import Call, Loaded, load
+    from rlgen.rewards.load import LoadedReward, load
+    from rlgen.rewards.pool import CallOutcome, Pool
+    from rlgen.rewards.worker import RewardCall
     from rlgen.rollout.journal import Journal
     from rlgen.trainers import loop
 
-    loaded: list[Loaded] = []
+    loaded: list[LoadedReward] = []
 
-    def run(pool: Pool, calls: Sequence[Call]) -> Iterator[Outcome]:
-        loaded[:] = loaded or map(load, pool._sources)
-        for call in calls:
-            yield Outcome(call.id, (float(loaded[call.reward].function(**call.arguments)),), 0.0)
+    class Here:
+        """Instead of a `CallStream`: calls in this process."""
 
+        def __init__(self, pool: Pool) -> None:
+            loaded[:] = loaded or map(load, pool._sources)
+            self.calls: list[RewardCall] = []
+
+        def add(self, calls: Sequence[RewardCall]) -> None:
+            self.calls += calls
+
+        def outcomes(self) -> Iterator[CallOutcome]:
+            for call in self.calls:
+                yield CallOutcome(call.id, (float(loaded[call.reward].function(**call.arguments)),), 0.0)
+
+        def close(self) -> None:
+            pass
+
+    Journal.retire = lambda *_: None  # type: ignore[method-assign]  # what stays in the journal shows which steps had one
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (Pool, "run", run),
+        (Pool, "open", Here),
         (Journal, "answered", lambda *_: None),
         (Journal, "append", lambda *_: None),
         (Journal, "score", lambda journal, step, groups, scorer: scorer(list(groups))),
@@ -69,13 +86,13 @@ def either(laps: Laps, real: Callable[..., Any], instead: Callable[..., Any]) ->
 def child(first: str, directory: str, steps: str) -> None:
     """One run; prints the seconds that opening the rewards took, and of each step; the last are those after the last step."""
     from rlgen.cli.train import train_command
-    from rlgen.trainers import build
+    from rlgen.opening import trainer as opening_room
     from rlgen.trainers.loop import Trainer
     from rlgen.trainers.report import Reporter
 
     laps, opening = Laps(first == "with"), 0.0
     toggle(laps)
-    open_rewards, train, write = build.build_scorer, Trainer.run, Reporter.metrics
+    open_rewards, train, write = opening_room.build_scorer, Trainer.run, Reporter.metrics
 
     def timed_open(*arguments: Any) -> Any:
         nonlocal opening
@@ -94,7 +111,7 @@ def child(first: str, directory: str, steps: str) -> None:
         laps.end()
         return checkup
 
-    build.build_scorer, Trainer.run, Reporter.metrics = timed_open, timed_run, timed_metrics  # type: ignore[method-assign]
+    opening_room.build_scorer, Trainer.run, Reporter.metrics = timed_open, timed_run, timed_metrics  # type: ignore[method-assign]
     train_command(RECIPE, [f"model.path={WARM}"], False, False, int(steps), Path(directory))
     print(f"seconds {json.dumps([opening, *laps.seconds])}")
 
@@ -105,8 +122,10 @@ def measure(first: str, directory: Path, steps: int) -> tuple[float, list[float]
     ended = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     opening, *laps = json.loads(ended.stdout.rsplit("seconds ", 1)[1])
     assert len(laps) == steps + 1
-    journal = {path.stem: path.read_text() for path in (directory / "journal").glob("step_*")}
-    wrote = {int(step[-1]) % 2 for step, text in journal.items() if '"answer"' in text and '"rewards"' in text}
+    journal = {
+        path: {type(record) for record in read_frames(path).records} for path in (directory / "journal").glob("step_*.bin")
+    }
+    wrote = {int(path.stem[-1]) % 2 for path, kinds in journal.items() if kinds == {Answer, Rewards}}
     saved = list((directory / "checkpoints").glob("step_*"))
     # What is saved after step 50 counts to step 51.
     assert (wrote, bool(saved)) == (({1}, True) if first == "with" else ({0}, False)), "a step with what it should be without"
@@ -129,7 +148,7 @@ def main(steps: int) -> None:
             for lap, seconds in enumerate(laps):
                 found[kinds[lap % 2]][lap].append(seconds)
             lines = (directory / "metrics.jsonl").read_text().splitlines()
-            losses.append([json.loads(line)["loss"] for line in lines])
+            losses.append([json.loads(line)[Metric.LOSS] for line in lines])
             own = {kind: sum(laps[first:steps:2]) for first, kind in enumerate(kinds)}
             print(f"run {run + 1}: {own['with']:.1f} s for the steps with, {own['without']:.1f} s for those without", flush=True)
     assert all(one == losses[0] for one in losses), "steps with and without train differently"

@@ -20,17 +20,19 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from rlgen.engines import Engine
+from rlgen.engines.base import Engine
 from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError
 from rlgen.models.load import load_model, load_tokenizer, stop_ids
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import ARCHITECTURES, build_tiny, names, parse_name
 from rlgen.processes import Processes
+from rlgen.recipe import Recipe
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import Prompt, Sample, Sampling
+from rlgen.types import Prompt, Sample, Sampling, ids_of
 
 BOUND = 1e-4  # nats, of any sampled token
 POWER = 100  # bounds by which a sync that did nothing would show
@@ -64,28 +66,21 @@ def prompts() -> list[Prompt]:
     """Random bytes, of unequal lengths."""
     rng = random.Random(0)
     ids = [tuple(rng.randrange(256) for _ in range(rng.randrange(1, LONGEST))) for _ in range(PROMPTS)]
-    return [Prompt(position=place, row=place, text="", prompt_ids=row, columns={}) for place, row in enumerate(ids)]
+    return [Prompt(position=place, row=place, text="", prompt_ids=ids_of(row), columns={}) for place, row in enumerate(ids)]
 
 
 def open_engine(folder: str) -> ColocatedEngine:
-    return ColocatedEngine(
-        model=folder,
-        revision=None,
-        dtype="float32",
-        fp32_head=True,
-        max_model_len=LONGEST + TOKENS,
-        max_num_seqs=PROMPTS,
-        kv_cache_gib=None,
-        gpu_memory_utilization=None,
-        tensor_parallel_size=1,
-        wait=None,
-        sleep=False,
-        model_impl="auto",
-        quantization=None,
-        structured_outputs=False,
-        enforce_eager=None,
-        extra={},
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "parity"},
+            "model": {"path": folder, "dtype": "float32"},
+            "data": {"source": "task:sort", "max_prompt_tokens": LONGEST},
+            "rewards": [{"use": "exact_match"}],
+            "rollout": {"prompts_per_step": PROMPTS, "group_size": 1, "max_completion_tokens": TOKENS},
+            "engine": {"kind": "colocated"},
+        }
     )
+    return ColocatedEngine(EnginePlan.of(recipe, folder), wait=None)
 
 
 @torch.no_grad()
@@ -113,7 +108,7 @@ def measure(name: str) -> Parity:
         return torch.cat(score(policy, samples, sampling.temperature, 4096, Processes.alone()))
 
     def gap(samples: Sequence[Sample]) -> float:
-        reported = torch.tensor([value for sample in samples for value in sample.sampler_logp])
+        reported = torch.cat([torch.from_numpy(sample.sampler_logp) for sample in samples])
         return (scored(samples) - reported).abs().max().item()
 
     try:

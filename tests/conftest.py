@@ -5,25 +5,35 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
+from helpers.slow import slow_but
+from helpers.waiting import HANGS
+from hypothesis import HealthCheck, settings
 
-from rlgen.engines import Engine, build_engine
+from rlgen.engines.base import Engine
 from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.open import build_engine
+from rlgen.engines.plan import EnginePlan
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.models.load import load_model, locate
 from rlgen.models.tiny import build_tiny
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import Sample
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
+
+# An example may take as long as it takes, and so may drawing it.
+settings.register_profile("rlgen", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rlgen")
 
 # Long files with few tests: begun first, so that no core waits for the other at the end (`make test`).
 LONG = (
@@ -90,27 +100,24 @@ def tiny_model(name: str) -> Any:
     return load_model(str(build_tiny(name)), None, torch.float32, "sdpa", CPU)
 
 
+def plan_of(name: str, **changes: Any) -> EnginePlan:
+    """How vLLM runs a tiny model where a recipe says nothing; `changes` override single fields."""
+    folder = str(build_tiny(name))
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "plan"},
+            "model": {"path": folder, "dtype": "float32"},
+            "data": {"source": "task:sort"},
+            "rewards": [{"use": "exact_match"}],
+            "engine": {"kind": "colocated", "max_model_len": 640, "max_num_seqs": 64},
+        }
+    )
+    return replace(EnginePlan.of(recipe, folder), **changes)
+
+
 def open_vllm(name: str, **changes: Any) -> ColocatedEngine:
-    """The colocated engine as a recipe opens it; `changes` override single arguments."""
-    arguments: dict[str, Any] = {
-        "model": str(build_tiny(name)),
-        "revision": None,
-        "dtype": "float32",
-        "fp32_head": True,
-        "max_model_len": 640,
-        "max_num_seqs": 64,
-        "kv_cache_gib": None,
-        "gpu_memory_utilization": None,
-        "tensor_parallel_size": 1,
-        "wait": None,
-        "sleep": False,
-        "model_impl": "auto",
-        "quantization": None,
-        "structured_outputs": False,
-        "enforce_eager": None,
-        "extra": {},
-    }
-    return ColocatedEngine(**{**arguments, **changes})
+    """The colocated engine as a recipe opens it; `changes` override single fields of its plan."""
+    return ColocatedEngine(plan_of(name, **changes), wait=None)
 
 
 def open_transformers(name: str) -> TransformersEngine:
@@ -125,7 +132,7 @@ def open_server(name: str) -> Engine:
             "model": {"path": f"tiny:{name}", "dtype": "float32"},
             "data": {"source": "task:sort"},
             "rewards": [{"use": "exact_match"}],
-            "engine": {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": 120.0},
+            "engine": {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": HANGS},
         }
     )
     engine = build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
@@ -141,7 +148,7 @@ OPENERS: dict[str, Callable[[str], Engine]] = {
 }
 
 
-@pytest.fixture(scope="module", params=OPENERS)
+@pytest.fixture(scope="module", params=slow_but(OPENERS, "colocated", "transformers"))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Every engine on tiny:qwen3."""
     opened = OPENERS[request.param]("qwen3")
@@ -149,39 +156,27 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     opened.close()
 
 
-def make_sample(**changes: Any) -> Sample:
-    """A sample of three tokens, the last of them a stop token."""
-    values: dict[str, Any] = {
-        "group_id": 0,
-        "sample_index": 0,
-        "prompt_ids": (5, 6),
-        "completion_ids": (7, 8, 259),
-        "sampler_logp": (-0.5, -1.0, -0.25),
-        "loss_mask": (True, True, True),
-        "finish_reason": "stop",
-        "weight_version": 0,
-        "seed": 1,
-        "completion": "x",
-        "rewards": {},
-        "reward": None,
-    }
-    return Sample(**{**values, **changes})
-
-
 @pytest.fixture
 def rlgen() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the command line in a process of its own, as a user does."""
 
-    def run(*arguments: object, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "rlgen", *map(str, arguments)],
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=HANGS,
             env={**os.environ, **environment},
         )
 
     return run
+
+
+def save(checkpoints: Checkpoints, *values: Any) -> Path:
+    """Saves, and waits until the checkpoint is complete."""
+    path = checkpoints.save(*values)
+    checkpoints.complete(wait=True)
+    return path
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

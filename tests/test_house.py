@@ -1,13 +1,15 @@
 """The order of the rooms, and what may not be imported where."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlgen"
-ORDER = ["redact", "errors", "types", "files", "recipe", "data", "rewards", "losses", "processes", "models"]
-ORDER += ["engines", "rollout", "sentinel", "run", "trainers", "cli"]
+ROW = re.compile(r"^\| `(\w+)` \| ((?:`\w+`(?:, )?)+|nothing of rlgen) \|$", re.M)
+# Room -> the rooms that it imports from, in the order of the rooms: the table of the documentation is the rule.
+TABLE = {room: re.findall(r"`(\w+)`", cell) for room, cell in ROW.findall((PACKAGE / "docs" / "walk.md").read_text())}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -23,18 +25,36 @@ def imported(path: Path) -> set[str]:
     return names | {text for text in strings if isinstance(text, str) and text.split(".")[0] == "vllm"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if room in ("__init__", "__main__"):
-        return
-    used = {name.split(".")[1] for name in imported(path) if name.startswith("rlgen.")} & set(ORDER)
-    assert {other for other in used if ORDER.index(other) > ORDER.index(room)} == set()
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def test_every_room_is_in_the_order() -> None:
-    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if not path.name.startswith("_")}
-    assert rooms == set(ORDER)
+def rooms_used(room: str) -> dict[str, set[str]]:
+    """The rooms that the modules of a room import from, each with these modules."""
+    used: dict[str, set[str]] = {}
+    for path in (path for path in FILES if room_of(path) == room):
+        for other in {name.split(".")[1] for name in imported(path) if name.startswith("rlgen.")} & set(TABLE) - {room}:
+            used.setdefault(other, set()).add(str(path.relative_to(PACKAGE)))
+    return used
+
+
+@pytest.mark.parametrize("room", TABLE)
+def test_a_room_imports_from_those_of_the_table(room: str) -> None:
+    used = rooms_used(room)
+    assert {other: users for other, users in used.items() if other not in TABLE[room]} == {}, (
+        "not in the table of `rlgen docs walk`"
+    )
+    assert set(TABLE[room]) - set(used) == set(), "no module needs it any more"
+
+
+@pytest.mark.parametrize(("room", "other"), [(room, other) for room, others in TABLE.items() for other in others])
+def test_imports_point_up_the_table(room: str, other: str) -> None:
+    rooms = list(TABLE)
+    assert rooms.index(other) < rooms.index(room)
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {room_of(path) for path in FILES} - {"__init__", "__main__"} == set(TABLE)
 
 
 def test_vllm_is_imported_in_engines_only() -> None:

@@ -204,6 +204,7 @@ def test_a_stop_is_passed_on_once_and_waited_for(tmp_path: Path) -> None:
     assert process.wait(20) == 0 and log.read_text().split() == ["up", "term", "saved"]
 
 
+@pytest.mark.slow
 def test_with_the_real_torchrun_it_stops_saves_and_goes_on(recipe_file: Path, tmp_path: Path) -> None:
     """One node, one process: SIGTERM ends it with 75 and a checkpoint, and the same command ends the run."""
     run = tmp_path / "run"

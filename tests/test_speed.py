@@ -6,11 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, read_jsonl
 
 from rlgen.cli.train import train_command
 
 
+@pytest.mark.slow
 def test_long_tails_are_hardly_padded(recipe_file: Path) -> None:
     """64 completions, cap 480, of a model that ends them at very unequal lengths."""
     run = recipe_file.parent / "run"
@@ -21,6 +23,7 @@ def test_long_tails_are_hardly_padded(recipe_file: Path) -> None:
     assert 0 < record["tokens/padding"] <= 0.1 * record["tokens/trained"]
 
 
+@pytest.mark.slow
 def test_the_first_step_comes_within_35_s_with_cold_caches(tmp_path: Path) -> None:
     """Nothing compiled, no tiny model built, no vLLM cache: as on a fresh machine."""
     environment = {

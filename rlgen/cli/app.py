@@ -1,4 +1,6 @@
-"""The commands. Nothing heavy is imported before a command needs it."""
+"""Declares the commands and their options, and turns errors into messages and exit codes. Heavy modules are imported inside the
+commands.
+"""
 
 import atexit
 import os
@@ -33,11 +35,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="section.key=value", help="Change a value; a YAML value, repeatable, the last wins."),
 ]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def version(value: bool) -> None:
+    """Prints the version and exits, for `--version`."""
     if value:
         echo(f"rlgen {rlgen.__version__}")
         raise typer.Exit
@@ -48,7 +51,7 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
     show_version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=version, is_eager=True)] = False,
 ) -> None:
-    # Read by `main`, which stands outside of Typer's call.
+    # `main` reads it: it runs outside of Typer's call.
     os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
 
 
@@ -116,13 +119,65 @@ def serve(
 
 @app.command()
 def status(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    run: RunPath,
     as_json: AsJson = False,
 ) -> None:
     """Say how a run stands or how it ended; also of one that was killed and could not say it."""
     from rlgen.cli.status import status_command
 
-    status_command(path, as_json)
+    status_command(run, as_json)
+
+
+@app.command(epilog="Example: rlgen rollouts mine --step last --reward-below 0.1 --sort -length")
+def rollouts(
+    run: RunPath,
+    step: Annotated[str | None, typer.Option(metavar="RANGE", help="Of these steps: 12, 10:20, 10:, :20 or last.")] = None,
+    reward_below: Annotated[float | None, typer.Option(metavar="X", help="Of a reward below X.")] = None,
+    reward_above: Annotated[float | None, typer.Option(metavar="X", help="Of a reward above X.")] = None,
+    length: Annotated[
+        str | None, typer.Option(metavar="RANGE", help="Of that many completion tokens: 12, 10:20, 10: or :20.")
+    ] = None,
+    finish: Annotated[Literal["stop", "length"] | None, typer.Option(help="Ended by a stop token, or by the limit.")] = None,
+    text: Annotated[str | None, typer.Option(help="With this text in prompt or completion, whatever the case.")] = None,
+    sort: Annotated[
+        str, typer.Option(help="step, reward, advantage, length, or gap of engine and trainer; -reward: highest first.")
+    ] = "step",
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Rollouts of a page.")] = 10,
+    page: Annotated[int, typer.Option(min=1, help="Which page.")] = 1,
+    full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read the samples of a run. Prompts, completions and rewards, filtered and sorted."""
+    from rlgen.cli.rollouts import rollouts_command
+    from rlgen.look.rows import Query, Range
+
+    query = Query(
+        steps=None if step in (None, "last") else Range.of(step, "--step"),
+        reward_below=reward_below,
+        reward_above=reward_above,
+        length=None if length is None else Range.of(length, "--length"),
+        finish=finish,
+        text=text,
+        sort=sort,
+        newest=step == "last",
+    )
+    rollouts_command(run, query, limit, page, full, as_json)
+
+
+@app.command(epilog="Example: rlgen report mine")
+def report(
+    run: RunPath,
+    out: Annotated[Path | None, typer.Option(help="File to write instead of report.html in the run's directory.")] = None,
+    png: Annotated[
+        bool, typer.Option("--png", help="Also draw the curves into report.png, for slides; needs rlgen[report].")
+    ] = False,
+    rollouts: Annotated[int, typer.Option(min=0, help="Rollouts in the report; of more, every n-th step is taken.")] = 10_000,
+    as_json: AsJson = False,
+) -> None:
+    """Write the report of a run. Curves, health, recipe and rollouts in one HTML file, which needs no network."""
+    from rlgen.cli.report import report_command
+
+    report_command(run, out, png, rollouts, as_json)
 
 
 @app.command()
@@ -133,7 +188,7 @@ def export(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")] = "float32",
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a model that transformers and vLLM open: adapters merged, reloaded and compared."""
+    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged; the model is reloaded and compared."""
     from rlgen.cli.export import export_command
 
     export_command(source, out, step, dtype, as_json)
@@ -153,11 +208,21 @@ def estimate(
 
 
 @app.command()
-def validate(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a recipe without running it: keys, values, rules, files. Loads no model."""
-    from rlgen.cli.inspect import validate_command
+def validate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    data: Annotated[
+        int, typer.Option("--data", min=0, max=1000, metavar="N", help="Prompts to show; 0: open neither model nor data.")
+    ] = 2,
+) -> None:
+    """Check a recipe without running it: keys, values, rules, files, rewards; show the first prompts. Loads no weights.
 
-    validate_command(recipe, overrides or [], as_json)
+    rlgen validate recipe.yaml --data 3
+    """
+    from rlgen.cli.validate import validate_command
+
+    validate_command(recipe, overrides or [], as_json, data)
 
 
 @app.command()
@@ -171,6 +236,14 @@ def show(
     from rlgen.cli.inspect import show_command
 
     show_command(recipe, overrides or [], resolved, as_json)
+
+
+@app.command()
+def docs(page: Annotated[str | None, typer.Argument(help="Name of a page; without one they are listed.")] = None) -> None:
+    """Print a page of the documentation, or list the pages."""
+    from rlgen.cli.docs import docs_command
+
+    docs_command(page)
 
 
 @recipes.command("list")
@@ -238,11 +311,11 @@ def test_rewards(
 
 
 def main() -> None:
-    """The program: prints an error as one message and ends with its exit code."""
+    """Runs the program: prints an error as one message, and exits with its code."""
     prepare()
     try:
         app()
-    except SystemExit as ended:  # Typer's own, also where all went well
+    except SystemExit as ended:  # Typer raises it on success too
         leave(ended.code if isinstance(ended.code, int) else 0)
     except RlgenError as error:
         if os.environ.get("RLGEN_DEBUG"):
@@ -264,11 +337,11 @@ def main() -> None:
 
 
 def leave(code: int) -> None:
-    """Ends the process with `code`; that nobody can read what it prints is no error."""
+    """Ends the process with `code`. Output that cannot be written, such as to a closed pipe, is no error."""
     flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Threads of the processes' groups, which the others are leaving, may abort an interpreter that is torn down (SIGABRT):
-        # the launcher would read that instead of the code. Closing the groups could wait for a process that hangs.
+        # Threads of the process groups, which other ranks are leaving, may abort the interpreter during its shutdown (SIGABRT);
+        # the launcher would then see that instead of the exit code. Destroying the groups could wait for a rank that hangs.
         atexit._run_exitfuncs()
         flush()
         os._exit(code)
@@ -276,6 +349,7 @@ def leave(code: int) -> None:
 
 
 def flush() -> None:
+    """Flushes standard output and standard error. A stream that cannot be written is discarded."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""`rlgen checkpoints`: what a run has saved, whether it is good, and what may go."""
+"""Lists, verifies and deletes the checkpoints of a run: `rlgen checkpoints`."""
 
 import json
 import time
@@ -7,57 +7,61 @@ from typing import Any
 
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
+from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.directory import RunDirectory
+from rlgen.run.find import find_run
 from rlgen.run.manifest import check_files
-from rlgen.run.shelf import Shelf
 
 
-def list_command(run: Path, as_json: bool) -> None:
-    """Looks at names and sizes. Raises UsageError where there is no run."""
+def list_command(name: Path, as_json: bool) -> None:
+    """Lists the checkpoints by names and sizes of their files. Raises UsageError if there is no run."""
+    run = find_run(name)
     say(run, [look(path, hashes=False) for path in entries(run)], as_json)
 
 
-def verify_command(run: Path, step: int | None, as_json: bool) -> None:
-    """Reads every byte, and every number.
+def verify_command(name: Path, step: int | None, as_json: bool) -> None:
+    """Reads every byte of the checkpoints, compares checksums, and checks that all numbers are finite.
 
     Raises:
         UsageError: there is no run, or no checkpoint of `step`.
-        CheckpointError: one of them is damaged, or there is none; all have been read.
+        CheckpointError: a checkpoint is damaged, or there is none. Raised after all have been read.
     """
+    run = find_run(name)
     found = entries(run)
     if step is not None:
-        found = [path for path in found if path == Shelf(run / "checkpoints").path(step)]
+        found = [path for path in found if path == CheckpointFolder(run / "checkpoints").path(step)]
         if not found:
             raise UsageError(f"--step: {run} has no checkpoint of step {step}")
     rows = [look(path, hashes=True) for path in found]
     say(run, rows, as_json)
-    # What was set aside is listed and does no harm.
+    # Checkpoints that were set aside are listed, but are no error: no run resumes from them.
     if wrong := [str(row["problem"]) for row in rows if row["problem"] and not row["set_aside"]]:
         raise CheckpointError("; ".join(wrong))
     if not rows:
         raise CheckpointError(f"{run} has no checkpoint")
 
 
-def prune_command(run: Path, keep: int, as_json: bool) -> None:
-    """Keeps the newest good ones.
+def prune_command(name: Path, keep: int, as_json: bool) -> None:
+    """Deletes all checkpoints but the `keep` newest good ones, and everything that was set aside.
 
     Raises:
         UsageError: there is no run, or it is in use.
-        CheckpointError: none is good; nothing is deleted.
+        CheckpointError: no checkpoint is good; nothing is deleted.
     """
-    shelf = Shelf(run / "checkpoints")
+    run = find_run(name)
+    folder = CheckpointFolder(run / "checkpoints")
     entries(run)
     directory = RunDirectory.reopen(run)
     try:
-        good = [path for path in shelf.steps().values() if not look(path, hashes=True)["problem"]]
+        good = [path for path in folder.steps().values() if not look(path, hashes=True)["problem"]]
         if not good:
             raise CheckpointError(f"{run} has no good checkpoint; nothing was deleted")
-        doomed = [path for path in shelf.steps().values() if path not in good[-keep:]]
-        gone = [*doomed, *shelf.aside(), *shelf.leftovers()]
+        doomed = [path for path in folder.steps().values() if path not in good[-keep:]]
+        gone = [*doomed, *folder.aside(), *folder.leftovers()]
         freed = sum(size_of(path) for path in gone)
-        for path in [*doomed, *shelf.aside()]:
-            shelf.remove(path)
-        shelf.sweep()
+        for path in [*doomed, *folder.aside()]:
+            folder.remove(path)
+        folder.sweep()
     finally:
         directory.close()
     kept = [path.name for path in good[-keep:]]
@@ -69,15 +73,15 @@ def prune_command(run: Path, keep: int, as_json: bool) -> None:
 
 
 def entries(run: Path) -> list[Path]:
-    """Checkpoints, and what was set aside. Raises UsageError where there is no run."""
-    shelf = Shelf(run / "checkpoints")
-    if not shelf.folder.is_dir():
+    """Returns the folders of all checkpoints, then those that were set aside. Raises UsageError if there is no run."""
+    folder = CheckpointFolder(run / "checkpoints")
+    if not folder.root.is_dir():
         raise UsageError(f"{run} holds no run; name a run's directory")
-    return [*shelf.steps().values(), *shelf.aside()]
+    return [*folder.steps().values(), *folder.aside()]
 
 
 def look(path: Path, hashes: bool) -> dict[str, Any]:
-    """One object of the list. `problem`: what is wrong; None: nothing that was looked for."""
+    """Returns one row of the list. `problem` says what is wrong; None: none of the checks failed."""
     row: dict[str, Any] = {
         "step": int(path.name.removeprefix("step_").partition(".")[0]),
         "path": str(path),
@@ -103,7 +107,7 @@ def look(path: Path, hashes: bool) -> dict[str, Any]:
 
 
 def not_finite(path: Path) -> str | None:
-    """Heavy imports happen here."""
+    """Returns the name of a tensor with values that are not finite; None if there is none. Heavy imports happen here."""
     from rlgen.models.weights import non_finite
     from rlgen.run.state import stored_tensors
 
@@ -111,6 +115,7 @@ def not_finite(path: Path) -> str | None:
 
 
 def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Prints the rows, as JSON or one line each."""
     if as_json:
         echo(json.dumps(rows, indent=2))
         return
@@ -124,9 +129,10 @@ def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files in it."""
+    """Returns the bytes of all files in a folder."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def mebibytes(count: int) -> str:
+    """Returns a number of bytes as text in MiB."""
     return f"{count / 2**20:,.1f} MiB"

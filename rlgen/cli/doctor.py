@@ -1,28 +1,33 @@
-"""`rlgen doctor`: climbs the whole ladder on a recipe's model and engine, trains nothing."""
+"""Runs all checks of the sentinel on a recipe's model and engine, without training: `rlgen doctor`."""
 
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlgen.cli.output import echo
-from rlgen.cli.train import log_to
 from rlgen.errors import ProcessError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.run.console import Terminal
 from rlgen.run.launch import Launch
+from rlgen.run.logs import log_to
 
-WIDTH = 20  # of the column of names
+if TYPE_CHECKING:
+    from rlgen.sentinel.verdict import Rung
+
+Say = Callable[[str], None]
+WIDTH = 20  # characters of the column of names
 
 
 def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool) -> None:
-    """Prints a verdict for each rung as it is climbed.
+    """Prints a verdict for each check as it is done.
 
     Raises:
-        SentinelError: a rung failed.
+        SentinelError: a check failed.
+        ProcessError: a launcher started several processes.
         RlgenError: the parts cannot be opened.
     """
     recipe = load_recipe(path, overrides).recipe
@@ -31,35 +36,20 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
     say = Terminal(quiet=as_json).say
     from rlgen.models.tiny import cache_dir
 
-    logs = cache_dir() / "doctor"  # a server's log must outlive the error that names it
+    logs = cache_dir() / "doctor"  # kept after the command: error messages name a server's log
     logs.mkdir(parents=True, exist_ok=True)
-    log_to(logs / "rlgen.log")  # the libraries' own words would drown ours
+    log_to(logs / "rlgen.log")  # keeps the libraries' log output out of the terminal
     examine(recipe, logs, say, as_json, store)
 
 
-def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) -> None:
+def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool) -> None:
+    """Runs the checks, compares them with the stored baseline, and prints both. Raises as `doctor_command` does."""
     from rlgen.models.tiny import cache_dir
-    from rlgen.processes import Processes
     from rlgen.run.baseline import Baselines
-    from rlgen.run.manifest import check_model_files
-    from rlgen.sentinel.ladder import climb
     from rlgen.sentinel.verdict import failed
-    from rlgen.trainers.sides import load_data, open_sides, toy_gradient
 
     began = time.perf_counter()
-    check_model_files(Path(recipe.model.path))
-    data = load_data(recipe)
-    for notice in data.notices:
-        say(notice)
-    say(f"opening {recipe.model.path} on both sides: trainer and the {recipe.engine.kind} engine")
-    with opened(open_sides(recipe, data, None, Processes.alone(), logs, say)) as sides:
-        versions = versions_of(sides.probe.engine.facts().engine)
-        say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))
-        rungs = []
-        for rung in climb(sides.probe, toy_gradient(sides)):
-            rungs.append(rung)
-            numbers = f"  {next(iter(rung.measured.values())):.1e} (bound {rung.bound:.0e})" if rung.measured else ""
-            say(f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}{numbers}\n   {rung.sentence}")
+    versions, rungs = climbed(recipe, logs, say)
     wrong = failed(rungs)
     model = {"path": recipe.model.path, "revision": recipe.model.revision, "dtype": recipe.model.dtype}
     baselines = Baselines(cache_dir() / "baselines", {**model, "engine": recipe.engine.kind})
@@ -78,16 +68,34 @@ def examine(recipe: Recipe, logs: Path, say: Any, as_json: bool, store: bool) ->
     say(f"healthy: what would be trained on is what the model sampled ({seconds:.0f} s)")
 
 
-@contextmanager
-def opened(sides: Any) -> Iterator[Any]:
-    try:
-        yield sides
-    finally:
-        sides.probe.engine.close()
+def climbed(recipe: Recipe, logs: Path, say: Say) -> "tuple[Mapping[str, str], list[Rung]]":
+    """Opens trainer and engine as a run does, runs the checks, and prints each result. Returns the versions and the results."""
+    from rlgen.opening.data import open_data
+    from rlgen.opening.pair import open_pair
+    from rlgen.opening.probe import probe_of, toy_gradient
+    from rlgen.processes import Processes
+    from rlgen.run.manifest import check_model_files
+    from rlgen.sentinel.ladder import climb
+
+    check_model_files(Path(recipe.model.path))
+    data = open_data(recipe)
+    recipe = data.recipe
+    for notice in (*data.notices, *(f"warning: {warning}" for warning in data.warnings)):
+        say(notice)
+    say(f"opening {recipe.model.path} on both sides: trainer and the {recipe.engine.kind} engine")
+    with closing(open_pair(recipe, data, None, Processes.alone(), logs, say)) as pair:
+        versions = versions_of(pair.engine.facts().engine)
+        say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))
+        rungs, probe = [], probe_of(recipe, pair)
+        for rung in climb(probe, toy_gradient(recipe, pair, probe)):
+            rungs.append(rung)
+            numbers = f"  {next(iter(rung.measured.values())):.1e} (bound {rung.bound:.0e})" if rung.measured else ""
+            say(f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}{numbers}\n   {rung.sentence}")
+    return versions, rungs
 
 
 def versions_of(engine: str) -> Mapping[str, str]:
-    """What an upgrade would change."""
+    """Returns the versions and the device that a baseline depends on: engine, torch, transformers, GPU or CPU."""
     import torch
     import transformers
 

@@ -1,4 +1,6 @@
-"""`rlgen estimate`: what a recipe needs of a GPU's memory, phase by phase, and which setting to turn. Loads no weights."""
+"""Estimates what a recipe needs of a GPU's memory in each phase, and which settings reduce it: `rlgen estimate`. Loads no
+weights.
+"""
 
 import json
 import os
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlgen.cli.output import echo
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.recipe.models import ModelRecipe
+from rlgen.recipe.models import ColocatedEngineRecipe, EngineRecipe, ModelRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import PolicyRecipe
 from rlgen.run.console import Terminal
 
@@ -16,10 +18,11 @@ if TYPE_CHECKING:
     from rlgen.models.memory import Counts, Parts, Plan
 
 GIB = 1 << 30
+NO_CACHE: dict[str, Any] = {"cache_gib": None, "share": None, "tensor_parallel": 1}  # for an engine that uses no share of a GPU
 
 
 def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as_json: bool) -> None:
-    """Prints the table, whether it fits, and what to turn.
+    """Prints the table, whether it fits, and which settings to change.
 
     Raises:
         RecipeError: the recipe is wrong.
@@ -32,14 +35,14 @@ def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as
 
 
 def memory_of_gpu() -> int | None:
-    """Bytes of this machine's first GPU, or None."""
+    """Returns the bytes of this machine's first GPU; None if there is no GPU."""
     import torch
 
     return torch.cuda.mem_get_info(0)[1] if torch.cuda.is_available() else None
 
 
 def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
-    """All facts, in bytes."""
+    """Returns the whole report. All memory is in bytes; `device` is the GPU's memory, None if not known."""
     import torch
 
     from rlgen.models.load import locate
@@ -57,11 +60,14 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
     can = {
         "shards": "processes" in Recipe.model_fields,
         "adapters": "lora" in ModelRecipe.model_fields,
-        "no reference": isinstance(recipe.trainer, PolicyRecipe),  # a preference is one to a reference
+        "no reference": isinstance(recipe.trainer, PolicyRecipe),  # online_dpo always needs its reference
     }
     offers = frozenset(name for name, offered in can.items() if offered)
     found = hints(counts, counted(plan.rows // 2) if plan.rows > 1 else None, plan, offers)
     held = engine_parts(counts, plan).get("KV cache", 0)
+    engine = recipe.engine
+    launched = engine if isinstance(engine, ServerEngineRecipe) and engine.launch and plan.engine == "elsewhere" else None
+    a_gpu = replace(plan, engine="beside", **cache_of(engine, device))
     full = replace(plan, sequences=1)
     return {
         "model": recipe.model.path,
@@ -71,6 +77,7 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
         "phases": phases,
         "peak": {"phase": phase, "bytes": most},
         "fits": None if device is None else fits(most, held, cache_needed(counts, full), plan),
+        "servers": launched and {"count": launched.servers, "gpus": list(launched.gpus), "a_gpu": engine_parts(counts, a_gpu)},
         "sequences": {"decoded_together": plan.sequences, "cache_holds": held // max(1, cache_needed(counts, full))},
         "hints": [asdict(hint) for hint in found],
         "how": {part: HOW[part] for parts in phases.values() for part in parts},
@@ -78,27 +85,24 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
 
 
 def fits(most: int, cache: int, sequence: int, plan: "Plan") -> bool:
-    """Whether the peak does, and a sequence of full length in the engine's cache."""
-    assert plan.device is not None  # asked only then
+    """Returns whether the peak fits into the GPU, and one sequence of full length into the engine's KV cache."""
+    assert plan.device is not None  # `estimate` calls this only if the device is known
     return most <= plan.device and (plan.engine == "elsewhere" or cache >= sequence)
 
 
 def plan_of(recipe: Recipe, device: int | None) -> "Plan":
+    """Returns the numbers that the memory depends on, from the recipe."""
     import torch
 
-    from rlgen.engines.vllm_compat import GPU_SHARE
+    from rlgen.algorithms.registry import build_algorithm
     from rlgen.models.memory import Plan
-    from rlgen.trainers.registry import build_algorithm
 
-    engine: Any = recipe.engine
-    colocated = engine.kind == "colocated"
-    share = None
-    if colocated and engine.kv_cache_gib is None and device is not None:
-        share = engine.gpu_memory_utilization or GPU_SHARE
+    engine = recipe.engine
     processes, strategy = processes_of(recipe)
+    servers = engine.servers if isinstance(engine, ServerEngineRecipe) else 1
     longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
     rows = min(max(1, budget // longest), -(-recipe.samples_per_step // processes))
-    # Many short rows or few long ones: a full micro-batch has as many tokens as the budget says.
+    # A full micro-batch has as many tokens as the budget allows, whether its rows are many and short or few and long.
     full = rows < -(-recipe.samples_per_step // processes)
     return Plan(
         rows=rows,
@@ -110,24 +114,46 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         adapter_rank=recipe.model.lora.rank if recipe.model.lora else None,
         processes=processes,
         sharded=strategy == "fsdp",
-        engine=engine.kind if engine.kind in ("colocated", "transformers") else "elsewhere",
-        engine_bytes=getattr(torch, getattr(engine, "dtype", None) or recipe.model.dtype).itemsize,
-        sequences=min(getattr(engine, "max_num_seqs", 1), recipe.samples_per_step),
-        model_len=getattr(engine, "max_model_len", None) or longest,
-        cache_gib=engine.kv_cache_gib if colocated else None,
-        share=share,
-        tensor_parallel=engine.tensor_parallel_size if colocated else 1,
-        sleeps=colocated and engine.sleep,
+        engine=place_of(engine),
+        engine_bytes=getattr(torch, engine.dtype or recipe.model.dtype).itemsize,
+        sequences=min(engine.max_num_seqs, -(-recipe.samples_per_step // servers)),
+        model_len=(engine.max_model_len if isinstance(engine, VllmRecipe) else None) or longest,
+        sleeps=isinstance(engine, ColocatedEngineRecipe) and engine.sleep,
         device=device,
+        **(cache_of(engine, device) if place_of(engine) != "elsewhere" else NO_CACHE),
     )
 
 
+def place_of(engine: EngineRecipe) -> str:
+    """Returns where the engine's memory is, see `Plan.engine`. A launched server without GPUs of its own shares the trainer's
+    GPU.
+    """
+    if isinstance(engine, ServerEngineRecipe):
+        return "beside" if engine.launch and not engine.gpus else "elsewhere"
+    return engine.kind
+
+
+def cache_of(engine: EngineRecipe, device: int | None) -> "dict[str, Any]":
+    """Returns the fields of `Plan` about an engine's share of a GPU."""
+    from rlgen.engines.vllm_compat import GPU_SHARE
+
+    if not isinstance(engine, VllmRecipe):
+        return NO_CACHE
+    by_share = engine.kv_cache_gib is None and device is not None
+    return {
+        "cache_gib": engine.kv_cache_gib,
+        "share": (engine.gpu_memory_utilization or GPU_SHARE) if by_share else None,
+        "tensor_parallel": engine.tensor_parallel_size,
+    }
+
+
 def processes_of(recipe: Recipe) -> tuple[int, str]:
-    """Number and strategy; where the recipe leaves the number open, that of this start."""
+    """Returns the number of processes and the strategy. If the recipe leaves the number open, it is that of the launcher."""
     return recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1")), recipe.processes.strategy
 
 
 def show(report: dict[str, Any]) -> None:
+    """Prints the report as a table."""
     from rich.table import Table
 
     phases: dict[str, Parts] = report["phases"]
@@ -149,7 +175,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """In words: the peak, whether it fits, what to turn."""
+    """Returns the lines under the table: the peak, whether it fits, and which settings to change."""
     most, phase, device = report["peak"]["bytes"], report["peak"]["phase"], report["device"]
     sequences = report["sequences"]
     lines = [f"peak: {gib(most)} GiB, in phase {phase}"]
@@ -168,6 +194,11 @@ def verdict(report: dict[str, Any]) -> list[str]:
             f"the KV cache holds {sequences['cache_holds']} of {sequences['decoded_together']} sequences of full length: where"
             " completions are that long, they wait for each other"
         )
+    if servers := report["servers"]:
+        each = gib(sum(servers["a_gpu"].values()))
+        lines.append(
+            f"launched servers: {servers['count']}, on GPUs {', '.join(servers['gpus'])}, beside this table: {each} GiB on each"
+        )
     if report["hints"]:
         lines.append("what to turn, by what it saves at the peak (and in that phase):")
         lines += [
@@ -179,4 +210,5 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def gib(number: int) -> str:
+    """Returns a number of bytes as text in GiB."""
     return f"{number / GIB:.2f}"

@@ -1,4 +1,6 @@
-"""`rlgen export`: a checkpoint as a model of its own, opened again and compared before it gets its name."""
+"""Exports a checkpoint as a model of its own, which is opened again and compared before it gets its final name: `rlgen
+export`.
+"""
 
 import json
 import shutil
@@ -7,18 +9,19 @@ from typing import Any, Literal
 
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, UsageError
+from rlgen.run.checkpoint_folder import CheckpointFolder
+from rlgen.run.find import find_run
 from rlgen.run.manifest import NAME, check_files
-from rlgen.run.shelf import Shelf
 
-ROWS, IDS, PREFIX = 4, 32, 8  # whose log-probs are compared: the ids of a row, and those of them that are given
+ROWS, IDS, PREFIX = 4, 32, 8  # rows, ids a row, and first ids of a row without compared log-probs
 
 
 def export_command(source: Path, out: Path, step: int | None, dtype: Literal["float32", "bfloat16"], as_json: bool) -> None:
-    """Writes `out`, whole or not at all.
+    """Writes `out` by an atomic rename: whole or not at all.
 
     Raises:
         UsageError: `source` holds no checkpoint, or `out` exists.
-        CheckpointError: it is damaged, cannot be read or written, or what was written is not the policy that was trained.
+        CheckpointError: it is damaged, cannot be read or written, or the written model differs from the trained policy.
     """
     checkpoint = find(source, step)
     out = out.expanduser().resolve()
@@ -26,7 +29,7 @@ def export_command(source: Path, out: Path, step: int | None, dtype: Literal["fl
         raise UsageError(f"--out: {out} exists already; name another folder")
     check_files(checkpoint, hashes=True)
     aside = out.with_name(f".writing_{out.name}")
-    # Of an export that was killed: nothing else has this name.
+    # Left by an export that was killed; nothing else uses this name.
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
@@ -49,13 +52,16 @@ def export_command(source: Path, out: Path, step: int | None, dtype: Literal["fl
 
 
 def find(source: Path, step: int | None) -> Path:
-    """The checkpoint that is meant. Raises UsageError if there is none."""
-    source = source.expanduser().resolve()
+    """Returns the folder of the checkpoint: `source` itself, or that of `step` (None: the newest) in the run. Raises UsageError
+    if there is none.
+    """
+    source = source.expanduser()
+    source = (source if source.exists() else find_run(source)).resolve()
     if (source / NAME).is_file():
         if step is not None:
             raise UsageError(f"--step: {source} is one checkpoint; name the run's directory to choose among several")
         return source
-    written = Shelf(source / "checkpoints").steps()
+    written = CheckpointFolder(source / "checkpoints").steps()
     if not written:
         raise UsageError(f"{source} is neither a checkpoint nor the directory of a run that has written one")
     if step is not None and step not in written:
@@ -66,7 +72,7 @@ def find(source: Path, step: int | None) -> Path:
 def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
     """Writes model and tokenizer of `checkpoint` into `folder`, and compares them. Heavy imports happen here.
 
-    Three models are compared: the policy as it was trained, the one that is written, and that one opened again.
+    Three models are compared: the policy as it was trained, the model that is written, and that model opened again.
     """
     import torch
     from safetensors import SafetensorError
@@ -111,11 +117,11 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
 
 
 def adapted_and_merged(checkpoint: Path, device: Any) -> tuple[Any, Any]:
-    """The policy of an adapter's checkpoint, and a plain model with its merged weights; both compute in float32.
+    """Returns the policy of an adapter's checkpoint, and a plain model with its merged weights; the plain model is float32.
 
     Raises:
         SetupError: the base cannot be loaded.
-        CheckpointError: it is not the one that was trained on.
+        CheckpointError: the base is not the one that was trained on.
     """
     import torch
     from peft import LoraConfig
@@ -139,7 +145,9 @@ def adapted_and_merged(checkpoint: Path, device: Any) -> tuple[Any, Any]:
 
 
 def rounded_to(dtype: Any, model: Any) -> Any:
-    """`model` with its weights rounded, in place. It goes on computing in its own dtype, whose noise is far smaller."""
+    """Rounds the weights of `model` to `dtype` in place, and returns it. It still computes in its own dtype, whose noise is far
+    smaller.
+    """
     import torch
 
     from rlgen.models.weights import own_tensors
@@ -151,7 +159,10 @@ def rounded_to(dtype: Any, model: Any) -> Any:
 
 
 def likely_ids(model: Any) -> Any:
-    """[ROWS, IDS] ids, after fixed ones the most probable one at each place: differences in the tails say little."""
+    """Returns [ROWS, IDS] token ids: PREFIX random ones from a fixed seed, then the most probable one at each position.
+
+    Probable tokens are compared because differences in the tails of the distribution say little.
+    """
     import torch
 
     size = model.get_output_embeddings().weight.shape[0]
@@ -163,7 +174,7 @@ def likely_ids(model: Any) -> Any:
 
 
 def log_probs(model: Any, ids: Any) -> Any:
-    """[ROWS, IDS - PREFIX] float64 log-probs of the ids after the fixed ones."""
+    """Returns [ROWS, IDS - PREFIX] float64 log-probs of the ids after the first PREFIX ones."""
     import torch
 
     with torch.no_grad():
@@ -172,7 +183,7 @@ def log_probs(model: Any, ids: Any) -> Any:
 
 
 def compare_tensors(written: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raises CheckpointError unless they are the same to the last bit."""
+    """Raises CheckpointError unless both hold the same tensors, bit for bit."""
     if other := sorted(set(written) ^ set(found)):
         raise CheckpointError(f"the written model, opened again, has other tensors than before, among them {other[0]}")
     for name, tensor in written.items():
@@ -181,7 +192,9 @@ def compare_tensors(written: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def compare(what: str, expected: Any, found: Any) -> Any:
-    """The gap between log-probs. Raises CheckpointError where it is larger than between engine and trainer."""
+    """Returns the gap between two tensors of log-probs. Raises CheckpointError if it exceeds the float32 bounds of engine and
+    trainer.
+    """
     from rlgen.sentinel.bounds import BY_DTYPE
     from rlgen.sentinel.gap import Gap
 

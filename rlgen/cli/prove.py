@@ -1,4 +1,4 @@
-"""`rlgen train RECIPE --prove-resume`: is this recipe's run, killed and resumed here, the run that was never killed?"""
+"""Checks that a run of this recipe, killed and resumed, equals an undisturbed one: `rlgen train RECIPE --prove-resume`."""
 
 import ctypes
 import os
@@ -17,23 +17,24 @@ from rlgen.cli.output import echo
 from rlgen.cli.serve import stoppable
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.recipe import LoadedRecipe, load_recipe
+from rlgen.rollout.frames import Answer, read_frames
 
 STEPS = 4
-POLL = 0.002  # seconds between two looks at the journal
+POLL = 0.002  # seconds between two reads of the journal
 TRIES = 3
 PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-SLOWER, LEAST = 10.0, 60.0  # what the killed run may take: times of the undisturbed one; and seconds, if that is more
+SLOWER, LEAST = 10.0, 60.0  # timeout of the killed run: SLOWER times the undisturbed run, at least LEAST seconds
 
 
 def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> None:
-    """Trains a few steps twice, the second time with a SIGKILL in the middle of one and `--resume`, and compares the two.
+    """Trains a few steps twice, the second time with a SIGKILL during a step and `--resume`, and compares the two runs.
 
-    Interrupted, asked to stop, or killed itself, it leaves no run behind; only a kill leaves the folder.
+    If it is interrupted, asked to stop or killed itself, it leaves no process behind; only if it is killed the folder remains.
 
     Raises:
-        UsageError: it has too few steps, or needs a launcher.
-        CheckpointError: the two differ, or one of them failed.
+        UsageError: there are too few steps, or the recipe needs a launcher.
+        CheckpointError: the two runs differ, or one of them failed.
     """
     loaded = load_recipe(recipe, overrides)
     steps = STEPS if max_steps is None else max_steps
@@ -57,7 +58,9 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
 
 
 def prove(loaded: LoadedRecipe, recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path) -> str:
-    """The two runs in `folder`, which stays if they differ; says when the one was killed. Raises CheckpointError."""
+    """Does both runs in `folder`, which is kept if they differ, and returns when the second was killed. Raises CheckpointError if
+    they differ.
+    """
     echo(f"1 of 3: {steps} steps undisturbed, in {folder}")
     began = time.monotonic()
     run(command(recipe, settings, steps, folder / "undisturbed"), folder / "undisturbed.log")
@@ -76,17 +79,18 @@ def prove(loaded: LoadedRecipe, recipe: Path, settings: Sequence[str], steps: in
 
 
 def command(recipe: Path, settings: Sequence[str], steps: int, directory: Path) -> list[str]:
+    """Returns the command line of a run."""
     words = [sys.executable, "-m", "rlgen", "train", str(recipe), "--run-dir", str(directory), "--max-steps", str(steps)]
     return [*words, *(word for setting in settings for word in ("--set", setting))]
 
 
 def fitted(loaded: LoadedRecipe, steps: int) -> list[str]:
-    """Settings that do not fit into a run this short."""
+    """Returns overrides for settings that do not fit into a run this short."""
     return [f"optim.warmup_steps={steps - 1}"] if loaded.recipe.optim.warmup_steps >= steps else []
 
 
 def run(words: Sequence[str], log: Path) -> None:
-    """Raises CheckpointError."""
+    """Runs a command with its output in `log`. Raises CheckpointError if it fails."""
     with log.open("w", encoding="utf-8") as file, started(words, file) as process:
         code = process.wait()
     if code:
@@ -98,7 +102,7 @@ def run(words: Sequence[str], log: Path) -> None:
 
 @contextmanager
 def started(words: Sequence[str], log: IO[str]) -> "Iterator[subprocess.Popen[bytes]]":
-    """A process that ends with the block, and with this process, however that ends."""
+    """Starts a process that is killed when the block ends, and when this process ends, however it does."""
     process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent)
     try:
         yield process
@@ -108,16 +112,17 @@ def started(words: Sequence[str], log: IO[str]) -> "Iterator[subprocess.Popen[by
 
 
 def end_with_parent() -> None:
-    """In a child: the kernel kills it when this process is gone."""
+    """Asks the kernel to kill this child process when its parent ends. Runs in the child, on Linux only."""
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path, patience: float) -> str:
-    """Kills a run before its last checkpoint, as soon as the journal has an answer of that step; says when.
+    """Starts a run and kills it before its last checkpoint, as soon as the journal has an answer of that step; returns a
+    description.
 
     Raises:
-        CheckpointError: it ended before it could be killed, or had not come so far within `patience` seconds.
+        CheckpointError: the run ended before it could be killed, or did not reach that step within `patience` seconds.
     """
     step = every * (steps // every) if steps // every > 1 else steps
     for attempt in range(1, TRIES + 1):
@@ -125,8 +130,8 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
         shutil.rmtree(directory, ignore_errors=True)
         log = folder / f"killed_{attempt}.log"
         with log.open("w", encoding="utf-8") as file, started(command(recipe, settings, steps, directory), file) as process:
-            journal, began = directory / "journal" / f"step_{step:06d}.jsonl", time.monotonic()
-            # Sampled ahead, the answers may be there before the checkpoint that the run is to go on from.
+            journal, began = directory / "journal" / f"step_{step:06d}.bin", time.monotonic()
+            # With rollout.ahead, answers may arrive before the checkpoint that the run is to resume from.
             before = directory / "checkpoints" / f"step_{every * ((step - 1) // every):06d}"
             while process.poll() is None and not (answers(journal) and (step <= every or before.exists())):
                 if time.monotonic() - began > patience:
@@ -143,15 +148,12 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
 
 
 def answers(journal: Path) -> int:
-    """How many answers the journal of a step has."""
-    try:
-        return journal.read_bytes().count(b'"kind": "answer"')
-    except FileNotFoundError:
-        return 0
+    """Returns the number of answers in the journal of a step."""
+    return sum(isinstance(record, Answer) for record in read_frames(journal).records)
 
 
 def likely(loaded: LoadedRecipe) -> str:
-    """What is known to make two runs of one recipe differ."""
+    """Returns the known reasons why two runs of this recipe may differ."""
     if loaded.recipe.engine.kind == "server" and loaded.recipe.engine.in_flight:
         return "engine.in_flight changes weights under answers, when is a matter of time."
     return (

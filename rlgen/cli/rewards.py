@@ -1,4 +1,4 @@
-"""`rlgen rewards test`: what each reward gives to answers of which one knows what they deserve. Loads no model."""
+"""Shows what each reward gives to answers whose quality is known: `rlgen rewards test`. Loads no model."""
 
 import json
 import random
@@ -14,18 +14,19 @@ from typing import Any, Literal
 from rlgen.cli.output import echo
 from rlgen.errors import DataError, RewardError
 from rlgen.recipe import Recipe, load_recipe
+from rlgen.rewards.failures import Failed
 from rlgen.rewards.resolve import RewardFunction
-from rlgen.rewards.score import Scorer, open_scorer, place
-from rlgen.rewards.worker import Failed
-from rlgen.types import Group, Prompt, Sample
+from rlgen.rewards.score import Ask, Scorer, open_scorer, place
+from rlgen.rewards.worker import RewardCall
+from rlgen.types import Group, Prompt, Sample, ids_of, logp_of, one_span
 
-KINDS = ("gold", "empty", "garbage", "long")  # answers: the data's own, "", noise, and noise without an end
+KINDS = ("gold", "empty", "garbage", "long")  # kinds of answers: the data's own, "", noise, and LONG characters of noise
 LONG = 100_000  # characters
 
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """What a reward gave to answers of one kind."""
+    """What one reward gave to answers of one kind."""
 
     reward: str
     answers: str
@@ -35,11 +36,12 @@ class Row:
     seconds: list[float] = field(default_factory=list)  # of each call
 
     def as_json(self) -> dict[str, Any]:
+        """Returns the fields and the mean value; the mean is None if there are no values."""
         return {**asdict(self), "mean": fmean(self.values) if self.values else None}
 
 
 def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: bool) -> None:
-    """Scores answers to `count` rows of the data.
+    """Scores answers to `count` rows of the data, and prints a table.
 
     Raises:
         RewardError: a reward fails or hangs on one of them, or gives right answers what it gives to wrong ones.
@@ -59,7 +61,7 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
             break
     if not prompts:
         raise DataError(f"data.source: {rows.source}: no row has a prompt and an answer")
-    # Whatever fails is counted here: what becomes of it in a run is not the question.
+    # Failures are only counted here, whatever `on_error` a run would use.
     entries = [entry.model_copy(update={"on_error": "skip"}) for entry in recipe.rewards]
     scorer = open_scorer(entries, columns, recipe.rollout.max_completion_tokens, recipe.scoring)
     with closing(scorer):
@@ -77,13 +79,13 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
 
 
 def prompt_of(position: int, columns: Mapping[str, Any], prompt: Any) -> Prompt:
-    """A row before any template; a chat as the text of its messages."""
+    """Returns a data row as a prompt without any template; a chat becomes the text of its messages."""
     text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
-    return Prompt(position=position, row=position, text=text, prompt_ids=tuple(text.encode()), columns=columns)
+    return Prompt(position=position, row=position, text=text, prompt_ids=ids_of(text.encode()), columns=columns)
 
 
 def group_of(prompt: Prompt, recipe: Recipe) -> Group:
-    """One answer of each kind. Token ids are bytes: there is no tokenizer without a model."""
+    """Returns a group with one answer of each kind. Token ids are bytes, since there is no tokenizer without a model."""
     rng = random.Random(prompt.position)
     noise = "".join(rng.choices(string.ascii_letters + " .,{}\\$", k=60))
     texts = {"empty": "", "garbage": noise, "long": (noise * (LONG // len(noise) + 1))[:LONG]}
@@ -93,17 +95,16 @@ def group_of(prompt: Prompt, recipe: Recipe) -> Group:
     for index, kind in enumerate(KINDS):
         if kind not in texts:
             continue
-        ids = tuple(texts[kind].encode()[: recipe.rollout.max_completion_tokens])
+        ids = ids_of(texts[kind].encode()[: recipe.rollout.max_completion_tokens])
         samples.append(
             Sample(
                 group_id=prompt.position,
                 sample_index=index,
                 prompt_ids=prompt.prompt_ids,
                 completion_ids=ids,
-                sampler_logp=(0.0,) * len(ids),
-                loss_mask=(True,) * len(ids),
+                sampler_logp=logp_of([0.0] * len(ids)),
+                spans=one_span(len(ids), 0),
                 finish_reason="length" if kind == "long" else "stop",
-                weight_version=0,
                 seed=0,
                 completion=texts[kind],
                 rewards={},
@@ -114,13 +115,18 @@ def group_of(prompt: Prompt, recipe: Recipe) -> Group:
 
 
 def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]:
-    """What each reward gives, by its name and the kind of answer."""
+    """Runs the rewards, and returns their results by the reward's label and the kind of answer."""
     table: dict[tuple[str, str], Row] = {}
     kinds = [kind for index, kind in enumerate(KINDS) if any(s.sample_index == index for s in groups[0].samples)]
     for reward in scorer.rewards:
         for kind in kinds:
             table[reward.label, kind] = Row(reward=reward.label, answers=kind)
-    asks, calls = scorer.calls(groups, step=0)
+    asks: list[Ask] = []
+    calls: list[RewardCall] = []
+    for group in groups:
+        further = scorer.calls_of(group, step=0, first=len(asks))
+        asks += further[0]
+        calls += further[1]
     with closing(scorer.pool.run(calls)) as outcomes:
         for outcome in outcomes:
             ask = asks[outcome.id]
@@ -138,7 +144,7 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]
 
 
 def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Row]) -> tuple[list[str], list[str]]:
-    """What is wrong with the rewards, and what may be."""
+    """Returns what is certainly wrong with the rewards (problems), and what may be wrong (warnings)."""
     problems: list[str] = []
     warnings: list[str] = []
     rows: dict[str, list[Row]] = defaultdict(list)
@@ -152,8 +158,8 @@ def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Ro
         if failed:
             continue
         if len(values) < 2:
-            given = f"gives {values.pop():g} to every answer" if values else "applies to no answer"
-            # A reward of the layout alone may well: the data's answers have no layout.
+            given = f"gives {values.pop():g} to every answer" if values else "returns None for each answer"
+            # A reward of only the layout may rightly do so: the data's answers have no layout.
             knows = reward.names is not None and "answer" in reward.names and any(row.answers == "gold" for row in own)
             (problems if knows else warnings).append(f"reward {reward.label} {given}, right or wrong")
             continue
@@ -167,6 +173,7 @@ def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Ro
 
 
 def show(rows: Sequence[Row], prompts: int) -> None:
+    """Prints the results as a table."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`rlgen serve`: a vLLM server for a recipe's model, in the foreground."""
+"""Runs a vLLM server for a recipe's model in the foreground: `rlgen serve`."""
 
 import os
 import shlex
@@ -15,11 +15,12 @@ from rlgen.errors import EngineError, UsageError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.rules import is_loopback
+from rlgen.recipe.sizes import is_written
 
 if TYPE_CHECKING:
     from rlgen.engines.launch import ServerProcess
 
-HOST, PORT = "127.0.0.1", 8000  # unless said
+HOST, PORT = "127.0.0.1", 8000  # defaults
 
 
 def serve_command(path: Path, overrides: list[str], host: str | None, port: int | None) -> None:
@@ -31,11 +32,17 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
     """
     recipe = load_recipe(path, overrides).recipe
     settings = server_settings(recipe, host, port)
+    if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.servers > 1:
+        on = f" on GPU {settings.devices}" if settings.devices else ""
+        echo(
+            f"one of engine.servers {recipe.engine.servers}{on}: start each of the others with its own --port and --set"
+            " engine.devices=..., and name all of them in engine.url"
+        )
     if not is_loopback(settings.host):
         echo(f"warning: {settings.host}: everyone who reaches this machine sees what is sent; for trusted networks only")
 
-    from rlgen.engines import server_plan
     from rlgen.engines.launch import ServerProcess, claim
+    from rlgen.engines.open import server_plans
     from rlgen.models.load import locate
     from rlgen.models.tiny import cache_dir
 
@@ -46,7 +53,8 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
     with token_of(settings.token_env, secret) as (token, shown), stoppable():
         log.unlink(missing_ok=True)
         echo(f"starting vLLM on {recipe.model.path}; log: {log}")
-        server = ServerProcess.start(server_plan(recipe, settings, locate(recipe.model.path)), token, log)
+        (plan,) = server_plans(with_sizes(recipe).model_copy(update={"engine": settings}), locate(recipe.model.path))
+        server = ServerProcess.start(plan, token, log)
         try:
             seconds = server.wait_ready(settings.start_timeout)
             train = shlex.join(["rlgen", "train", str(path), *command_line([*overrides, connection(settings, server.url)])])
@@ -56,8 +64,21 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
             server.stop()
 
 
+def with_sizes(recipe: Recipe) -> Recipe:
+    """Returns the recipe with the length of its rows, which the server must hold. What the recipe leaves open is in the data.
+
+    Raises:
+        DataError: the data cannot be read on this machine; data.max_prompt_tokens and rollout.max_completion_tokens say as much.
+    """
+    if all(is_written(recipe, path) for path in ("data.max_prompt_tokens", "rollout.max_completion_tokens")):
+        return recipe
+    from rlgen.opening.data import open_data
+
+    return open_data(recipe).recipe
+
+
 def server_settings(recipe: Recipe, host: str | None, port: int | None) -> ServerEngineRecipe:
-    """The engine's settings of the recipe as those of a server to be started; host and port of the command line win.
+    """Returns the settings of the server to start, from the recipe's engine. Host and port of the command line take precedence.
 
     Raises:
         UsageError: the recipe's engine is none of vLLM's.
@@ -72,6 +93,8 @@ def server_settings(recipe: Recipe, host: str | None, port: int | None) -> Serve
     changes = {
         "url": None,
         "launch": True,
+        "servers": 1,
+        "devices": server.devices_of(0),
         "host": host or (server.host if launched else HOST),
         "port": port if port is not None else (server.port if launched else PORT),
     }
@@ -79,38 +102,42 @@ def server_settings(recipe: Recipe, host: str | None, port: int | None) -> Serve
 
 
 def connection(settings: ServerEngineRecipe, url: str) -> str:
-    """The override that has a run train on the server at `url`."""
+    """Returns the `--set` override that makes a run use the server at `url`."""
     said = {name: value for name in ("dtype", "token_env", "transfer") if (value := getattr(settings, name)) != default_of(name)}
     return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {value}" for name, value in said.items())}}}'
 
 
 def default_of(name: str) -> object:
+    """Returns the default of a server setting."""
     return ServerEngineRecipe.model_fields[name].default
 
 
 def command_line(overrides: list[str]) -> list[str]:
+    """Returns the overrides as `--set` arguments."""
     return [part for override in overrides for part in ("--set", override)]
 
 
 def shared(engine: VllmRecipe) -> dict[str, object]:
-    """The settings that every engine of vLLM has."""
+    """Returns the settings that all vLLM engines have."""
     return {name: getattr(engine, name) for name in VllmRecipe.model_fields}
 
 
 def watch(server: "ServerProcess") -> None:
-    """Returns when somebody asks to stop. Raises EngineError when the server dies."""
+    """Waits until the user asks to stop. Raises EngineError if the server dies."""
     try:
         while server.alive():
             time.sleep(0.2)
     except KeyboardInterrupt:
         echo("stopping")
         return
-    raise EngineError(f"the vLLM server at {server.url} {server.last_words()}")
+    raise EngineError(f"the vLLM server at {server.url} {server.last_output()}")
 
 
 @contextmanager
 def token_of(variable: str, path: Path) -> Iterator[tuple[str, str]]:
-    """The token and how a client comes by it: from the environment, or a new one in a file that goes with the server."""
+    """Yields the token, and how a client gets it: from the environment, or from a new file that is deleted when the server
+    ends.
+    """
     from rlgen.engines.launch import new_token
 
     token = os.environ.get(variable)
@@ -129,7 +156,9 @@ def token_of(variable: str, path: Path) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does, and so does the end of the terminal, unless `nohup` said otherwise."""
+    """Turns SIGTERM and SIGHUP into KeyboardInterrupt within the block, except signals that were ignored before, as `nohup`
+    does.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`rlgen status`: how a run stands, or how it ended."""
+"""Prints the state of a run: `rlgen status`."""
 
 import fcntl
 import json
@@ -8,19 +8,30 @@ from typing import Any
 
 from rlgen.cli.output import echo
 from rlgen.errors import UsageError
+from rlgen.metrics import Metric
 from rlgen.run.directory import RunDirectory
+from rlgen.run.find import find_run
 
 BEFORE_THE_END = ("starting", "running")
 SHOWN = (
-    ("step", "reward/mean", "loss", "grad_norm", "time/step"),
-    # what the rules of `health` are about
-    ("groups/zero_std", "entropy", "kl/ref_k1", "kl/ref_k3", "clip/region", "cispo/clipped", "completions/truncated"),
-    ("sampler/delta_mean", "sampler/kl", "is/ess_raw"),
+    (Metric.STEP, Metric.REWARD_MEAN, Metric.LOSS, Metric.GRAD_NORM, Metric.TIME_STEP),
+    # values that the rules of `health` check
+    (
+        Metric.GROUPS_ZERO_STD,
+        Metric.ENTROPY,
+        Metric.KL_REF_K1,
+        Metric.KL_REF_K3,
+        Metric.CLIP_REGION,
+        Metric.CISPO_CLIPPED,
+        Metric.COMPLETIONS_TRUNCATED,
+    ),
+    (Metric.SAMPLER_DELTA_MEAN, Metric.SAMPLER_KL, Metric.IS_ESS_RAW),
 )
 
 
-def status_command(path: Path, as_json: bool) -> None:
-    """Raises UsageError if no run is there."""
+def status_command(name: Path, as_json: bool) -> None:
+    """Prints the state of a run. Raises UsageError if no run is there."""
+    path = find_run(name)
     found = status_of(path)
     if as_json:
         echo(json.dumps(found, indent=2))
@@ -39,9 +50,9 @@ def status_command(path: Path, as_json: bool) -> None:
 
 
 def status_of(path: Path) -> dict[str, Any]:
-    """`status.json`, with `alive`, and with the last complete line of the metrics as `last`.
+    """Returns `status.json`, with `alive`, and with the last complete record of the metrics as `last`.
 
-    A run that was killed could not say so. The kernel frees its lock: `state` is then "killed".
+    A run that was killed could not write so. The kernel releases its lock, and `state` is then "killed".
 
     Raises:
         UsageError: no run is there.
@@ -58,7 +69,7 @@ def status_of(path: Path) -> dict[str, Any]:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process holds the run's lock. Taken for no longer than it takes to look."""
+    """Returns whether a process holds the run's lock. Takes the lock only to test it."""
     try:
         with (path / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -70,12 +81,12 @@ def in_use(path: Path) -> bool:
 
 
 def last_metrics(file: Path) -> dict[str, Any] | None:
-    """The last line that is whole."""
+    """Returns the last complete record of a metrics file; None if there is none."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in reversed(lines):
         try:
             record: dict[str, Any] = json.loads(line)
             return record
-        except ValueError:  # cut off by the end of its process
+        except ValueError:  # incomplete: the process was killed while writing
             continue
     return None

@@ -1,33 +1,41 @@
-"""`data.source` to rows: a built-in task, local files or a data set of the hub. No code of a data set runs.
+"""Reads `data.source` to rows: a built-in task, local files or a data set of the hub. Code of a data set is never run.
 
-JSON and CSV are read here, value by value as the file says: the loaders of `datasets` guess types, which
-makes a date of the text "2024-01-01", a number of the answer "07" and nothing of the answer "NA".
+Rows of files stay on disk: Parquet and hub data are Arrow tables of `datasets`. Rows of JSON and CSV files are kept as JSON
+texts, because one of their columns may hold values of several types, and are parsed when they are requested.
 """
 
-import csv
 import glob
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import datasets
+import pyarrow
 
+from rlgen.data.cache import BATCH, Write, cached, key_of
+from rlgen.data.readers import TEXT_READERS
 from rlgen.data.tasks import Row, generate
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.models import TASKS, DataRecipe
+from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_source
 
-# Of a data set that `save_to_disk` wrote: facts about it, not rows.
+# Metadata files written by `save_to_disk`, which hold no rows.
 SIDECARS = {"dataset_info.json", "state.json"}
+TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
+CACHED_BYTES = 2**20  # rows of JSON and CSV files from this total size on are cached
+TEXTS = pyarrow.schema([("row", pyarrow.large_string())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A data set as it was read, with what the run's record says of it.
+    """A data set as it was read, with its description for the run's record.
 
     Rows(rows=[{"question": "1+1", "answer": "2"}], columns=("question", "answer"), kind="file",
          source="/data/train.jsonl", fingerprint="9f86d0...", files=("/data/train.jsonl",))
@@ -40,17 +48,62 @@ class Rows:
     fingerprint: str  # sha256 of the local files or of the task's rows; of the hub its commit
     files: tuple[str, ...] = ()  # of a local source
 
+    def at(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
+        """Returns the rows at `indices`, in that order."""
+        if isinstance(self.rows, datasets.Dataset):
+            return [
+                dict(zip(self.columns, values, strict=True)) for values in zip(*self.values(indices, self.columns), strict=True)
+            ]
+        return [self.rows[index] for index in indices]
+
+    def values(self, indices: Sequence[int], columns: Sequence[str]) -> list[list[Any]]:
+        """Returns one list of values per column of `columns`, of the rows at `indices`."""
+        if isinstance(self.rows, datasets.Dataset):
+            some = self.rows if set(columns) == set(self.columns) else self.rows.select_columns(sorted(set(columns)))
+            table = some[indices if isinstance(indices, range) else list(indices)]
+            return [table[name] for name in columns]
+        rows = [self.rows[index] for index in indices]
+        return [[row[name] for row in rows] for name in columns]
+
+    def batches(self, columns: Sequence[str]) -> Iterator[tuple[range, list[list[Any]]]]:
+        """Yields (indices, values of `columns`) for all rows in order, `BATCH` rows at a time."""
+        for start in range(0, len(self.rows), BATCH):
+            indices = range(start, min(start + BATCH, len(self.rows)))
+            yield indices, self.values(indices, columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextRows(Sequence[Row]):
+    """Rows stored as JSON texts in an Arrow table, each parsed when it is requested."""
+
+    texts: pyarrow.ChunkedArray
+    columns: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        """Returns a row with every column, None where the file has no value; for a slice, a list of rows."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        row = json.loads(self.texts[index].as_py())
+        return {name: row.get(name) for name in self.columns}
+
 
 def load_rows(data: DataRecipe, seed: int) -> Rows:
-    """Reads the data set that `data` names and checks that it has rows, and the columns that `data` names.
+    """Reads the data set that `data` names; checks that it has rows, and the columns that `data` names.
 
     Args:
-        data: a local source is absolute.
+        data: the recipe's data section; the path of a local source must be absolute.
         seed: of the run; the rows of a built-in task follow from it.
 
     Raises:
-        DataError: no file, no row, a file that cannot be read, a column that is not there.
-        SetupError: the hub cannot be reached, or does not hold or does not hand out the data set.
+        DataError: no file, no row, an unreadable file, or a missing column.
+        SetupError: the hub cannot be reached, or lacks the data set, or refuses access to it.
     """
     if data.source.startswith("task:"):
         rows = task_rows(data, seed)
@@ -65,13 +118,14 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
             close = get_close_matches(column, rows.columns, n=1)
             guess = f"did you mean `{close[0]}`? " if close else ""
             raise DataError(
-                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}It has {', '.join(rows.columns)}"
+                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}It has {', '.join(rows.columns)};"
+                f" set data.columns.{key} to one of them"
             )
     return rows
 
 
 def task_rows(data: DataRecipe, seed: int) -> Rows:
-    """The rows of `task:NAME`."""
+    """Generates the rows of `task:NAME`."""
     name = data.source.removeprefix("task:")
     rows = generate(name, TASKS[name].model_validate(data.options), seed)[: data.limit]
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
@@ -79,45 +133,81 @@ def task_rows(data: DataRecipe, seed: int) -> Rows:
 
 
 def file_rows(data: DataRecipe) -> Rows:
-    """The rows of a file, a folder or a glob; several files in the order of their names."""
+    """Reads the rows of a file, a folder or a glob; several files in the order of their names. Raises DataError."""
     files = find_files(data.source)
     suffixes = {file.suffix.lower() for file in files}
     rows: Any
     if suffixes <= TEXT_READERS.keys():
-        records = [row for file in files for row in TEXT_READERS[file.suffix.lower()](file)]
-        columns = tuple(dict.fromkeys(name for row in records for name in row))
-        rows = [{name: row.get(name) for name in columns} for row in records[: data.limit]]
+        digest = digest_of(files)
+        rows = text_rows(data, files, digest)
+        columns = rows.columns
     elif len(suffixes) == 1 and suffixes <= TABLE_FORMATS.keys():
         names = [str(file) for file in files]
         datasets.disable_progress_bars()
         try:
             table = datasets.load_dataset(TABLE_FORMATS[suffixes.pop()], data_files=names, split="train")
-        # Whatever a damaged file makes pyarrow raise is a fault of the file.
+        # pyarrow raises many types for a damaged file; all of them mean that the file is at fault.
         except Exception as error:
             raise DataError(f"data.source: {', '.join(names)} cannot be read: {error.__cause__ or error}") from error
-        columns, rows = tuple(table.column_names), head(table, data.limit)
+        columns, rows, digest = tuple(table.column_names), head(table, data.limit), digest_of(files)
     else:
         known = " ".join((*TEXT_READERS, *TABLE_FORMATS))
         raise DataError(
             f"data.source: {data.source} names files of {' '.join(sorted(suffixes)) or 'no known format'}; "
             f"known are {known}, parquet and arrow not together with others"
         )
+    return Rows(rows=rows, columns=columns, kind="file", source=data.source, fingerprint=digest, files=tuple(map(str, files)))
+
+
+def text_rows(data: DataRecipe, files: Sequence[Path], digest: str) -> TextRows:
+    """Returns the rows of JSON and CSV files; large files are read once and then taken from the cache.
+
+    Raises:
+        DataError: a file cannot be read, or changes while it is read.
+    """
+    formats = [file.suffix.lower() for file in files]
+    large = sum(file.stat().st_size for file in files) >= CACHED_BYTES
+    key = key_of({"files": digest, "formats": formats}) if large else None
+    made = cached("rows", key, TEXTS, partial(write_texts, data.source, files, digest))
+    texts = made.table.column("row")
+    return TextRows(texts if data.limit is None else texts.slice(0, data.limit), tuple(made.facts["columns"]))
+
+
+def write_texts(source: str, files: Sequence[Path], digest: str, write: Write) -> dict[str, Any]:
+    """Writes each row of the files as JSON, and returns the names of all their columns. Raises DataError."""
+    columns: dict[str, None] = {}
+    rows = chain.from_iterable(TEXT_READERS[file.suffix.lower()](file) for file in files)
+    while batch := list(islice(rows, BATCH)):
+        for row in batch:
+            columns.update(dict.fromkeys(row))
+        try:
+            texts = list(map(json.dumps, batch))
+        except RecursionError as error:
+            raise DataError(f"data.source: {source}: a row has too many values within values") from error
+        write(pyarrow.record_batch([pyarrow.array(texts, pyarrow.large_string())], schema=TEXTS))
+    if digest_of(files) != digest:
+        raise DataError(f"data.source: {source} changes while it is read; wait until it is written, and start again")
+    return {"columns": list(columns)}
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """Returns the SHA-256 of the files' contents.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
     digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return Rows(
-        rows=rows,
-        columns=columns,
-        kind="file",
-        source=data.source,
-        fingerprint=digest.hexdigest(),
-        files=tuple(map(str, files)),
-    )
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise DataError(f"data.source: {path} cannot be read: {error}") from error
+    return digest.hexdigest()
 
 
 def find_files(source: str) -> list[Path]:
-    """The files of a path, a folder or a glob, sorted by name.
+    """Returns the files of a path, a folder or a glob, sorted by name.
 
     Raises:
         DataError: there is none.
@@ -131,80 +221,16 @@ def find_files(source: str) -> list[Path]:
     else:
         files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
     if not files:
-        raise DataError(f"data.source: {source}: there is no such file, and no file matches it")
+        hint = like(source)
+        raise DataError(f"data.source: {source}: there is no such file, and no file matches it" + (f"; {hint}" if hint else ""))
     return sorted(files)
 
 
-def read_lines(path: Path) -> Iterator[Row]:
-    """The objects of a JSON Lines file; empty lines are skipped."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            yield parse_row(line, path, number)
-
-
-def read_json(path: Path) -> Iterator[Row]:
-    """The objects of a JSON array, or of JSON Lines under the name of JSON."""
-    text = read_text(path)
-    if not text.lstrip().startswith("["):
-        yield from read_lines(path)
-        return
-    try:
-        rows = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"data.source: {path}: not JSON: {error}") from error
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"data.source: {path}: element {number} is not an object of columns")
-        yield row
-
-
-def read_csv(path: Path) -> Iterator[Row]:
-    """The records of a CSV file with a line of column names; every value is text."""
-    lines = csv.DictReader(read_text(path).splitlines(keepends=True), strict=True)
-    try:
-        for row in lines:
-            if None in row or None in row.values():
-                raise DataError(
-                    f"data.source: {path}:{lines.line_num}: the record has not {len(lines.fieldnames or ())} "
-                    "values, one for each column; put values with a comma in double quotes"
-                )
-            yield row
-    except csv.Error as error:
-        raise DataError(f"data.source: {path}:{lines.line_num}: not CSV: {error}") from error
-
-
-def read_text(path: Path) -> str:
-    """A file in UTF-8, with or without a byte order mark."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.source: {path} cannot be read as text in UTF-8: {error}") from error
-
-
-def parse_row(line: str, path: Path, number: int) -> Row:
-    """One line of JSON Lines."""
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"data.source: {path}:{number}: the line is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"data.source: {path}:{number}: the line is not an object of columns: {line[:60]}")
-    return row
-
-
-TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": read_lines,
-    ".json": read_json,
-    ".csv": read_csv,
-}
-TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
-
-
 def hub_rows(data: DataRecipe) -> Rows:
-    """The rows of a data set of the hub, of one commit."""
+    """Downloads a data set of the hub, at one commit, and returns its rows. Raises DataError or SetupError."""
     name = data.source + (f" (revision {data.revision})" if data.revision else "")
     if Path(data.source).exists():
-        # `datasets` would read it instead, and nothing would say which rows were meant.
+        # `datasets` would read the folder instead of the hub, without a warning.
         raise DataError(f"data.source: {data.source} is a folder here and a name of the hub; write ./{data.source}")
     datasets.disable_progress_bars()
     try:
@@ -231,14 +257,17 @@ def hub_rows(data: DataRecipe) -> Rows:
 
 
 def cached_rows(rows: Rows, revision: str | None) -> str | None:
-    """What is said of a data set of the hub while the environment forbids the network (HF_DATASETS_OFFLINE, HF_HUB_OFFLINE)."""
+    """Returns a message that hub data comes from the cache, if the network is disabled (HF_DATASETS_OFFLINE, HF_HUB_OFFLINE).
+
+    Returns None otherwise.
+    """
     if rows.kind != "hub" or not datasets.config.HF_HUB_OFFLINE:
         return None
-    # `datasets` takes what it read last, whatever revision is asked for.
+    # `datasets` takes the revision it read last, ignoring the requested one.
     unsure = "" if revision in (None, rows.fingerprint) else f"; nobody can say whether that is data.revision {revision}"
     return f"offline: data.source {rows.source} is taken from the cache, commit {rows.fingerprint}{unsure}"
 
 
 def head(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
-    """The first `limit` rows."""
+    """Returns the first `limit` rows; all of them if it is None."""
     return table if limit is None else table.select(range(min(limit, len(table))))

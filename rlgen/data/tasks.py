@@ -1,6 +1,6 @@
-"""Built-in tasks: `task:NAME` needs no file and no network. Options and seed decide the rows, everywhere.
+"""Built-in tasks: `task:NAME` needs no file and no network. Options and seed alone decide the rows, on every machine.
 
-A row depends on the seed, its index and the rows before it: a larger size keeps the rows of a smaller one.
+A row depends on the seed, its index and the rows before it, so a larger size keeps the rows of a smaller one.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOpti
 
 Row = dict[str, Any]
 
-# A prompt is repeated only after so many draws in a row gave nothing new.
+# Draws without a new prompt after which a prompt may be repeated.
 MAX_DRAWS = 1000
 
 
 def generate(name: str, options: Any, seed: int) -> list[Row]:
-    """The rows of task `name`: text columns `prompt` and `answer`; countdown adds `numbers` and `target`.
+    """Returns the rows of task `name`, with text columns `prompt` and `answer`; countdown adds `numbers` and `target`.
 
     Args:
         name: a key of TASKS.
@@ -41,7 +41,7 @@ def generate(name: str, options: Any, seed: int) -> list[Row]:
 
 
 def arithmetic(rng: Random, options: ArithmeticOptions) -> Row:
-    """{"prompt": "37+15*2=", "answer": "67"}: numbers have exactly `digits` digits; * binds first."""
+    """Returns a row such as {"prompt": "37+15*2=", "answer": "67"}; numbers have exactly `digits` digits, * binds first."""
     low = 10 ** (options.digits - 1) if options.digits > 1 else 0
     numbers = [rng.randint(low, 10**options.digits - 1) for _ in range(options.terms)]
     operators = [rng.choice(options.operators) for _ in range(options.terms - 1)]
@@ -56,27 +56,27 @@ def arithmetic(rng: Random, options: ArithmeticOptions) -> Row:
 
 
 def reverse(rng: Random, options: ReverseOptions) -> Row:
-    """{"prompt": "reverse: abcd", "answer": "dcba"}"""
+    """Returns a row such as {"prompt": "reverse: abcd", "answer": "dcba"}."""
     text = word(rng, options.min_length, options.max_length, options.alphabet)
     return {"prompt": f"reverse: {text}", "answer": text[::-1]}
 
 
 def sort(rng: Random, options: SortOptions) -> Row:
-    """{"prompt": "sort: 5291", "answer": "1259"}: characters in the order of their code points."""
+    """Returns a row such as {"prompt": "sort: 5291", "answer": "1259"}; characters are sorted by code point."""
     text = word(rng, options.min_length, options.max_length, options.alphabet)
     return {"prompt": f"sort: {text}", "answer": "".join(sorted(text))}
 
 
 def word(rng: Random, min_length: int, max_length: int, alphabet: str) -> str:
-    """Each length is equally likely, though there are fewer short words."""
+    """Returns a random word. Each length is equally likely, although there are fewer short words."""
     return "".join(rng.choices(alphabet, k=rng.randint(min_length, max_length)))
 
 
 def countdown(rng: Random, options: CountdownOptions) -> Row:
-    """{"prompt": ..., "answer": "(25-3)*2", "numbers": [3, 25, 2], "target": 44}: one answer of perhaps many.
+    """Returns a row such as {"prompt": ..., "answer": "(25-3)*2", "numbers": [3, 25, 2], "target": 44}.
 
-    The target comes from an expression that uses every number once, so it can be reached with + - * alone. It
-    lies between 1 and `numbers` times `largest`.
+    The answer is one of perhaps many. The target comes from an expression that uses every number once, so + - * suffice to reach
+    it. It lies between 1 and `numbers` times `largest`.
     """
     numbers = [rng.randint(1, options.largest) for _ in range(options.numbers)]
     target, answer = 0, ""
@@ -88,7 +88,10 @@ def countdown(rng: Random, options: CountdownOptions) -> Row:
 
 
 def expression(rng: Random, numbers: list[int]) -> tuple[int, str]:
-    """(44, "(25-3)*2"): joins two parts at random until one is left. No part is negative."""
+    """Returns the value and text of a random expression, (44, "(25-3)*2").
+
+    Joins two random parts until one is left; no part is negative.
+    """
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
         (a, a_text), (b, b_text) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))

@@ -1,57 +1,72 @@
-"""What every engine promises."""
+"""Defines the interface of every engine, and the records that engines and their callers exchange."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from rlgen.types import Completion, Request, Sampling
+from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
-# Receives each completion when it is finished, with the place of its request in the call.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Called with each finished completion and the index of its request in the call.
 Finished: TypeAlias = Callable[[int, Completion], None]
+
+SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
+
+
+def model_shape(config: "PreTrainedConfig") -> dict[str, Any]:
+    """Returns the config fields that must be equal in two copies of a model before weights can be copied between them."""
+    text = config.get_text_config()
+    return {name: getattr(text, name, None) for name in SHAPE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What decides how ids become log-probs; engine and trainer must have the same."""
+    """The settings that decide how ids become log-probs; they must be equal in engine and trainer."""
 
     dtype: str  # of weights and activations
-    head_dtype: str  # of the product with the head
+    head_dtype: str  # of the matrix product with the head
     logprobs_mode: str  # `processed_logprobs`: of the distribution that was sampled from
     vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What an engine says about itself, for the sentinel to compare with the trainer.
+    """The description of an engine, read from the engine itself; the sentinel compares it with the trainer.
 
-    Facts(engine="vllm 0.32.0", model="/models/tiny", revision=None, settings=Settings(...), stop_ids=(257, 259),
-          max_model_len=640, cache_block=128)
+    Facts(engine="vllm 0.32.0", plan="5f0c2b7a91d3e486", model="/models/tiny", revision=None, settings=Settings(...),
+          stop_ids=(257, 259), max_model_len=640, cache_block=128)
     """
 
     engine: str  # kind and version
-    model: str  # folder or hub id that it opened, where its tokenizer lies too
+    plan: str  # digest of every setting that affects completions, see `EnginePlan.digest`
+    model: str  # folder or hub id that it opened; holds its tokenizer too
     revision: str | None
     settings: Settings
-    stop_ids: tuple[int, ...]  # that its copy of the model names
+    stop_ids: tuple[int, ...]  # the EOS ids that the engine's copy of the model names
     max_model_len: int | None  # longest row in tokens; None: not bounded
-    cache_block: int | None  # tokens of a block of the prefix cache, the least that is reused; None: it has no such cache
+    cache_block: int | None  # tokens of a prefix-cache block, the smallest unit of reuse; None: no prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What an engine received in a sync, taken down before anything is packed, cast or fused."""
+    """The tensors that an engine received in a sync, recorded before anything is packed, cast or fused."""
 
     version: int
     received: Mapping[str, str]  # name -> fingerprint, see `fingerprint`
-    not_loaded: tuple[str, ...]  # tensors of the engine that its loader says it did not fill
+    not_loaded: tuple[str, ...]  # tensors of the engine that its loader did not fill
 
 
 def fingerprint(tensor: Tensor, hashed: bool) -> str:
-    """ "float32[4, 2]", and if `hashed` the SHA-256 of the bytes behind it."""
+    """Returns "float32[4, 2]", followed by ":" and the SHA-256 of the tensor's bytes if `hashed`."""
     shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not hashed:
         return shape
@@ -60,64 +75,90 @@ def fingerprint(tensor: Tensor, hashed: bool) -> str:
 
 
 class Ledger:
-    """Passes tensors on and takes down each as it goes by."""
+    """A recorder of the fingerprints of tensors that pass through an iterator."""
 
     def __init__(self, hashed: bool) -> None:
         self.received: dict[str, str] = {}
         self._hashed = hashed
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields `weights` unchanged and records the fingerprint of each tensor in `received`."""
         for name, tensor in weights:
             self.received[name] = fingerprint(tensor, self._hashed)
             yield name, tensor
 
 
 class Pending(Protocol):
-    """Answers that are on their way, see `ServerEngine.submit`."""
+    """Completions that are being sampled in the background, see `Abilities.submit`."""
 
     def result(self) -> list[Completion]:
-        """Waits for them. Raises EngineError."""
+        """Waits for the completions and returns them. Raises EngineError if sampling failed."""
         ...
 
     def exception(self) -> BaseException | None:
-        """Waits, and says what `result` would raise."""
+        """Waits, and returns the error that `result` would raise, or None."""
         ...
+
+
+class Submit(Protocol):
+    """Runs `Engine.generate` in the background; one call at a time."""
+
+    def __call__(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None, /) -> Pending: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What an engine can do and what it needs, so that callers need not test its kind."""
+
+    sleeps: bool  # `sleep` frees its weights: it samples again only after the next `sync`
+    submit: Submit | None  # samples in the background; None: the engine samples only while the caller waits
+    whole_step: bool  # a completion's last bits depend on its batch: to repeat one, repeat all requests of the step
+    elsewhere: bool  # sampling uses no cores of this process: rewards may run at the same time
+    in_flight: bool  # a `sync` may change the weights while requests are sampled in the background
 
 
 class Engine(Protocol):
     """A copy of the model that samples: token ids in, token ids out.
 
-    An engine knows a model, sampling settings and how to take weights. It knows no trainer and no recipe. It leaves
+    An engine holds a model and sampling settings and can load weights. It depends on no trainer and no recipe. It leaves
     random states, thread settings and environment variables of the process as it found them.
     """
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that sample now; 0 for those the model was opened with, -1 for a server's before a sync."""
-        ...
+        """Returns the version of the current weights.
 
-    def facts(self) -> Facts:
-        """What the engine is, read from the engine itself and not from what it was asked to be."""
-        ...
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
-        """One completion for each request, in the order of the requests; `rollout.answers` checks that.
-
-        The distribution is softmax(logits / temperature) over the whole vocabulary; at temperature 0 the most probable id is
-        taken, of equal ones the lowest. Log-probs are those at `Sampling.logp_temperature`. A completion depends on its
-        request and on the weights, not on the other requests of the call; no requests, no answers.
-
-        Args:
-            finished: told of each completion as soon as it is there, once, in the process that talks to the engine, perhaps in
-                another thread.
-
-        Raises:
-            EngineError: the engine failed, or answered for another prompt than it was asked for.
+        0 for those the model was opened with; -1 for a server's weights before the first sync.
         """
         ...
 
-    def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        """Log-probs at temperature 1 of given completions, from one pass over prompt and completion instead of decoding.
+    @property
+    def abilities(self) -> Abilities:
+        """Returns what the engine can do; it does not change while the engine is open."""
+        ...
+
+    def facts(self) -> Facts:
+        """Returns the engine's description, read from the engine itself and not from the settings it was given."""
+        ...
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
+        """Samples one completion for each request and returns them in the order of the requests; `rollout.answers` checks that.
+
+        The distribution is softmax(logits / temperature) over the whole vocabulary; at temperature 0 the most probable id is
+        taken, among equal ones the lowest. Log-probs are those at `Sampling.logp_temperature`. A completion depends only on its
+        request and on the weights, not on the other requests of the call. Without requests the result is empty.
+
+        Args:
+            finished: called once for each completion as soon as it is finished, in the process that talks to the engine, possibly
+                in another thread.
+
+        Raises:
+            EngineError: the engine failed, or returned a completion of another prompt than the requested one.
+        """
+        ...
+
+    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:
+        """Computes log-probs at temperature 1 of given completions, in one forward pass instead of decoding.
 
         Args:
             rows: prompt ids and completion ids; together shorter than `Facts.max_model_len`.
@@ -131,20 +172,20 @@ class Engine(Protocol):
         ...
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
-        """Takes *all* weights, under the names of the checkpoint, and forgets every cached activation.
+        """Loads *all* weights, under the names of the checkpoint, and empties the prefix cache.
 
         Args:
             hashed: the receipt holds a hash of every tensor; costs a pass over all bytes.
 
         Raises:
-            EngineError: the weights were not taken.
+            EngineError: the weights were not loaded.
         """
         ...
 
     def sleep(self) -> None:
-        """Frees what it can until the next `sync`, which wakes it. Nothing to do for most engines."""
+        """Frees memory until the next `sync`, which wakes the engine. Does nothing in engines that cannot sleep."""
         ...
 
     def close(self) -> None:
-        """Frees everything. The engine cannot be used afterwards."""
+        """Frees all resources. The engine cannot be used afterwards."""
         ...

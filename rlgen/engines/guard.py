@@ -1,14 +1,15 @@
-"""Runs a command that ends when its owner ends. Started as a file, by the system's own Python library alone.
+"""Runs a command and ends it when its owner process ends. Runs as a script and uses only Python's standard library.
 
     python guard.py OWNER_PID LOCK FOLDER COMMAND...
-    python guard.py OWNER_PID FOLDER                    only removes FOLDER when its owner is gone
+    python guard.py OWNER_PID FOLDER                    only removes FOLDER when its owner has ended
 
-The command gets a process group of its own. When the owner is gone, however it went, or this process is asked to stop, the
-command is asked to stop; then whoever is left in the group is killed, and FOLDER and the group's shared memory are removed. Ends
-with the command's exit code. Linux only.
+The command gets its own process group. When the owner has ended, in whatever way, or this process gets SIGTERM or SIGINT, the
+command gets SIGTERM; after GRACE seconds every process left in the group is killed, and FOLDER and the group's shared memory are
+removed. The exit code is the command's. Linux only.
 
-LOCK is a descriptor of FOLDER/lock, locked: owner, guard and command hold it. Should all of them be killed at once, the next
-owner finds FOLDER with a lock that nobody holds, and removes it with the shared memory that FOLDER/shared names (`sweep`).
+LOCK is a file descriptor of the locked file FOLDER/lock, which owner, guard and command keep open. If all of them are killed at
+once, the next owner finds FOLDER with a lock that no process holds, and removes it with the shared memory listed in
+FOLDER/shared (`sweep`).
 """
 
 import contextlib
@@ -23,20 +24,21 @@ import subprocess
 import sys
 import time
 
-GRACE = 10.0  # seconds between asking and killing
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.2
-NOTE = 10  # polls between two looks at the group's shared memory
+NOTE = 10  # polls between two scans of the group's shared memory
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-# Names that Python's and vLLM's shared memory has in /dev/shm. Files of others, such as weights in transfer, are theirs.
+# Prefixes of Python's and vLLM's shared memory in /dev/shm. Other files there, such as weights in transfer, are not removed.
 SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
 prctl = ctypes.CDLL(None).prctl
 
 
 def main(owner: int, lock: int, folder: str, command: list[str]) -> int:
+    """Runs the command until it ends, the owner ends or a signal arrives, then cleans up. Returns the command's exit code."""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: asked.append(number))
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command come to us, so that their end is seen
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # this process becomes the parent of the command's orphans, to wait for them
     child = subprocess.Popen(command, process_group=0, preexec_fn=end_with_guard, pass_fds=[lock])
     shared: dict[str, int] = {}
     try:
@@ -53,7 +55,7 @@ def main(owner: int, lock: int, folder: str, command: list[str]) -> int:
             while child.poll() is None and time.monotonic() < end:
                 time.sleep(POLL)
     finally:
-        # The command's children: an engine outlives a server that crashed.
+        # Kills the command's children too: an engine keeps running after its server crashed.
         shared |= shared_memory(child.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -66,20 +68,20 @@ def main(owner: int, lock: int, folder: str, command: list[str]) -> int:
 
 
 def only_remove(owner: int, folder: str) -> None:
-    """Waits until FOLDER's owner is gone, or has removed it."""
+    """Removes the folder when its owner has ended; returns early if the owner has removed it."""
     while os.getppid() == owner and os.path.isdir(folder):
         time.sleep(POLL)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_with_guard() -> None:
-    """Should this guard itself be killed, the kernel asks the command to stop."""
+    """Makes the kernel send SIGTERM to the calling process when this guard is killed."""
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def shared_memory(group: int) -> dict[str, int]:
-    """Files in /dev/shm that the processes of a group have open as shared memory, with their inodes."""
-    inodes: set[str] = set()  # a semaphore is mapped under another name than it has
+    """Returns the files in /dev/shm that processes of a group have mapped as shared memory, with their inodes."""
+    inodes: set[str] = set()  # inodes, because a semaphore is mapped under another name than its file's
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.getpgid(int(name)) == group:
@@ -94,7 +96,7 @@ def shared_memory(group: int) -> dict[str, int]:
 
 
 def note(folder: str, shared: dict[str, int]) -> None:
-    """Keeps what the group has, should nobody live to remove it."""
+    """Writes the list of the group's shared memory to FOLDER/shared, for `sweep` if all processes are killed."""
     with contextlib.suppress(OSError):
         with open(f"{folder}/shared.new", "w", encoding="utf-8") as file:
             json.dump(shared, file)
@@ -102,8 +104,8 @@ def note(folder: str, shared: dict[str, int]) -> None:
 
 
 def remove(folder: str, shared: dict[str, int]) -> None:
-    """Removes a folder, and the shared memory of its group: files that are still the same ones."""
-    # vLLM names it after its rendezvous file.
+    """Removes a folder and the group's shared memory. A file is removed only if its inode is still the same."""
+    # vLLM names this shared memory after its rendezvous file.
     for name in glob.glob("vllm_dist_*", root_dir=folder):
         shared |= {path: os.stat(path).st_ino for path in glob.glob(f"/dev/shm/{name}*")}
     for path, inode in shared.items():
@@ -114,17 +116,17 @@ def remove(folder: str, shared: dict[str, int]) -> None:
 
 
 def locked(folder: str) -> int:
-    """A descriptor of FOLDER/lock, locked; whoever inherits it holds it too."""
+    """Creates and locks FOLDER/lock and returns its file descriptor; processes that inherit it hold the lock too."""
     lock = os.open(f"{folder}/lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(f"{folder}/lock.new", f"{folder}/lock")  # never seen without its lock
+    os.rename(f"{folder}/lock.new", f"{folder}/lock")  # atomic rename: the file is locked from the start
     return lock
 
 
 def sweep(parent: str) -> None:
-    """Removes what servers of this user left in `parent` whose owner, guard and command were all killed."""
+    """Removes the folders that servers of this user left in `parent` when owner, guard and command were all killed."""
     for folder in glob.glob(f"{glob.escape(parent)}/rlgen-????????"):
-        with contextlib.suppress(OSError, ValueError):  # no lock: it is being made, or another's; locked: it is in use
+        with contextlib.suppress(OSError, ValueError):  # no lock file: incomplete or not rlgen's; locked: in use
             if os.lstat(folder).st_uid != os.getuid():
                 continue
             lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""Starts a vLLM server fit for RL, watches it, and leaves nothing of it behind."""
+"""Starts vLLM servers with the options that rlgen needs, waits until they are ready, and ends all their processes and files."""
 
 import contextlib
 import json
@@ -11,91 +11,60 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
-import torch
 
 import rlgen
 from rlgen.engines import guard, vllm_compat
-from rlgen.engines.gate import TOKEN_VARIABLE
+from rlgen.engines.gate import PLAN_VARIABLE, TOKEN_VARIABLE
+from rlgen.engines.http import Server
+from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError
 from rlgen.files import open_log
-from rlgen.models.shortage import NO_MEMORY
+from rlgen.out_of_memory import NO_MEMORY
 
-# Of a launch around this process, which would be taken for the server's own: a launch inside a launch.
+# Variables of the launcher of this process, which the server would take for its own.
 FOREIGN_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    "VLLM_API_KEY",  # a second lock beside ours, with another key
+    "VLLM_API_KEY",  # a second check beside rlgen's token, with another key
 }
 FOREIGN_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "OMPI_", "PMI_", "VLLM_DP_")
+HEALTH_SECONDS = 5.0  # timeout of a health check while a server starts
 STOP_SECONDS = guard.GRACE + 10.0
-# vLLM tries the chat template at each start, and logs that it cannot.
+# vLLM tries the chat template at each start and logs this error, because rlgen gives it no tokenizer.
 HARMLESS = "ValueError: Tokenizer not available"
 LONGEST_PARENT = 50  # a socket's path has at most 107 characters, and vLLM needs 37 of them below our folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """A server that is to be started. Settings as in `ColocatedEngine`."""
+    """One server to start: engine settings, address, weight transfer and GPUs."""
 
-    model: str
-    revision: str | None
-    dtype: str
-    fp32_head: bool
-    max_model_len: int
-    max_num_seqs: int
-    kv_cache_gib: float | None
-    gpu_memory_utilization: float | None
-    tensor_parallel_size: int
+    engine: EnginePlan
     host: str
     port: int  # 0: a free one
-    model_impl: str
-    quantization: str | None
-    enforce_eager: bool | None
-    extra: dict[str, Any]  # further arguments of vLLM
-    nccl: bool  # weights may come by vLLM's own transfer over NCCL
-    devices: str | None  # the GPUs that it sees, as CUDA_VISIBLE_DEVICES; None: those of this process
+    nccl: bool  # whether weights can be sent with vLLM's own transfer over NCCL
+    devices: str | None  # CUDA_VISIBLE_DEVICES of the server; None: that of this process
 
     @property
     def url(self) -> str:
-        """Where it answers from this machine."""
+        """Returns the URL at which this machine reaches the server."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
-    def arguments(self) -> dict[str, Any]:
-        """vLLM's own, as for an engine in this process."""
-        return vllm_compat.arguments(
-            on_gpu=torch.cuda.is_available(),
-            model=self.model,
-            revision=self.revision,
-            dtype=self.dtype,
-            fp32_head=self.fp32_head,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            kv_cache_gib=self.kv_cache_gib,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            tensor_parallel_size=self.tensor_parallel_size,
-            model_impl=self.model_impl,
-            quantization=self.quantization,
-            structured_outputs=False,
-            enforce_eager=self.enforce_eager,
-            extra=self.extra,
-        )
-
     def command(self) -> list[str]:
-        """The command line. Holds no secret: every user of the machine can read it."""
-        arguments = self.arguments() | {
+        """Returns the command line. It contains no secret: every user of the machine can read it."""
+        arguments = vllm_compat.arguments(self.engine) | {
             "host": self.host,
             "port": self.port,
-            # The route that takes ids and returns ids.
+            # Enables the route that takes ids and returns ids.
             "enable_scale_out": True,
-            # How much of a prompt came from the prefix cache: the sentinel's probe of that cache must know.
+            # Reports how many prompt tokens came from the prefix cache, which the sentinel's cache probe checks.
             "enable_prompt_tokens_details": True,
             "worker_extension_cls": "rlgen.engines.worker.Worker",
             "middleware": "rlgen.engines.gate.Gate",
@@ -105,7 +74,7 @@ class ServerPlan:
         return [sys.executable, "-P", "-m", vllm_compat.SERVER_MODULE, *flags(arguments)]
 
     def environment(self, token: str) -> dict[str, str]:
-        """This process's environment without what belongs to a launch around it, and with what the server needs.
+        """Returns this process's environment without the variables of its launcher, with those that the server needs.
 
         Raises:
             EngineError: the token is empty.
@@ -117,14 +86,15 @@ class ServerPlan:
             for name, value in os.environ.items()
             if name not in FOREIGN_NAMES | vllm_compat.ENVIRONMENT.keys() and not name.startswith(FOREIGN_PREFIXES)
         }
-        # The workers import this rlgen, wherever it lies.
+        # The workers must import this copy of rlgen.
         path = os.pathsep.join([str(Path(rlgen.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])])
         kept |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
-        return {**kept, **vllm_compat.server_environment(torch.cuda.is_available()), "PYTHONPATH": path, TOKEN_VARIABLE: token}
+        needed = vllm_compat.server_environment(self.engine.on_gpu)
+        return {**kept, **needed, "PYTHONPATH": path, TOKEN_VARIABLE: token, PLAN_VARIABLE: self.engine.digest()}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """{"max_num_seqs": 8, "enforce_eager": True} -> ["--max-num-seqs=8", "--enforce-eager"]."""
+    """Returns command-line flags: {"max_num_seqs": 8, "enforce_eager": True} -> ["--max-num-seqs=8", "--enforce-eager"]."""
     found: list[str] = []
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
@@ -140,28 +110,34 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class ServerProcess:
-    """A vLLM server of ours, with all its processes. It ends with this process, however that ends."""
+    """A vLLM server started by rlgen, with all its processes. A guard ends it when this process ends, even if it is killed."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", plan: ServerPlan, token: str, log: Path, folder: Path, lock: int
     ) -> None:
-        self.plan = plan  # with the port that it has
+        self.plan = plan  # with the port that was chosen, never 0
         self.log = log
         self._process, self._token, self._folder = process, token, folder
-        self._lock: int | None = lock  # held as long as the server may live
+        self._lock: int | None = lock  # held until the server is stopped
 
     @classmethod
-    def start(cls, plan: ServerPlan, token: str, log: Path) -> "ServerProcess":
-        """Starts it and returns at once. What it prints goes to `log`.
+    def start(cls, plan: ServerPlan, token: str, log: Path, taken: Collection[int] = ()) -> "ServerProcess":
+        """Starts the server and returns without waiting for it. Its output goes to `log`.
+
+        Args:
+            taken: ports that other servers will use, although they do not listen yet.
 
         Raises:
             SetupError: vLLM is not installed.
-            EngineError: the token is empty, or nobody can listen there.
+            EngineError: the token is empty, or the address or port cannot be used.
         """
         vllm_compat.require_vllm()
-        plan = replace(plan, port=claim(plan.host, plan.port))
+        port = claim(plan.host, plan.port)
+        while port in taken and plan.port == 0:
+            port = claim(plan.host, 0)
+        plan = replace(plan, port=port)
         environment = plan.environment(token)
-        # What vLLM leaves lying about, sockets and rendezvous files, goes into a folder that is removed with it.
+        # vLLM leaves sockets and rendezvous files behind; they go into a folder that is removed with the server.
         parent = tempfile.gettempdir()
         parent = parent if len(parent) <= LONGEST_PARENT else "/tmp"
         guard.sweep(parent)
@@ -176,7 +152,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # the terminal's Ctrl-C is for us to handle
+                start_new_session=True,  # Ctrl-C in the terminal must reach only this process
                 pass_fds=[lock],
             )
         return cls(process, plan, token, log, folder, lock)
@@ -186,31 +162,22 @@ class ServerProcess:
         return self.plan.url
 
     def alive(self) -> bool:
+        """Returns whether the server's guard process still runs."""
         return self._process.poll() is None
 
     def wait_ready(self, timeout: float) -> float:
-        """Returns the seconds it took until the server answered.
+        """Waits until the server passes its health check, as `wait_all_ready` does, and returns the seconds that took."""
+        return wait_all_ready([self], timeout)
 
-        Raises:
-            EngineError: it died, with the reason from its log, or did not answer within `timeout` seconds.
+    def answers(self) -> bool:
+        """Returns whether the server passes its health check."""
+        return Server(self.url, self._token, HEALTH_SECONDS).healthy()
+
+    def last_output(self) -> str:
+        """Returns how the server ended, the error from its log, and where the log is: "ended with exit code 1: ...
+
+        (log: ...)".
         """
-        began = time.monotonic()
-        headers = {"Authorization": f"Bearer {self._token}"}
-        # Proxies of the environment are for the world outside.
-        with httpx.Client(base_url=self.url, headers=headers, timeout=5.0, trust_env=False) as client:
-            while (waited := time.monotonic() - began) < timeout:
-                if not self.alive():
-                    raise EngineError(f"the vLLM server {self.last_words()}")
-                try:
-                    if client.get("/health").status_code == 200:
-                        return time.monotonic() - began
-                except httpx.TransportError:
-                    pass
-                time.sleep(0.2)
-        raise EngineError(f"the vLLM server {self.last_words()}, {waited:.0f} s after its start")
-
-    def last_words(self) -> str:
-        """How it ended, the reason that its log gives, and where the log is: "ended with exit code 1: ... (log: ...)"."""
         code = self._process.poll()
         if code is None:
             how = "does not answer"
@@ -220,11 +187,14 @@ class ServerProcess:
             how = f"ended with exit code {code}"
         said = reason(self.log.read_text(encoding="utf-8", errors="replace"))
         if NO_MEMORY.search(said):
-            said += f"; what helps most: {' or '.join(vllm_compat.what_helps(self.plan.arguments()))}"
+            said += f"; what helps most: {' or '.join(vllm_compat.what_helps(vllm_compat.arguments(self.plan.engine)))}"
         return f"{how}: {said} (log: {self.log})"
 
     def stop(self) -> None:
-        """Ends all its processes, in bounded time. Does nothing the second time."""
+        """Ends all processes of the server and removes its folder.
+
+        Waits STOP_SECONDS at most for the guard and 5 s for the rest. A second call does nothing.
+        """
         family = self.processes()
         if self.alive():
             self._process.send_signal(signal.SIGTERM)
@@ -240,10 +210,10 @@ class ServerProcess:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-            guard.sweep(str(self._folder.parent))  # the guard's work, were it not killed
+            guard.sweep(str(self._folder.parent))  # removes the folder if the guard was killed before it could
 
     def processes(self) -> list[psutil.Process]:
-        """The server's processes: guard, HTTP server, engine, workers."""
+        """Returns the server's processes: guard, HTTP server, engine, workers. Empty if the guard has ended."""
         try:
             head = psutil.Process(self._process.pid)
             return [head, *head.children(recursive=True)]
@@ -251,23 +221,63 @@ class ServerProcess:
             return []
 
 
+def start_servers(plans: Sequence[ServerPlan], token: str, logs: Sequence[Path], timeout: float) -> list[ServerProcess]:
+    """Starts several servers at the same time and returns them when all pass their health check.
+
+    Raises:
+        SetupError: vLLM is not installed.
+        EngineError: a server is not ready within `timeout` seconds; all servers are ended then.
+    """
+    started: list[ServerProcess] = []
+    try:
+        for plan, log in zip(plans, logs, strict=True):
+            # A port that was found free is not reserved until its server listens.
+            started.append(ServerProcess.start(plan, token, log, frozenset(one.plan.port for one in started)))
+        wait_all_ready(started, timeout)
+    except BaseException:
+        for server in started:
+            server.stop()
+        raise
+    return started
+
+
+def wait_all_ready(servers: Sequence[ServerProcess], timeout: float) -> float:
+    """Waits until all servers pass their health check and returns the seconds that took.
+
+    Raises:
+        EngineError: a server ended, with the reason from its log, or is not ready within `timeout` seconds.
+    """
+    began, waiting = time.monotonic(), list(servers)
+    while (waited := time.monotonic() - began) < timeout:
+        for server in servers:
+            if not server.alive():
+                raise EngineError(f"the vLLM server {server.last_output()}")
+        waiting = [server for server in waiting if not server.answers()]
+        if not waiting:
+            return time.monotonic() - began
+        time.sleep(0.2)
+    raise EngineError(f"the vLLM server {waiting[0].last_output()}, {waited:.0f} s after its start")
+
+
 def new_token() -> str:
-    """A secret for one server."""
+    """Returns a new random token for a server."""
     return secrets.token_urlsafe(32)
 
 
 def claim(host: str, port: int) -> int:
-    """`port`, if it is free, or with 0 a free one. A server whose owner was killed is given the time that it has to end.
+    """Returns `port` if it is free, or a free port if `port` is 0.
+
+    If a server listens there whose owner was killed, waits until its guard has ended it, for STOP_SECONDS at most.
 
     Raises:
-        EngineError: it is taken, or this machine has no such address.
+        EngineError: the port is taken, or this machine does not have the address.
     """
     until = time.monotonic() + STOP_SECONDS
     while is_left_behind(port) and time.monotonic() < until:
         time.sleep(guard.POLL)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does: no wait after an earlier server
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does, to reuse an earlier server's port at once
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
@@ -277,8 +287,8 @@ def claim(host: str, port: int) -> int:
 
 
 def is_left_behind(port: int) -> bool:
-    """Whether a server of ours listens there whose owner is gone: its guard is about to end it."""
-    with contextlib.suppress(psutil.Error):  # a process that is gone, or another user's
+    """Returns whether a server of rlgen listens at `port` whose owner has ended: its guard will end it soon."""
+    with contextlib.suppress(psutil.Error):  # the process has ended, or belongs to another user
         listening = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"}
         for process in [parent for pid in listening if pid for parent in psutil.Process(pid).parents()]:
             words = process.cmdline()
@@ -288,7 +298,7 @@ def is_left_behind(port: int) -> bool:
 
 
 def reason(log: str) -> str:
-    """Why a server ended, in a line or two of its log."""
+    """Returns the reason why a server ended, from one or two lines of its log."""
     # "(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] ValueError: ..." -> "ValueError: ..."
     lines = [re.sub(r"^(\(\w+ pid=\d+\) )?([A-Z]+ [-\d]+ [:\d]+ \[[^\]]*\] ?)?", "", line).rstrip() for line in log.splitlines()]
     lines = [line for line in lines if line.strip()]
@@ -297,6 +307,6 @@ def reason(log: str) -> str:
         return f"this vLLM has no argument {unknown[0]}; correct engine.extra, or use another version"
     errors = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Interrupt)\b.*:|.*: error: ", line)]
     errors = [line for line in errors if not line.startswith(HARMLESS)]
-    # The HTTP server's own end says only that the engine ended.
+    # The HTTP server's own error only says that the engine ended.
     causes = [line for line in errors if not re.search(r"See (stack trace|root cause) \(?above", line)] or errors
     return "; ".join(dict.fromkeys(causes[-2:] or lines[-3:])) or "it said nothing"

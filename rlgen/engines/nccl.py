@@ -1,13 +1,15 @@
-"""Weights on their way to servers on other GPUs: straight from GPU to GPU, by vLLM's own transfer engine over NCCL.
+"""Sends weights to servers on other GPUs directly from GPU to GPU, with vLLM's own transfer engine over NCCL.
 
-The trainer is rank 0 of a group, each worker of each server another rank. A sync is, on all servers at once:
+The trainer is rank 0 of a process group; each worker of each server is another rank. A sync makes these calls, each to all
+servers at once:
 
     rlgen_listen, /start_weight_update, (/update_weights while this side broadcasts), ..., /finish_weight_update, rlgen_heard
 
-Two NCCL ranks cannot share a GPU. vLLM can hand over memory of a shared one (IPC), but over HTTP with pickled handles and
-VLLM_ALLOW_INSECURE_SERIALIZATION=1, with which whoever reaches the server runs code there: rlgen never accepts that.
+Two NCCL ranks cannot share a GPU. vLLM can share memory of one GPU between processes (IPC), but over HTTP only with pickled
+handles and VLLM_ALLOW_INSECURE_SERIALIZATION=1, with which anyone who can reach the server can run code there: rlgen never sets
+that.
 
-The group has no token and no encryption: for networks that you trust.
+The group has no token and no encryption: use it only in networks that you trust.
 """
 
 import contextlib
@@ -35,33 +37,33 @@ NEEDS_GPU = "engine.transfer nccl needs GPUs on both sides; set it to files"
 
 
 class Endpoint(Protocol):
-    """This side of the group, see `vllm_compat.NcclEndpoint`."""
+    """The trainer's rank of the process group, see `vllm_compat.NcclEndpoint`."""
 
     def ready(self, tensor: Tensor) -> Tensor:
-        """The same numbers on this side's GPU, without gaps between them."""
+        """Returns the tensor on this rank's GPU, contiguous."""
         ...
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Sends them in this order and returns when all have left. Waits for every worker."""
+        """Broadcasts the tensors in order and returns when all are sent. Waits for every worker."""
         ...
 
     def close(self) -> None:
-        """Leaves the group, whoever still waits in it."""
+        """Leaves the group, even if other ranks still wait in it."""
         ...
 
 
 class Broadcast:
-    """Sends weights to several servers at once.
+    """The sender of weights to several servers at once over NCCL.
 
     Args:
         servers: started with engine.transfer nccl; all their workers join the group.
-        host: an address of this machine that the servers reach.
+        host: an address of this machine that the servers can reach.
         connect: joins as rank 0, given host, port and number of ranks; waits until all have joined.
         timeout: seconds that each phase of a sync may take.
 
     Raises:
         SetupError: there is no GPU here.
-        EngineError: a server takes no weights over NCCL, or a side did not join.
+        EngineError: a server cannot receive weights over NCCL, or a rank did not join.
     """
 
     def __init__(
@@ -80,14 +82,14 @@ class Broadcast:
 
     @property
     def broken(self) -> bool:
-        """Whether the group is of no use any more."""
+        """Returns whether the group is closed, after an error or after `close`: it cannot send any more."""
         return self._endpoint is None
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[Receipt]:
-        """A receipt of each server. Their caches are emptied by the caller.
+        """Sends all weights and returns one receipt per server. The caller empties the servers' prefix caches.
 
         Raises:
-            EngineError: something failed, or took too long; nothing can be sent any more.
+            EngineError: a phase failed or timed out; the group is then closed and cannot send any more.
         """
         if self._endpoint is None:
             raise EngineError(f"engine.transfer nccl: an earlier sync failed; {RESTART}")
@@ -104,7 +106,7 @@ class Broadcast:
         return [receipt_of(server.url, heard[server.url], version) for server in self._servers]
 
     def _send_chunk(self, endpoint: Endpoint, chunk: Mapping[str, Tensor]) -> None:
-        """One call to all servers while this side broadcasts: each waits for the other."""
+        """Posts to all servers while this rank broadcasts: each side waits for the other."""
         tensors = list(chunk.values())
         info = {
             "names": list(chunk),
@@ -115,20 +117,23 @@ class Broadcast:
         self._together("/update_weights", {**calls, TRAINER: lambda: endpoint.broadcast(tensors)})
 
     def _post(self, server: Server, route: str, body: Mapping[str, Any] | None = None) -> Callable[[], Any]:
+        """Returns a function that posts to one server, with the timeout of a phase."""
         return lambda: server.call("POST", route, body, self._timeout)
 
     def _each(self, phase: str, call: Callable[[Server], Callable[[], Any]]) -> dict[str, Any]:
-        """The answers, by address."""
+        """Makes one call per server, all at the same time, and returns the results by the servers' URLs."""
         return self._together(phase, {server.url: call(server) for server in self._servers})
 
     def _together(self, phase: str, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """What `calls` return, made all at the same time. When one fails, the others are not waited for: they may never end.
+        """Makes all `calls` at the same time, each in its own thread, and returns their results by name.
+
+        When one fails, the others are not waited for, because they may never end.
 
         Raises:
-            EngineError: one failed, or the time is up.
+            EngineError: a call failed, or the timeout passed.
         """
         futures = {who: started(call) for who, call in calls.items()}
-        # A call over HTTP has the same limit, and says more when it is over.
+        # One second longer than the HTTP timeout, whose error says more.
         done, pending = wait(futures.values(), timeout=self._timeout + 1, return_when=FIRST_EXCEPTION)
         for who, future in futures.items():
             if future in done and (error := future.exception()):
@@ -140,22 +145,26 @@ class Broadcast:
         return {who: future.result() for who, future in futures.items()}
 
     def close(self) -> None:
-        """Leaves the group, and has the servers forget it. It cannot be used afterwards."""
+        """Leaves the group and tells the servers to leave it. A second call does nothing."""
         if self.broken:
             return
         self._leave()
         for server in self._servers:
-            with contextlib.suppress(EngineError):  # one that died, or does not know how: it forgets when the next group comes
+            with contextlib.suppress(EngineError):  # dead, or without this route: leaves when it joins the next group
                 server.call("POST", "/shutdown_weight_transfer_engine")
 
     def _leave(self) -> None:
+        """Closes this rank's endpoint, in a thread with a timeout because it may hang."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             wait([started(endpoint.close)], timeout=min(ANSWER_SECONDS, self._timeout))
 
 
 def started(call: Callable[[], Any]) -> "Future[Any]":
-    """What a thread of its own makes of `call`. One that hangs does not keep the process from ending, as a pool's would."""
+    """Returns the future of `call`, which runs in a daemon thread.
+
+    A call that hangs does not keep the process from ending, as a thread pool would.
+    """
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -169,7 +178,7 @@ def started(call: Callable[[], Any]) -> "Future[Any]":
 
 
 def chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """`weights` in their order, at most CHUNK_BYTES at a time."""
+    """Yields `weights` in order, in chunks of at most CHUNK_BYTES; a larger tensor is a chunk of its own."""
     chunk: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -183,10 +192,10 @@ def chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def workers_of(server: Server) -> int:
-    """How many workers of `server` take weights over NCCL.
+    """Returns the number of workers of `server`, all of which can receive weights over NCCL.
 
     Raises:
-        EngineError: it was started without.
+        EngineError: the server runs on a CPU, or was started without NCCL transfer.
     """
     told = server.rpc("rlgen_facts", ANSWER_SECONDS)
     if not told[0]["cuda"]:
@@ -198,7 +207,11 @@ def workers_of(server: Server) -> int:
 
 
 def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> Receipt:
-    """What the workers of a server took down; holds what any of them missed."""
+    """Returns the receipt of one server from the records of its workers; lists every tensor that any worker did not load.
+
+    Raises:
+        EngineError: the workers received different weights.
+    """
     received = heard[0]["received"]
     if any(other["received"] != received for other in heard):
         raise EngineError(f"{url}: its workers received different weights over NCCL")
@@ -207,21 +220,23 @@ def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> Re
 
 
 def require_gpu() -> None:
-    """Raises SetupError if there is none here."""
+    """Raises SetupError if this process has no GPU."""
     if not torch.cuda.is_available():
         raise SetupError(NEEDS_GPU)
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """An address of this machine that all of `urls` can reach: the one that leads to a server of another machine, if any does.
+    """Returns an address of this machine that all of `urls` can reach.
+
+    If a server runs on another machine, it is the address of the route to that machine.
 
     Raises:
-        EngineError: there is no way to a server.
+        EngineError: there is no route to a server over IPv4.
     """
     found = []
     for url in urls:
         place = urlsplit(url)
-        # Connecting a datagram socket sends nothing; it looks up the way. vLLM's rendezvous knows IPv4 alone.
+        # Connecting a datagram socket sends nothing; it only looks up the route. vLLM's rendezvous supports only IPv4.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((place.hostname, place.port or 80))

@@ -1,87 +1,195 @@
-"""One engine for all processes of a run."""
+"""Shares the vLLM servers among the processes of a run: every process sends its own requests, only the main process manages them.
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+A process that finds a server lost writes that to the store of the process group and waits. A thread of the main process polls the
+store, whatever the main thread is doing, recovers the server and writes the result. The keys are prefixed with the name of the
+fleet's run, so that one launch may open several fleets:
 
+    asked            how many recoveries were requested
+    lost/N           the Nth request: {"url", "what", "before"}
+    recovered/N      its result: {} or {"message", "exit_code"}
+    brought_back     how often each server has been recovered, by URL
+    stopped          present when the main process no longer manages the servers
+"""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
 from torch import Tensor
 
-from rlgen.engines.base import Facts, Finished, Pending, Receipt
-from rlgen.engines.server import ServerEngine
+from rlgen.engines.base import Facts, Receipt
+from rlgen.engines.fleet import Fleet
+from rlgen.engines.http import Server
+from rlgen.engines.server import Held
+from rlgen.errors import EngineError, RlgenError, ServerLost
 from rlgen.processes import Processes
-from rlgen.types import Completion, Request, Sampling
+
+POLL = 0.1  # seconds between two reads of the store
 
 
-class SharedEngine:
-    """The main process talks to the servers; every process asks the same, and is told what they answered.
+class SharedFleet:
+    """The servers as each process of a run sees them: managed in the main process, through the store from the others.
 
     Args:
-        open_engine: called in the main process alone.
+        open_fleet: called only in the main process.
 
     Raises:
-        RlgenError: as `open_engine` raises, in every process.
+        RlgenError: `open_fleet` raised it, or a process cannot reach a server; raised in every process.
     """
 
-    def __init__(self, processes: Processes, open_engine: Callable[[], ServerEngine]) -> None:
+    def __init__(self, processes: Processes, open_fleet: Callable[[], Fleet]) -> None:
+        assert processes.store is not None  # there are several processes
         self._processes = processes
-        self._engine: ServerEngine | None = None
+        self._fleet: Fleet | None = None
+        self._stopped = threading.Event()
+        self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
+        self._failing = threading.Lock()
 
-        def start() -> tuple[Facts, int]:
-            self._engine = open_engine()
-            return self._engine.facts(), self._engine.weight_version
+        def start() -> tuple[tuple[Server, ...], Facts, Held, bool]:
+            self._fleet = open_fleet()
+            return self._fleet.servers, self._fleet.facts, self._fleet.held, self._fleet.in_flight
 
-        self._facts, self._version = processes.patiently(start)
+        servers, self.facts, self.held, self.in_flight = processes.patiently(start)
+        turn = processes.rank % len(servers)  # spreads processes with few requests over the servers
+        self.servers = servers[turn:] + servers[:turn]
+        self._board = Board(processes.store, self.held.run)
+        try:
+            if self._fleet is not None:
+                self._board.write("brought_back", {})
+            processes.agreed(self._reach)
+        except BaseException:
+            self.stop()
+            self.close()
+            raise
+        if self._fleet is not None:
+            threading.Thread(target=self._listen, name="rlgen-servers", daemon=True).start()
+
+    def _reach(self) -> None:
+        """Checks that this process can reach every server. Raises EngineError if it cannot."""
+        for server in self.servers:
+            try:
+                server.look()
+            except ServerLost as lost:
+                raise EngineError(
+                    f"{lost}: so it is for process {self._processes.rank} on {socket.gethostname()}, and every process asks the"
+                    " servers itself; set engine.host (or engine.url) to an address that all machines reach"
+                ) from lost
 
     @property
-    def weight_version(self) -> int:
-        return self._version
+    def brought_back(self) -> Mapping[str, int]:
+        return self._fleet.brought_back if self._fleet is not None else self._board.read("brought_back")
 
-    def facts(self) -> Facts:
-        return self._facts
+    def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
+        """Recovers a server as `Keeper.recover`; outside the main process, asks it to and waits for the result."""
+        if self._fleet is not None:
+            self._bring_back(self._fleet, lost, before)
+            return
+        number = self._board.number("asked")
+        self._board.write(f"lost/{number}", {"url": lost.url, "what": lost.what, "before": dict(before)})
+        while not self._board.has(f"recovered/{number}"):
+            if self._stopped.wait(POLL) or self._board.has("stopped"):
+                raise lost
+        if failed := self._board.read(f"recovered/{number}"):
+            error = EngineError(failed["message"])
+            error.exit_code = failed["exit_code"]
+            raise error from lost
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
-        return self._processes.patiently(lambda: self._engine.generate(requests, sampling, finished) if self._engine else [])
+    def _bring_back(self, fleet: Fleet, lost: ServerLost, before: Mapping[str, int]) -> None:
+        """Recovers a server in the main process and publishes the counts of recoveries.
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Pending:
-        future = self._engine.submit(requests, sampling, finished) if self._engine else None
-        return SharedAnswers(self._processes, future)
-
-    def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        return self._processes.patiently(lambda: self._engine.prefill_logp(rows) if self._engine else [])
-
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
-        def send() -> Receipt | None:
+        Raises:
+            RlgenError: the recovery failed. Later calls raise the same error without trying again.
+        """
+        with self._failing:
+            if self._failure is not None:
+                raise self._failure
             try:
-                return self._engine.sync(weights, version, hashed) if self._engine else None
+                fleet.recover(lost, before)
+            except RlgenError as error:
+                self._failure = error
+                raise
             finally:
-                # Sharded tensors are put together by all processes at once: none may stop before the last one.
+                self._board.write("brought_back", fleet.brought_back)
+
+    def _listen(self) -> None:
+        """Serves the recovery requests of the other processes, until the servers are stopped. Runs in a thread."""
+        assert self._fleet is not None
+        number = 1
+        while not self._stopped.wait(POLL):
+            try:
+                if not self._board.has(f"lost/{number}"):
+                    continue
+                asked = self._board.read(f"lost/{number}")
+                self._board.write(f"recovered/{number}", self._ended(self._fleet, asked))
+                number += 1
+            except RuntimeError:  # the store is gone, and so are the other processes
+                return
+
+    def _ended(self, fleet: Fleet, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Recovers a server for another process and returns the result for the store; {} on success."""
+        try:
+            self._bring_back(fleet, ServerLost(asked["url"], asked["what"]), asked["before"])
+        except RlgenError as error:
+            return {"message": str(error), "exit_code": error.exit_code}
+        except Exception as error:  # a bug: the waiting process must get an answer
+            return {"message": f"{type(error).__name__}: {error}", "exit_code": RlgenError.exit_code}
+        return {}
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> Receipt:
+        """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
+
+        def send() -> tuple[Receipt, Held] | None:
+            if self._fleet is None:
+                return None
+            try:
+                return self._fleet.sync(weights, version, hashed), self._fleet.held
+            finally:
+                self._board.write("brought_back", self._fleet.brought_back)
+                # Sharded tensors are gathered by all processes at once: each must iterate over all of them.
                 for _ in weights:
                     pass
 
-        if self._engine is None:
+        if self._fleet is None:
             for _ in weights:
                 pass
-        receipt = self._processes.patiently(send)
-        assert receipt is not None  # the main process has an engine
-        self._version = version
+        sent = self._processes.patiently(send)
+        assert sent is not None  # the main process has a fleet
+        receipt, self.held = sent
         return receipt
 
-    def sleep(self) -> None:
-        pass
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._fleet is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other processes
+                self._board.write("stopped", {})
+            self._fleet.stop()
 
     def close(self) -> None:
-        if self._engine:
-            self._engine.close()
+        if self._fleet is not None:
+            self._fleet.close()
 
 
-class SharedAnswers:
-    """What the main process waits for, in every process."""
+class Board:
+    """The keys of one fleet in the store of the process group, with JSON values. No call waits for another process."""
 
-    def __init__(self, processes: Processes, future: "Future[list[Completion]] | None") -> None:
-        self._processes, self._future = processes, future
+    def __init__(self, store: dist.Store, run: str) -> None:
+        self._store, self._run = store, run
 
-    def result(self) -> list[Completion]:
-        return self._processes.patiently(lambda: self._future.result() if self._future else [])
+    def write(self, key: str, value: Mapping[str, Any]) -> None:
+        self._store.set(f"servers/{self._run}/{key}", json.dumps(value))
 
-    def exception(self) -> BaseException | None:
-        """Waits, in the main process alone."""
-        return self._future.exception() if self._future else None
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([f"servers/{self._run}/{key}"]))
+
+    def read(self, key: str) -> dict[str, Any]:
+        """Returns the value of a key that exists, see `has`."""
+        found: dict[str, Any] = json.loads(self._store.get(f"servers/{self._run}/{key}"))
+        return found
+
+    def number(self, key: str) -> int:
+        """Increments a counter and returns it: 1 for the first caller, 2 for the second."""
+        return int(self._store.add(f"servers/{self._run}/{key}", 1))

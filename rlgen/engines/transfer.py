@@ -1,6 +1,6 @@
-"""Weights on their way to a server: one folder a version, in memory or on a file system that both sides see.
+"""Writes weights to files for servers: one folder per version, in shared memory or on a file system that both sides can read.
 
-DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/model-00000.safetensors ...    at most FILE_BYTES each
+DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/model-00000.safetensors ...    each ends with the tensor that reaches FILE_BYTES
 DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/manifest.json                  written last: version, bytes of each file, number of tensors
 """
 
@@ -28,14 +28,17 @@ from rlgen.errors import EngineError
 SHARED_MEMORY = "/dev/shm"
 FILE_BYTES = 2 << 30
 HOST = socket.gethostname()
-CLOSING_SECONDS = 5.0  # within which the guard sees that the folder is gone
+CLOSING_SECONDS = 5.0  # timeout for the guard to notice that the folder is gone
 
 
 class Outbox:
-    """The folder of one trainer. It holds the weights that the servers have now, so that a restarted one can be given them.
+    """The folder of one trainer's weight files. It keeps the current weights, so that a restarted server can load them.
 
     Args:
-        parent: a folder that the servers see under the same name; None: shared memory, for servers on this machine.
+        parent: a folder with the same path on the servers; None: shared memory, for servers on this machine.
+
+    Raises:
+        EngineError: `parent` is not a folder.
     """
 
     def __init__(self, parent: str | None) -> None:
@@ -45,8 +48,8 @@ class Outbox:
         sweep(place)
         self._place = Path(tempfile.mkdtemp(prefix=f"rlgen-{HOST}-{os.getpid()}-", dir=place))
         try:
-            self._lock: int | None = guard.locked(str(self._place))  # held as long as this process lives
-        except OSError:  # a file system without locks: the number of the process in the name must do
+            self._lock: int | None = guard.locked(str(self._place))  # held until this process ends
+        except OSError:  # a file system without locks: `sweep` then uses the process id in the name
             self._lock = None
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._place)]
         self._guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -54,10 +57,10 @@ class Outbox:
         self.current: Path | None = None
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """The folder that now holds `weights`; it becomes `current` with `keep`.
+        """Writes `weights` to a new folder and returns it; `keep` makes it `current`.
 
         Raises:
-            EngineError: there is no room.
+            EngineError: the files cannot be written, for example because the disk is full.
         """
         self._written += 1
         folder = self._place / f"v{version}-{self._written}"
@@ -73,7 +76,7 @@ class Outbox:
         try:
             folder.mkdir()
             for name, tensor in weights:
-                # Contiguous and its own: tensors that share memory are refused by safetensors.
+                # A contiguous copy: safetensors refuses tensors that share memory.
                 part[name] = tensor.detach().cpu().contiguous().clone()
                 tensors, size = tensors + 1, size + part[name].nbytes
                 if size >= FILE_BYTES:
@@ -91,14 +94,15 @@ class Outbox:
         return folder
 
     def keep(self, folder: Path) -> None:
-        """What the servers have now; the folder before goes."""
+        """Makes `folder` the current one, which all servers have loaded, and removes the previous one."""
         if self.current is not None and self.current != folder:
             shutil.rmtree(self.current, ignore_errors=True)
         self.current = folder
 
     def close(self) -> None:
+        """Removes the folder and waits for its guard, for CLOSING_SECONDS at most."""
         shutil.rmtree(self._place, ignore_errors=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what is still open there, as on NFS, it removes when we are gone
+        with contextlib.suppress(subprocess.TimeoutExpired):  # files still open, as on NFS, are removed when this process ends
             self._guard.wait(CLOSING_SECONDS)
         if self._lock is not None:
             os.close(self._lock)
@@ -106,7 +110,7 @@ class Outbox:
 
 
 def sweep(place: Path) -> None:
-    """Removes what trainers of this machine left that were killed with their guards."""
+    """Removes the folders of trainers of this machine that were killed together with their guards."""
     for left in place.iterdir():
         ours = re.fullmatch(rf"rlgen-{re.escape(HOST)}-(\d+)-[a-z0-9_]{{8}}", left.name)
         if ours and not psutil.pid_exists(int(ours[1])) and not is_locked(left):
@@ -114,7 +118,10 @@ def sweep(place: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether its trainer lives, perhaps in a container that shares this folder, where processes have numbers of their own."""
+    """Returns whether a running trainer holds the folder's lock.
+
+    It may run in a container that shares this folder but has its own process ids.
+    """
     try:
         lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # there is none

@@ -1,27 +1,29 @@
-"""Sampling with transformers alone: the fallback where vLLM does not run, and the reference to compare it with."""
+"""Samples with transformers alone: the fallback where vLLM does not run, and the reference to compare it with."""
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlgen.engines.base import Facts, Finished, Ledger, Receipt, Settings
+from rlgen.engines.base import Abilities, Facts, Finished, Ledger, Receipt, Settings
+from rlgen.engines.plan import digest_of
 from rlgen.errors import EngineError
 from rlgen.losses.logp import head_dtype
+from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import Head
-from rlgen.models.shortage import memory_for
 from rlgen.models.weights import model_tensors, own_tensors
-from rlgen.types import Completion, FinishReason, Request, Sampling
+from rlgen.types import Completion, FinishReason, Ids, LogProbs, Request, Sampling, one_span
 
 
 class TransformersEngine:
-    """Decodes a copy of the model in batches.
+    """An engine that decodes with its own copy of the model, in batches.
 
     Args:
-        model: the engine's own copy, in its own dtype and on its own device; `sync` writes into it.
-        fp32_head: compute logits in float32 whatever the dtype, as the trainer does.
+        model: the engine's own copy, in its own dtype and on its own device; `sync` overwrites its weights.
+        fp32_head: whether logits are computed in float32 whatever the dtype, as the trainer does.
         max_num_seqs: completions decoded at the same time.
     """
 
@@ -36,12 +38,19 @@ class TransformersEngine:
     def weight_version(self) -> int:
         return self._version
 
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(sleeps=False, submit=None, whole_step=True, elsewhere=False, in_flight=False)
+
     def facts(self) -> Facts:
         model = self._model
+        # The composition of a batch affects the last bits of each row.
+        decides = {"attention": model.config._attn_implementation, "max_num_seqs": self._max_num_seqs}
         ends = model.generation_config.eos_token_id if model.generation_config else None
         multiplied = head_dtype(torch.empty(0, dtype=model.dtype), self._fp32_head)
         return Facts(
             engine=f"transformers {transformers.__version__}",
+            plan=digest_of(decides),
             model=model.name_or_path,
             revision=None,
             settings=Settings(
@@ -57,7 +66,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
-        # Prompts of like length share a batch: the padding is on the left here, and costs.
+        # Prompts of similar length share a batch, to save left padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
         completions: dict[int, Completion] = {}
         for start in range(0, len(order), self._max_num_seqs):
@@ -74,34 +83,34 @@ class TransformersEngine:
         return [completions[i] for i in range(len(requests))]
 
     def _decode(self, requests: list[Request], sampling: Sampling, ended: Finished) -> None:
-        """Hands over each row's completion when it has ended."""
+        """Decodes one batch, and calls `ended` with each row's completion as soon as it is finished."""
         device = self._model.device
         width = max(len(request.prompt_ids) for request in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
         attended = torch.zeros(len(requests), width, dtype=torch.long)
         for row, request in enumerate(requests):
-            ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
             attended[row, width - len(request.prompt_ids) :] = 1
         ids, attended = ids.to(device), attended.to(device)
         uniforms = torch.stack([_uniforms(request.seed, sampling.max_tokens) for request in requests]).to(device)
         stops = torch.tensor(sampling.stop_ids, device=device)
 
-        tokens: list[list[int]] = [[] for _ in requests]
-        logps: list[list[float]] = [[] for _ in requests]
+        tokens = torch.zeros(len(requests), sampling.max_tokens, dtype=torch.int32, device=device)
+        logps = torch.zeros(len(requests), sampling.max_tokens, device=device)
 
-        def end(row: int, reason: FinishReason) -> None:
+        def end(row: int, length: int, reason: FinishReason) -> None:
             ended(
                 row,
                 Completion(
-                    token_ids=tuple(tokens[row]),
-                    logp=tuple(logps[row]),
+                    token_ids=tokens[row, :length].cpu().numpy().copy(),
+                    logp=logps[row, :length].cpu().numpy().copy(),
                     finish_reason=reason,
-                    weight_version=self._version,
+                    spans=one_span(length, self._version),
                     prompt_ids=requests[row].prompt_ids,
                 ),
             )
 
-        running = torch.arange(len(requests), device=device)  # rows that still decode; finished ones leave the batch
+        running = torch.arange(len(requests), device=device)  # rows still being decoded; finished ones are removed
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config)
         for step in range(sampling.max_tokens):
@@ -110,17 +119,13 @@ class TransformersEngine:
             ).last_hidden_state[:, -1]
             logits = self._head.logits(hidden, self._fp32_head)
             logp = (logits / sampling.logp_temperature).log_softmax(-1)
-            # Of the logits, as vLLM does: rounding makes equal log-probs of unequal logits.
+            # argmax of the logits, as in vLLM: rounding can make log-probs of different logits equal.
             chosen = logits.argmax(-1) if sampling.temperature == 0 else _inverse_cdf(logp, uniforms[running, step])
             chosen_logp = logp.gather(-1, chosen[:, None])[:, 0]
             stopped = torch.isin(chosen, stops)
-            for row, token, value, ends in zip(
-                running.tolist(), chosen.tolist(), chosen_logp.tolist(), stopped.tolist(), strict=True
-            ):
-                tokens[row].append(token)
-                logps[row].append(value)
-                if ends:
-                    end(row, "stop")
+            tokens[running, step], logps[running, step] = chosen.int(), chosen_logp
+            for row in running[stopped].tolist():
+                end(row, step + 1, "stop")
             keep = (~stopped).nonzero()[:, 0]
             if len(keep) == 0:
                 return
@@ -131,16 +136,16 @@ class TransformersEngine:
             attended = torch.cat([attended, attended.new_ones(len(running), 1)], dim=-1)
             positions = positions[:, -1:] + 1
         for row in running.tolist():
-            end(row, "length")
+            end(row, sampling.max_tokens, "length")
 
     @torch.no_grad()
-    def prefill_logp(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:
         answers = []
         for prompt_ids, completion_ids in rows:
-            ids = torch.tensor([prompt_ids + completion_ids], device=self._model.device)
+            ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids], dtype=np.int64))[None].to(self._model.device)
             hidden = self._model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt_ids) - 1 : -1]
             logp = self._head.logits(hidden, self._fp32_head).log_softmax(-1)
-            answers.append(tuple(logp.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].tolist()))
+            answers.append(logp.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].cpu().numpy())
         return answers
 
     @torch.no_grad()
@@ -163,12 +168,12 @@ class TransformersEngine:
 
 
 def _uniforms(seed: int, count: int) -> Tensor:
-    """[count] numbers in [0, 1), one a token: a completion's randomness is a function of its seed alone."""
+    """Returns [count] float64 numbers in [0, 1), one per token, that depend only on the seed."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _inverse_cdf(logp: Tensor, uniform: Tensor) -> Tensor:
-    """Samples ids [B] from log-probs [B, V] with one uniform number [B] each."""
+    """Samples ids [B] from log-probs [B, V], using one uniform number [B] each."""
     cdf = logp.double().exp().cumsum(-1)
-    # The sum is 1 but for rounding: scaled, so that the draw stays inside.
+    # Scaled by the sum, which rounding makes differ from 1, so that the draw stays inside the range.
     return torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0].clamp(max=logp.shape[-1] - 1)

@@ -1,72 +1,72 @@
-"""Everything that depends on vLLM's version: arguments, environment, patches. Tried with 0.32 (CPU); window 0.28-0.33.
+"""Holds everything that depends on vLLM's version: arguments, environment, patches. Tested with 0.32 (CPU); accepts 0.28 to 0.33.
 
-Each patch says what it cures; the tests of `tests/engines` run on the real vLLM, and fail when upstream changes under it.
+Each patch says which problem it solves. The tests in `tests/engines` run on the real vLLM and fail when upstream changes what
+a patch relies on.
 """
 
 import importlib
 import importlib.util
-import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings
 from rlgen.errors import EngineError, SetupError
-from rlgen.models.shortage import reason
+from rlgen.out_of_memory import GIB, reason
 from rlgen.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from rlgen.engines.plan import EnginePlan  # a server's worker imports this file and needs no recipe
 
 OLDEST, NEWEST = (0, 28), (0, 33)
 
-GIB = 1 << 30
-# Shares of a GPU's memory and bytes of main memory for the KV cache, where the recipe names neither.
+# Share of a GPU's memory for weights and KV cache, if the recipe sets none.
 GPU_SHARE = 0.45
-# vLLM does not start unless the share of the GPU that it may use is free. A cache of a said size needs no share: the least.
+# vLLM does not start unless this share of the GPU's memory is free. With a KV cache of fixed size the share is not needed,
+# so the least is passed.
 LEAST_SHARE = 0.01
-CPU_KV_LIMIT = 4 * GIB
-CPU_BLOCK = 128  # tokens of a KV block on the CPU
 
 Weights = Iterable[tuple[str, Tensor]]
 
 ENVIRONMENT = {
-    # Engine and worker live in this process: a sync needs no transport.
+    # Engine and worker run in this process: a weight sync needs no transport.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The default attention kernel splits long sequences by load, so that a completion depends on its neighbours.
+    # The default attention kernel splits long sequences by load, so that a completion depends on the rest of its batch.
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
-    # The threads of this process belong to the trainer: no binding.
+    # vLLM must not bind the threads of this process to cores: the trainer uses them too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # rlgen's handlers receive vLLM's records.
+    # vLLM's log records go to rlgen's handlers.
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TQDM_DISABLE": "1",
 }
 
-# vLLM's parts speak to each other within this machine. Unsaid, gloo listens on the address that the host's name stands for.
+# vLLM's processes communicate within this machine. By default gloo listens on the address that the host name resolves to.
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
-# Arguments that may never be dropped because an older vLLM does not know them: without them the numbers mean
-# something else.
+# Arguments that must not be dropped if an older vLLM does not know them: without them its log-probs would mean something else.
 INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "generation_config", "max_model_len"}
 
-# Arguments that an older vLLM does without: it waits half an hour for a process that hangs.
+# Arguments that are dropped if an older vLLM does not know them: it then waits half an hour for a process that hangs.
 DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 
 
-# `vllm serve` does not start where the distribution is called vllm-cpu; this module does, from 0.28 on.
+# `vllm serve` does not start if the distribution is called vllm-cpu; this module does, from 0.28 on.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
 
 def server_environment(on_gpu: bool) -> dict[str, str]:
-    """What a server of ours needs in its environment."""
+    """Returns the environment variables that a server started by rlgen needs."""
     both = {
         "VLLM_SERVER_DEV_MODE": "1",  # routes that pause, and that call methods of the workers
         "VLLM_NO_USAGE_STATS": "1",
@@ -76,9 +76,9 @@ def server_environment(on_gpu: bool) -> dict[str, str]:
     cpu = {
         "VLLM_CPU_ATTN_SPLIT_KV": ENVIRONMENT["VLLM_CPU_ATTN_SPLIT_KV"],
         "VLLM_CPU_OMP_THREADS_BIND": ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"],
-        # Engine and worker in one process, as far as they can: ready 5 s sooner, 700 MB and a queue less.
+        # Engine and worker in one process, where possible: ready 5 s sooner, 700 MB and one queue less.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Asking for log-probs would compile a rank count that nobody reads.
+        # Otherwise asking for log-probs compiles a count of token ranks that rlgen does not read.
         "TORCHDYNAMO_DISABLE": "1",
     }
     return both if on_gpu else both | cpu
@@ -86,7 +86,7 @@ def server_environment(on_gpu: bool) -> dict[str, str]:
 
 @contextmanager
 def process_kept_as_is() -> Iterator[None]:
-    """vLLM runs with its environment inside the block; random states, threads and environment are restored after it.
+    """Sets vLLM's environment inside the block and restores random states, thread settings and environment after it.
 
     Measured: building or running an engine in this process advances torch's and Python's random states, sets LD_PRELOAD
     and LOCAL_WORLD_SIZE, and replaces `torch.set_num_threads` by a function that does nothing.
@@ -96,12 +96,12 @@ def process_kept_as_is() -> Iterator[None]:
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     os.environ.update(ENVIRONMENT)
-    if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):  # else processes of other machines listen
+    if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):  # else other machines connect
         os.environ.update(LOOPBACK)
     try:
         yield
     finally:
-        # Only what has changed: other threads read the environment, which C moves in memory when it grows.
+        # Restores only changed variables: other threads read the environment, which C moves in memory when it grows.
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         for name, value in environment.items():
@@ -127,16 +127,18 @@ def require_vllm() -> None:
 
 
 def import_vllm() -> Any:
-    """The vllm module, patched. Call inside `process_kept_as_is`; costs seconds, so only when an engine is built.
+    """Imports vLLM, patches it and returns the module. Takes seconds, so it is called only when an engine is built.
+
+    Must be called inside `process_kept_as_is`.
 
     Raises:
-        SetupError: vLLM is missing, broken, or of a version rlgen was not made for.
+        SetupError: vLLM is missing, broken, or of a version that rlgen does not support.
     """
     try:
         vllm = importlib.import_module("vllm")
     except ImportError as error:
         raise SetupError(f"engine.kind: colocated needs vLLM, which cannot be imported ({error}); {INSTALL}") from error
-    # `importlib.metadata` knows the CPU build under another name; the module knows itself.
+    # From the module, because `importlib.metadata` knows the CPU build under another name.
     version = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
     if not OLDEST <= version <= NEWEST:
         raise SetupError(f"vLLM {vllm.__version__} is installed; rlgen works with 0.{OLDEST[1]} to 0.{NEWEST[1]}")
@@ -147,67 +149,57 @@ def import_vllm() -> Any:
 
 
 def _count_ranks_without_compiler() -> None:
-    """Asking for log-probs compiles a rank count that nobody reads here: about 28 s on a fresh machine."""
+    """Replaces vLLM's compiled function that counts the rank of each sampled token, which rlgen does not read.
+
+    Without the patch, asking for log-probs compiles that function: about 28 s on a fresh machine.
+    """
     sampler = importlib.import_module("vllm.v1.sample.sampler")
     sampler.batched_count_greater_than = lambda logprobs, values: (logprobs >= values).sum(-1)  # type: ignore[attr-defined]
 
 
-def arguments(
-    *,
-    on_gpu: bool,
-    model: str,
-    revision: str | None,
-    dtype: str,
-    fp32_head: bool,
-    max_model_len: int,
-    max_num_seqs: int,
-    kv_cache_gib: float | None,
-    gpu_memory_utilization: float | None,
-    tensor_parallel_size: int,
-    model_impl: str,
-    quantization: str | None,
-    structured_outputs: bool,
-    enforce_eager: bool | None,
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:
-    """vLLM's own arguments, the same for an engine in this process and for a server. `ColocatedEngine` says what each is."""
+def arguments(plan: "EnginePlan") -> dict[str, Any]:
+    """Returns the vLLM arguments for `plan`, the same for an engine in this process and for a server.
+
+    Raises:
+        SetupError: the size of the KV cache depends on the model, whose config cannot be read.
+    """
     chosen: dict[str, Any] = {
-        **extra,
-        "model": model,
-        "revision": revision,
-        "dtype": dtype,
+        **plan.extra,
+        "model": plan.model,
+        "revision": plan.revision,
+        "dtype": plan.dtype,
         # The trainer computes logits in float32; so must the engine.
-        "hf_overrides": {"head_dtype": "float32"} if fp32_head and dtype != "float32" else {},
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "tensor_parallel_size": tensor_parallel_size,
-        "model_impl": model_impl,
-        "quantization": quantization,
-        "enforce_eager": not on_gpu if enforce_eager is None else enforce_eager,
+        "hf_overrides": {"head_dtype": "float32"} if plan.fp32_head and plan.dtype != "float32" else {},
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "tensor_parallel_size": plan.tensor_parallel_size,
+        "model_impl": plan.model_impl,
+        "quantization": plan.quantization,
+        "enforce_eager": plan.eager,
         "use_tqdm_on_load": False,
         # The default mode reports log-probs of the raw logits, whatever the temperature.
         "logprobs_mode": "processed_logprobs",
-        # A checkpoint's own sampling defaults stay out; its EOS ids still end a completion.
+        # Ignores the checkpoint's own sampling defaults; its EOS ids still end a completion.
         "generation_config": "vllm",
-        # Ids in, ids out. A regular expression is compiled against the tokenizer.
-        "skip_tokenizer_init": not structured_outputs,
+        # rlgen sends and receives ids; only a regular expression needs the tokenizer, to be compiled.
+        "skip_tokenizer_init": not plan.structured_outputs,
+        "enable_sleep_mode": plan.sleep,
         "seed": 0,
     }
-    if on_gpu:
-        chosen["gpu_memory_utilization"] = LEAST_SHARE if kv_cache_gib is not None else gpu_memory_utilization or GPU_SHARE
+    if plan.on_gpu:
+        share = plan.gpu_memory_utilization or GPU_SHARE
+        chosen["gpu_memory_utilization"] = LEAST_SHARE if plan.kv_cache_gib is not None else share
     else:
         # A seeded request whose prompt is split over two steps crashes the CPU engine.
         chosen["enable_chunked_prefill"] = False
-        chosen["max_num_batched_tokens"] = max(4096, max_model_len)
-    if kv_cache_gib is not None:
-        chosen["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
-    elif not on_gpu:
-        chosen["kv_cache_memory_bytes"] = _kv_bytes(model, revision, dtype, max_num_seqs, max_model_len)
+        chosen["max_num_batched_tokens"] = max(4096, plan.max_model_len)
+    if (cache := plan.kv_cache_bytes()) is not None:
+        chosen["kv_cache_memory_bytes"] = cache
     return chosen
 
 
 def what_helps(arguments: Mapping[str, Any]) -> list[str]:
-    """The two settings that save most of the memory that an engine with these `arguments` takes."""
+    """Returns the two settings that save most of the memory that an engine with these `arguments` takes."""
     if (cache := arguments.get("kv_cache_memory_bytes")) is not None:
         smaller = f"engine.kv_cache_gib={cache / 2 / GIB:.4g}"
     else:
@@ -216,21 +208,12 @@ def what_helps(arguments: Mapping[str, Any]) -> list[str]:
     return [f"--set {smaller} (a smaller KV cache)", f"--set engine.max_num_seqs={sequences} (fewer decoded at a time)"]
 
 
-def _kv_bytes(model: str, revision: str | None, dtype: str, max_num_seqs: int, max_model_len: int) -> int:
-    """Bytes for `max_num_seqs` sequences of full length: 2 * layers * kv_heads * head_dim * size of a number, a token."""
-    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False).get_text_config()
-    heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    a_token = 2 * config.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
-    tokens = (max_num_seqs + 1) * math.ceil(max_model_len / CPU_BLOCK) * CPU_BLOCK
-    return min(a_token * tokens, CPU_KV_LIMIT)
-
-
 def _share_no_memory() -> None:
-    """Processes that share a model on the CPU would talk through shared memory, waiting for each other without an end.
+    """Gives vLLM's shared-memory group a name unique to each process, so that vLLM uses torch's groups, which have timeouts.
 
-    Its name is the same for every run of a machine: two at a time would meet in it, and what a killed one leaves behind keeps the
-    next from starting. With a name of its own for each process vLLM talks through torch's groups, which time out.
+    Without the patch, processes that share a model on the CPU communicate through shared memory and wait for each other without a
+    timeout. Its name is the same for every run on a machine: two runs at a time would use the same memory, and what a killed run
+    leaves behind keeps the next one from starting.
     """
     communicator = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
     if hasattr(communicator, "_CPUSHMDistributed"):
@@ -238,10 +221,10 @@ def _share_no_memory() -> None:
 
 
 def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
-    """`vllm.LLM(**arguments)`, without the arguments this version does not know.
+    """Returns `vllm.LLM(**arguments)`, without those arguments of DISPENSABLE that this vLLM version does not know.
 
     Raises:
-        EngineError: an argument that rlgen cannot do without is unknown, or the engine does not start.
+        EngineError: vLLM does not know one of the other arguments, or the engine does not start.
     """
     known = {field.name for field in fields(vllm.EngineArgs)}
     arguments = {name: value for name, value in arguments.items() if name in known or name not in DISPENSABLE}
@@ -254,17 +237,19 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
     with transformers_classes_spared():
         try:
             return vllm.LLM(**arguments)
-        except Exception as error:  # vLLM raises whatever its parts raise
+        except Exception as error:  # vLLM does not wrap the errors of its libraries
             said = reason(error, "the engine's start", what_helps(arguments))
             raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {said}") from error
 
 
 @contextmanager
 def transformers_classes_spared() -> Iterator[None]:
-    """Where vLLM runs the model code of transformers, it wraps the class itself, and so the trainer's model of that class.
+    """Restores the `__init__` of transformers' model classes after the block, to protect the trainer's models from vLLM.
 
-    Its `__init__` then demands a configuration of vLLM, and its `__call__` a flag that only vLLM's own models have. After the
-    block the first is as before, and the flag on the class says: just call.
+    Where vLLM runs the model code of transformers, it wraps the class itself, and so the class of the trainer's model. The
+    wrapped `__init__` demands a vLLM configuration, and the wrapped `__call__` reads a flag that only vLLM's own models have.
+    After the block `__init__` is restored, and the flag `do_not_compile` is set on the class, so that `__call__` calls the model
+    directly.
     """
     classes = list(subclasses(PreTrainedModel))
     before = [cls.__init__ for cls in classes]
@@ -278,14 +263,14 @@ def transformers_classes_spared() -> Iterator[None]:
 
 
 def subclasses(cls: Any) -> Iterator[Any]:
-    """All classes below `cls`."""
+    """Yields all direct and indirect subclasses of `cls`."""
     for child in cls.__subclasses__():
         yield child
         yield from subclasses(child)
 
 
 def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
-    """vLLM's settings for one completion: ids only, one log-prob a token, every stop id kept in the answer."""
+    """Returns vLLM's settings for one completion: ids only, one log-prob per token, stop ids kept in the output."""
     structured = None
     if sampling.regex is not None:
         structured = importlib.import_module("vllm.sampling_params").StructuredOutputsParams(regex=sampling.regex)
@@ -304,7 +289,7 @@ def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
 
 @contextmanager
 def each_as_it_finishes(llm: Any, finished: Callable[[int, Any], None]) -> Iterator[None]:
-    """For one `llm.generate` inside the block: `finished` receives place and output of each request, when vLLM has it."""
+    """Calls `finished` with index and output of each request as soon as it is done, for one `llm.generate` in the block."""
     engine = llm.llm_engine
     step = engine.step
     first = next(llm.request_counter) + 1  # requests are numbered in the order of the prompts
@@ -323,22 +308,54 @@ def each_as_it_finishes(llm: Any, finished: Callable[[int, Any], None]) -> Itera
         del engine.step
 
 
+async def completed(engine: Any, prompt: Mapping[str, Any], params: Mapping[str, Any], request_id: str) -> Any:
+    """Returns the whole output for one request, from the engine inside a server. Cancelling the call aborts the request.
+
+    Args:
+        engine: vLLM's `EngineClient`.
+        prompt: as `prompts_of` returns it.
+        params: arguments of vLLM's `SamplingParams`.
+    """
+    sampling = importlib.import_module("vllm.sampling_params")
+    whole = sampling.RequestOutputKind.FINAL_ONLY
+    output = None
+    async for output in engine.generate(  # noqa: B007  the last output is the complete one
+        prompt, sampling.SamplingParams(**params, flat_logprobs=True, output_kind=whole), request_id
+    ):
+        pass
+    return output
+
+
+def is_refusal(error: Exception) -> bool:
+    """Returns whether the error that vLLM raised inside a server is about an invalid request, not a failure of vLLM."""
+    ours = getattr(importlib.import_module("vllm.exceptions"), "VLLMClientError", ValueError)  # older versions raise ValueError
+    return isinstance(error, ValueError | TypeError | ours)
+
+
 def prefill_params(vllm: Any) -> Any:
-    """vLLM's settings for the log-probs of a prompt. It reports them at temperature 1, and must decode one token to do so."""
+    """Returns vLLM's settings for the log-probs of a prompt, at temperature 1, the only one at which vLLM reports them.
+
+    vLLM must decode one token to report them.
+    """
     return vllm.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 
 
 def prompt_logp(output: Any, first: int) -> tuple[float, ...]:
-    """Log-probs of a prompt's ids from place `first`, at least 1, on."""
-    # The first id of a prompt has no log-prob, so that the flat list is one shorter than the prompt.
+    """Returns the log-probs of a prompt's ids from index `first` on, which is at least 1."""
+    # The first id of a prompt has no log-prob, so the flat list is one shorter than the prompt.
     return tuple(output.prompt_logprobs.logprobs[first - 1 :])
 
 
-def facts(vllm: Any, model_config: Any, cache_config: Any) -> Facts:
-    """What a running engine is, from its own configuration."""
+def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any) -> Facts:
+    """Returns the description of a running engine, read from its own configuration.
+
+    Args:
+        plan: digest of the settings that it was started with.
+    """
     ends = model_config.try_get_generation_config().get("eos_token_id") or model_config.hf_config.eos_token_id
     return Facts(
         engine=f"vllm {vllm.__version__}",
+        plan=plan,
         model=model_config.model,
         revision=model_config.revision,
         settings=Settings(
@@ -354,17 +371,17 @@ def facts(vllm: Any, model_config: Any, cache_config: Any) -> Facts:
 
 
 def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], None], weights: Weights) -> tuple[str, ...]:
-    """Replaces all weights of vLLM's `model`. Names are those of the checkpoint. Runs where the model is.
+    """Replaces all weights of vLLM's `model`, in the process that holds the model. `weights` have the checkpoint's names.
 
-    The caller empties the prefix cache afterwards: what it holds was computed with the old weights. After an exception some
-    weights are new and some old; another load heals that.
+    The caller must empty the prefix cache afterwards, because it was computed with the old weights. After an exception some
+    weights are new and some old; only another complete load repairs that.
 
     Args:
         reload: vLLM's own `reload_weights`, which loads, packs and quantises as at the start.
 
     Returns:
-        The engine's own names of tensors that the loader did not fill. Quantised tensors are loaded under other names than
-        they are held: nothing is concluded from those.
+        The engine's own names of tensors that the loader did not fill. Empty for a quantised model, whose tensors are loaded
+        under other names than they are held.
     """
     if not torch.cuda.is_available():
         forget_expert_kernels(model)
@@ -379,10 +396,10 @@ def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], N
 
 
 def put_back(model: nn.Module, model_config: Any) -> None:
-    """After a reload that failed, gives the layers that it did not finish the tensors that they had.
+    """Restores the previous tensors of the layers that a failed reload did not finish.
 
-    vLLM leaves them half taken apart: the next reload fails where this one did, and the one after leaves a tied head without
-    its weight.
+    Without this, vLLM leaves these layers half loaded: the next reload fails at the same place, and the one after it leaves a
+    tied head without its weight.
     """
     layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
     for layer in model.modules():
@@ -392,17 +409,17 @@ def put_back(model: nn.Module, model_config: Any) -> None:
 
 
 def listen(model: nn.Module, ledger: Ledger | None = None) -> None:
-    """Has the model's loader take down what it fills: vLLM writes it to its log alone.
+    """Wraps the model's loader so that it records which tensors it fills: vLLM itself only logs that.
 
     Args:
-        ledger: takes down what comes, before anything is packed. None: whoever sends it does.
+        ledger: records each tensor as it arrives, before anything is packed. None: the sender records them.
     """
     load = model.load_weights
     missed = {name for name, _ in model.named_parameters()}
 
     def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         loaded: set[str] | None = load(ledger.record(weights) if ledger else weights)  # type: ignore[operator]
-        if loaded is None:  # it does not say
+        if loaded is None:  # this loader does not report what it filled
             missed.clear()
         else:
             missed.difference_update(loaded)
@@ -412,30 +429,35 @@ def listen(model: nn.Module, ledger: Ledger | None = None) -> None:
 
 
 def is_listening(model: nn.Module) -> bool:
+    """Returns whether `listen` is active on the model."""
     return "rlgen_missed" in model.__dict__
 
 
 def stop_listening(model: nn.Module) -> set[str]:
-    """What `listen` took down."""
+    """Undoes `listen` and returns the names of the parameters that the loader did not fill."""
     del model.__dict__["load_weights"]
     missed: set[str] = model.__dict__.pop("rlgen_missed")
     return missed
 
 
 def finish_listening(model: nn.Module, model_config: Any) -> tuple[str, ...]:
-    """After a load while `listen` was on: makes the weights the ones that compute, and returns as `load_into`."""
+    """Undoes `listen` after a successful load and packs the heads' new weights for the CPU kernels.
+
+    Returns:
+        The names of tensors that were not filled, as `load_into` does.
+    """
     missed = stop_listening(model)
     repack_heads(model)
     return tuple(sorted(missed)) if model_config.quantization is None else ()
 
 
 def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
-    """`load_into` for the engine of this process, whose prefix cache is empty afterwards.
+    """Loads weights into the engine of this process as `load_into` does, and empties its prefix cache.
 
     Raises:
         EngineError: the prefix cache could not be emptied.
     """
-    (model,) = llm.apply_model(lambda model: model)  # the model itself: the worker lives in this process
+    (model,) = llm.apply_model(lambda model: model)  # returns the model itself, because the worker runs in this process
     not_loaded = load_into(
         model,
         llm.llm_engine.model_config,
@@ -448,16 +470,16 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
 
 
 def reset_prefix_cache(llm: Any) -> bool:
-    """Whether the cached activations are gone."""
+    """Empties the prefix cache; returns whether that succeeded."""
     done: bool = llm.reset_prefix_cache()
     return done
 
 
 def forget_expert_kernels(model: nn.Module) -> None:
-    """Makes the coming reload treat mixture-of-experts layers as the first load did.
+    """Removes the kernels of mixture-of-experts layers, so that the next reload builds them anew as the first load did.
 
     On the CPU the first load packs the experts' weights for its kernel; a reload into an existing kernel skips that, and the
-    kernel reads unpacked weights as packed ones: log-probs are wrong by nats, silently. Without a kernel, it is built anew.
+    kernel reads unpacked weights as packed ones: log-probs are then wrong by nats, without any error.
     """
     for module in model.modules():
         if type(module).__name__ == "RoutedExperts":
@@ -465,10 +487,10 @@ def forget_expert_kernels(model: nn.Module) -> None:
 
 
 def repack_heads(model: nn.Module) -> int:
-    """Refreshes the copy of the head's weight that the CPU kernels multiply with.
+    """Packs the heads' weights again for the CPU kernels, and returns the number of heads.
 
-    On the CPU a head keeps its weight *and* a packed copy. A reload of a model whose head is tied to its embedding
-    refreshes the embedding alone: log-probs are then wrong by nats, silently. Harmless where it is not needed.
+    On the CPU a head keeps its weight *and* a packed copy. A reload of a model whose head is tied to its embedding refreshes only
+    the embedding: log-probs are then wrong by nats, without any error. The call is harmless where it is not needed.
     """
     heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
     for head in heads:
@@ -477,21 +499,24 @@ def repack_heads(model: nn.Module) -> int:
 
 
 def prompts_of(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
-    """The salt keeps activations of one weight version from serving another, should a cache outlive its reset."""
-    return [{"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt} for request in requests]
+    """Returns the requests as vLLM prompts, with `salt` in each one's prefix-cache key.
+
+    The salt keeps cached activations of one weight version from being used with another if the cache is not emptied.
+    """
+    return [{"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": salt} for request in requests]
 
 
 class NcclEndpoint:
-    """Rank 0 of a group with the workers of servers that were started with --weight-transfer-config {"backend": "nccl"}.
+    """Rank 0 of an NCCL group with the workers of servers that were started with --weight-transfer-config {"backend": "nccl"}.
 
-    Its methods run in any thread: which GPU is current is a property of each.
+    Its methods may be called from any thread: each sets the current GPU, which is a property of the thread.
 
     Args:
         nccl: vLLM's module.
         device: number of the GPU.
 
     Raises:
-        SetupError: NCCL cannot be loaded: vLLM would then send nothing and say nothing.
+        SetupError: NCCL cannot be loaded: vLLM would then send nothing and raise no error.
     """
 
     def __init__(self, nccl: Any, device: int, host: str, port: int, world: int) -> None:
@@ -502,9 +527,11 @@ class NcclEndpoint:
             raise SetupError("engine.transfer nccl: vLLM cannot load NCCL here; set engine.transfer to files")
 
     def ready(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor on this rank's GPU, contiguous."""
         return tensor.detach().to(self._device).contiguous()
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcasts the tensors in order and returns when all are sent. Waits for every worker."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # another thread's stream may still be writing them
             stream = torch.cuda.current_stream()
@@ -513,14 +540,17 @@ class NcclEndpoint:
             stream.synchronize()
 
     def close(self) -> None:
+        """Destroys the communicator."""
         self._communicator.destroy()
 
 
 def nccl_connector() -> Callable[[str, int, int], NcclEndpoint]:
-    """Opens an endpoint on this thread's GPU, given host, port and number of ranks; waits until all ranks have joined.
+    """Returns a function that joins a group as rank 0 with this thread's GPU, given host, port and number of ranks.
+
+    That function waits until all ranks have joined.
 
     Raises:
-        SetupError: this vLLM has no such transfer.
+        SetupError: this vLLM version has no NCCL weight transfer.
     """
     with process_kept_as_is():
         vllm = import_vllm()

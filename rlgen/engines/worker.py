@@ -1,6 +1,7 @@
-"""What vLLM's workers can do for rlgen beyond their own: `vllm --worker-extension-cls rlgen.engines.worker.Worker`."""
+"""Adds rlgen's methods to vLLM's workers: `vllm --worker-extension-cls rlgen.engines.worker.Worker`."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,47 +12,52 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.base import Ledger
+from rlgen.engines.base import Ledger, model_shape
+from rlgen.engines.gate import PLAN_VARIABLE
 from rlgen.errors import EngineError, SetupError
-from rlgen.models.load import model_shape
 
 
 class Worker:
-    """Methods that vLLM adds to its worker's class. Called with `POST /collective_rpc`, answered once per worker.
+    """Methods that vLLM adds to its worker class.
 
-    An exception would come back as a bare status 500, its text in the server's log alone: what fails is told in the answer.
+    They are called with `POST /collective_rpc`, which returns one result per worker. Errors are returned in the result, because
+    an exception would become a status 500 without text: the text would be only in the server's log.
     """
 
-    # The worker's own.
+    # Attributes of vLLM's worker.
     vllm_config: Any
     model_runner: Any
     reload_weights: Any
-    # Of `rlgen_listen`.
+    # Set by `rlgen_listen`.
     rlgen_ledger: Ledger
 
     def rlgen_facts(self) -> dict[str, Any]:
-        """The fields of `Facts`, from the running worker, and what else a trainer asks.
+        """Returns the fields of `Facts`, read from the running worker, and three more.
 
         "shape": of its model; "cuda": whether it runs on a GPU; "transfer": vLLM's transfer engine that it was started with.
-        Or {"error"}: rlgen does not know this vLLM.
+        Or {"error"}: rlgen does not support this vLLM version.
         """
         config = self.vllm_config
         try:
             vllm = vllm_compat.import_vllm()
         except SetupError as error:
             return {"error": str(error)}
-        facts = vllm_compat.facts(vllm, config.model_config, config.cache_config)
+        # A server that rlgen did not start has no plan, so vLLM's own hash of its settings is used.
+        plan = os.environ.get(PLAN_VARIABLE) or f"vllm:{config.compute_hash()}"
+        facts = vllm_compat.facts(vllm, plan, config.model_config, config.cache_config)
         shape = model_shape(config.model_config.hf_config)
         transfer = config.weight_transfer_config and config.weight_transfer_config.backend
         more = {"shape": shape, "cuda": torch.cuda.is_available(), "transfer": transfer}
         return {**asdict(facts), "stop_ids": list(facts.stop_ids), **more}
 
     def rlgen_load(self, path: str, version: int, hashed: bool) -> dict[str, Any]:
-        """Replaces all weights by those in folder `path`. The prefix cache is to be emptied afterwards, by its own route.
+        """Replaces all weights by those in folder `path`.
+
+        The caller must empty the prefix cache afterwards, through its own route.
 
         Returns:
-            {"version", "received", "not_loaded"}: a `Receipt`. Or {"error", "intact"}: what went wrong, and whether the old
-            weights are still there, all of them; else only another load helps.
+            {"version", "received", "not_loaded"}: a `Receipt`. Or {"error", "intact"}: what went wrong, and whether all old
+            weights are still loaded; if not, only another load helps.
         """
         try:
             files = verified_files(Path(path), version)
@@ -65,21 +71,24 @@ class Worker:
                 lambda weights: self.reload_weights(weights_iterator=weights),
                 ledger.record(read_tensors(files)),
             )
-        except Exception as error:  # vLLM raises whatever its parts raise
+        except Exception as error:  # vLLM does not wrap the errors of its libraries
             return {"error": f"{path}: {type(error).__name__}: {error}", "intact": False}
         return {"version": version, "received": ledger.received, "not_loaded": list(not_loaded)}
 
     def rlgen_listen(self, hashed: bool) -> dict[str, Any]:
-        """Takes down every tensor that vLLM's own transfer loads from now on, until `rlgen_heard`."""
+        """Starts recording every tensor that vLLM's own transfer loads, until `rlgen_heard`."""
         model = self.model_runner.get_model()
-        if vllm_compat.is_listening(model):  # for a trainer that ended in the middle
+        if vllm_compat.is_listening(model):  # an earlier trainer ended during a sync
             vllm_compat.stop_listening(model)
         self.rlgen_ledger = Ledger(hashed)
         vllm_compat.listen(model, self.rlgen_ledger)
         return {}
 
     def rlgen_heard(self) -> dict[str, Any]:
-        """Returns {"received", "not_loaded"} of a `Receipt`, or {"error"}. The prefix cache is to be emptied afterwards."""
+        """Stops recording and returns {"received", "not_loaded"} of a `Receipt`, or {"error"}.
+
+        The caller must empty the prefix cache afterwards.
+        """
         model = self.model_runner.get_model()
         if not vllm_compat.is_listening(model):
             return {"error": "rlgen_heard without rlgen_listen"}
@@ -88,12 +97,12 @@ class Worker:
 
 
 def verified_files(folder: Path, version: int) -> list[Path]:
-    """The weight files of `folder`, once they are found to be whole: as `manifest.json` says that the sender wrote them.
+    """Checks that the weight files of `folder` are complete, as its `manifest.json` describes them, and returns them.
 
     {"version": 3, "files": {"model.safetensors": {"bytes": 3301234}}, "tensors": 46}
 
     Raises:
-        EngineError: a file is missing, cut off, left over, or of another version.
+        EngineError: a file is missing, incomplete, left over, or of another version.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -115,7 +124,7 @@ def verified_files(folder: Path, version: int) -> list[Path]:
     count = 0
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:  # checks its header against its length
+            with safe_open(file, framework="pt") as opened:  # checks the header against the file's length
                 count += len(opened.keys())
         except (SafetensorError, OSError) as error:
             raise EngineError(f"{file}: not a whole safetensors file: {error}") from error
@@ -125,7 +134,7 @@ def verified_files(folder: Path, version: int) -> list[Path]:
 
 
 def read_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of `files`, one at a time, in the order of the bytes."""
+    """Yields all tensors of `files`, one at a time, in the order in which they are stored."""
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.offset_keys():

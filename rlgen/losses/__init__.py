@@ -1,1 +1,1 @@
-"""The mathematics of training: pure functions of tensors. Sums and global denominators come in, (loss, stats) go out."""
+"""The mathematics of training, as pure functions of tensors; losses take global denominators and return (loss, stats)."""

@@ -1,4 +1,4 @@
-"""Rewards to advantages. Groups are found by id: rows may come in any order and groups may be uneven.
+"""Computes advantages from rewards. Groups are found by id: rows may be in any order, and groups may have different sizes.
 
 All functions take rewards [B] (NaN: unscorable) and group ids [B] of a whole rollout, and compute in float64.
 """
@@ -10,14 +10,14 @@ from torch import Tensor
 
 Scale: TypeAlias = Literal["group", "batch", "batch_centered", "none"]
 
-# Added to standard deviations; and the spread of rewards up to which a group counts as constant. The spread decides, not
-# the standard deviation: rounding of the mean gives equal rewards a small one.
+# EPSILON is added to standard deviations; a group whose rewards spread by at most CONSTANT_SPREAD is constant. We compare the
+# spread and not the standard deviation, because rounding of the mean gives equal rewards a small standard deviation.
 EPSILON = 1e-4
 CONSTANT_SPREAD = 1e-8
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, scale: Scale) -> Tensor:
-    """GRPO (arXiv 2402.03300): (r - group mean) / (s + EPSILON), over scorable rows, ddof 1.
+    """Returns the advantages of GRPO (arXiv 2402.03300): (r - group mean) / (s + EPSILON), over scorable rows, ddof 1.
 
     Args:
         scale: what s is: `group` the group's standard deviation; `batch` that of all scorable rows (arXiv 2508.08221);
@@ -45,12 +45,12 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, scale: Scale) -> Tensor
 
 
 def gdpo_advantages(columns: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
-    """GDPO (arXiv 2601.05242): each reward is normalised within its groups, then their weighted sum over the batch.
+    """Returns the advantages of GDPO (arXiv 2601.05242), which keeps a reward of large scale from dominating the others.
 
-    A reward with a large scale so cannot drown the others.
+    Each reward is normalised within its groups, then the weighted sum of the rewards is normalised over the batch.
 
     Args:
-        columns: [B, K] the single rewards, NaN: does not apply. It then counts as 0, which is a column's mean.
+        columns: [B, K] the single rewards; NaN: does not apply, and counts as 0, which is a normalised column's mean.
         weights: [K].
 
     Returns:
@@ -62,7 +62,7 @@ def gdpo_advantages(columns: Tensor, weights: Tensor, group_ids: Tensor) -> Tens
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """RLOO (arXiv 2402.14740): r minus the mean of the *other* scorable rewards of its group.
+    """Returns the advantages of RLOO (arXiv 2402.14740): r minus the mean of the *other* scorable rewards of its group.
 
     Returns:
         [B] float64; exactly 0 where `group_advantages` is.
@@ -77,9 +77,9 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def normalized(values: Tensor, counted: Tensor) -> Tensor:
-    """(v - mean) / (std + EPSILON) over the counted rows of [B], ddof 1; exactly 0 for others, and where v is constant.
+    """Returns (v - mean) / (std + EPSILON) over the counted rows of [B], ddof 1; exactly 0 for others, and where v is constant.
 
-    Advantages whose mean is 0 but for rounding come in: one of exactly 0 is of a group without signal, and stays so.
+    A value of exactly 0 stays 0: it belongs to a group without signal. The input is advantages, whose mean is 0 up to rounding.
     """
     values_n = values[counted]
     normalized_B = torch.zeros_like(values)
@@ -90,13 +90,13 @@ def normalized(values: Tensor, counted: Tensor) -> Tensor:
 
 
 def zero_variance(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Which groups give no signal: bool, one for each group of at least two scorable rows, by ascending id."""
+    """Returns which groups give no signal: bool, one for each group of at least two scorable rows, by ascending id."""
     flags = [is_constant(rewards[rows]) for rows in scorable_groups(rewards, group_ids)]
     return torch.tensor(flags, dtype=torch.bool, device=rewards.device)
 
 
 def without_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """[B] bool: rows of groups that teach nothing, being constant or having fewer than two scorable rows."""
+    """Returns [B] bool, true for rows of groups with constant rewards or fewer than two scorable rows, which give no gradient."""
     silent_B = torch.ones_like(group_ids, dtype=torch.bool)
     for rows in scorable_groups(rewards, group_ids):
         silent_B[group_ids == group_ids[rows[0]]] = is_constant(rewards[rows])
@@ -104,12 +104,12 @@ def without_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def scorable_groups(rewards: Tensor, group_ids: Tensor) -> list[Tensor]:
-    """The scorable rows of each group that has at least two of them, by ascending id."""
+    """Returns the indices of the scorable rows of each group that has at least two of them, by ascending group id."""
     scorable_B = ~rewards.isnan()
     rows = [(scorable_B & (group_ids == group_id)).nonzero()[:, 0] for group_id in group_ids.unique()]
     return [rows_n for rows_n in rows if len(rows_n) >= 2]
 
 
 def is_constant(rewards: Tensor) -> bool:
-    """Whether rewards [n] are equal up to CONSTANT_SPREAD."""
+    """Returns whether rewards [n] are equal up to CONSTANT_SPREAD."""
     return bool(rewards.max() - rewards.min() <= CONSTANT_SPREAD)

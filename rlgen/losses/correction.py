@@ -1,4 +1,4 @@
-"""The importance weight between what the engine sampled from and what the trainer computes, and how far they differ.
+"""The importance weight between the engine's log-probs and the trainer's, and metrics of how far they differ.
 
 d = old_logp - sampler_logp, ratio = exp(d). Nothing here is differentiated.
 """
@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from rlgen.losses.masking import capped_exp, select
+from rlgen.losses.order import Total, alone, kth_smallest
+from rlgen.metrics import Metric
 
 Mode: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """How ratios become weights. Correction(mode="token_truncate", low=None, high=2.0, geometric=None)
+    """Settings for turning ratios into weights. Correction(mode="token_truncate", low=None, high=2.0, geometric=None)
 
-    `token_*`: the ratio of each token. `sequence_*`: of each completion, exp(sum d). `*_truncate` moves ratios into
-    [low, high] (Yao et al. 2025), `*_mask` sets those outside to 0 and keeps the others as they are (IcePop 2025).
-    `none`: ones.
+    `token_*` modes use the ratio of each token, `sequence_*` that of each completion, exp(sum d). `*_truncate` clamps ratios to
+    [low, high] (Yao et al. 2025), `*_mask` sets those outside to 0 and keeps the others unchanged (IcePop 2025).
+    `none` gives ones.
     """
 
     mode: Mode
@@ -31,14 +33,15 @@ class Correction:
 
     @property
     def of_rows(self) -> bool:
+        """Returns whether there is one weight per row (`sequence_*`), not per token."""
         return self.mode.startswith("sequence")
 
 
 def importance_weight(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor, correction: Correction) -> Tensor:
-    """The weight of each token [B, T], or for `sequence_*` modes of each row [B, 1].
+    """Returns the weight of each token [B, T], or for `sequence_*` modes of each row [B, 1].
 
     Returns:
-        Detached. Where the engine reported no log-prob, outside the mask, and of rows with an empty mask, the ratio is 1.
+        Detached weights. The ratio is 1 where the engine reported no log-prob, outside the mask, and in rows with an empty mask.
     """
     d_BT = log_ratio(old_logp, sampler_logp, mask)
     low = -math.inf if correction.low is None else correction.low
@@ -57,101 +60,181 @@ def importance_weight(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor, corr
     return select((mean_ratio_B1 >= lowest) & (mean_ratio_B1 <= highest), weight)
 
 
-MISMATCH = (
-    "sampler/delta_mean",
-    "sampler/delta_max",
-    "sampler/delta_p999",
-    "sampler/kl",
-    "sampler/kl_k1",
-    "sampler/kl_reverse_k1",
-    "sampler/kl_reverse_k3",
-    "is/raw_min",
-    "is/raw_mean",
-    "is/raw_max",
-    "is/weight_min",
-    "is/weight_mean",
-    "is/weight_max",
-    "is/clipped_frac",
-    "is/masked_frac",
-    "is/unscored_frac",
-    "is/ess",
-    "is/ess_raw",
-    "is/ess_seq",
+MISMATCH: tuple[str, ...] = (
+    Metric.SAMPLER_DELTA_MEAN,
+    Metric.SAMPLER_DELTA_MAX,
+    Metric.SAMPLER_DELTA_P999,
+    Metric.SAMPLER_KL,
+    Metric.SAMPLER_KL_K1,
+    Metric.SAMPLER_KL_REVERSE_K1,
+    Metric.SAMPLER_KL_REVERSE_K3,
+    Metric.IS_RAW_MIN,
+    Metric.IS_RAW_MEAN,
+    Metric.IS_RAW_MAX,
+    Metric.IS_WEIGHT_MIN,
+    Metric.IS_WEIGHT_MEAN,
+    Metric.IS_WEIGHT_MAX,
+    Metric.IS_CLIPPED,
+    Metric.IS_MASKED,
+    Metric.IS_UNSCORED,
+    Metric.IS_ESS,
+    Metric.IS_ESS_RAW,
+    Metric.IS_ESS_SEQ,
 )
 
 
-@torch.no_grad()
-def mismatch(
-    old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tensor, correction: Correction
-) -> dict[str, float | None]:
-    """Diagnostics of one window, from all of its rows at once. None: nothing to average.
+# Names of the quantities that are summed over micro-batches and processes, and of those whose extremes are kept.
+SUMS = (
+    *("tokens", "scored", "size", "k3", "d", "ratio_d", "reverse_k3"),
+    *("weighed", "raw", "raw_square", "weight", "weight_square", "clipped", "masked"),
+    *("rows", "row_ratio", "row_ratio_square"),
+)
+LEAST, LARGEST = ("raw", "weight"), ("size", "raw", "weight")
 
-    `sampler/*` are over tokens that the engine scored. Tokens come from the sampler, so plain means estimate
-    KL(sampler || policy): `kl_k1`, and `kl`, its k3; `kl_reverse_*` estimate KL(policy || sampler) by the ratio.
-    `is/*` are over what the correction weighs, masked tokens or rows: `raw` the ratio, `weight` what the loss uses.
-    `clipped_frac` counts ratios that a truncation moved, `masked_frac` weights of 0. `ess` is the effective share of
-    samples, (sum w)^2 / (N sum w^2): of the weights, of the ratios (`ess_raw`), and of whole rows' ratios (`ess_seq`),
-    because tokens hide the collapse of rows.
 
-    Args:
-        old_logp, sampler_logp, mask: [B, T], the window's rows padded to one width.
-        weight: of `importance_weight` with the same `correction`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far engine and trainer differ on some rows of a window, as sums that can be added to those of other rows (`+`).
+
+    Rows with a NaN log-prob of the trainer are left out: the policy could not compute it, which says nothing about the engine. An
+    infinite one stays: the engine sampled a token to which the policy gives probability 0.
     """
-    d_BT = log_ratio(old_logp.double(), sampler_logp.double(), mask)
-    scored_BT = mask & sampler_logp.isfinite()
-    d_N = d_BT[scored_BT]
-    rows_B = mask.any(dim=1)
-    if not rows_B.any():
-        return dict.fromkeys(MISMATCH)
-    if correction.of_rows:
-        raw_M, weight_M = ratio_of(d_BT, correction)[rows_B, 0], weight.double()[rows_B, 0]
-    else:
-        raw_M, weight_M = ratio_of(d_BT, correction)[mask], weight.double().expand_as(d_BT)[mask]
-    if not len(d_N):  # the engine reported nothing: the ratios are all 1, and the gap is unknown
-        unknown = {key: None for key in MISMATCH if key.startswith("sampler/")}
-        d_N = d_BT.new_zeros(1)
-    else:
-        unknown = {}
-    ratio_N, size_N = capped_exp(d_N), d_N.abs().sort().values
-    # Compared with the weight, not with the caps: rounding of a float32 weight aside, one that was moved or dropped differs.
-    moved_M = (weight_M - raw_M).abs() > 1e-6 * raw_M
-    truncated_M = moved_M & (weight_M > 0) & correction.mode.endswith("truncate")
-    values = (
-        size_N.mean(),
-        size_N[-1],
-        size_N[math.ceil(0.999 * len(size_N)) - 1],  # nearest rank
-        (ratio_N - 1 - d_N).mean(),
-        -d_N.mean(),
-        (ratio_N * d_N).mean(),
-        (ratio_N * d_N - ratio_N + 1).mean(),
-        raw_M.min(),
-        raw_M.mean(),
-        raw_M.max(),
-        weight_M.min(),
-        weight_M.mean(),
-        weight_M.max(),
-        truncated_M.double().mean(),
-        (weight_M == 0).double().mean(),
-        (~scored_BT[mask]).double().mean(),
-        effective_share(weight_M),
-        effective_share(raw_M),
-        effective_share(capped_exp(d_BT.sum(dim=1))[rows_B]),
-    )
-    return dict(zip(MISMATCH, torch.stack(values).tolist(), strict=True)) | unknown
+
+    sums: Tensor  # [len(SUMS)] float64
+    least: Tensor  # [len(LEAST)] float64
+    largest: Tensor  # [len(LARGEST)] float64
+    sizes: Tensor  # [N] float32, |d| of the tokens that the engine scored
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tensor, correction: Correction) -> "Mismatch":
+        """Measures some rows.
+
+        Args:
+            old_logp, sampler_logp, mask: [B, T].
+            weight: of `importance_weight` with the same `correction`.
+        """
+        mask = mask & ~(mask & old_logp.isnan()).any(dim=1, keepdim=True)
+        d_BT = log_ratio(old_logp.double(), sampler_logp.double(), mask)
+        rows_B = mask.any(dim=1)
+        d_N = d_BT[mask & sampler_logp.isfinite()]
+        if correction.of_rows:
+            raw_M, weight_M = ratio_of(d_BT, correction)[rows_B, 0], weight.double()[rows_B, 0]
+        else:
+            raw_M, weight_M = ratio_of(d_BT, correction)[mask], weight.double().expand_as(d_BT)[mask]
+        ratio_N, size_N, row_R = capped_exp(d_N), d_N.abs(), capped_exp(d_BT.sum(dim=1))[rows_B]
+        # Compares with the weight instead of the caps: a changed weight differs by more than the rounding of float32.
+        moved_M = (weight_M - raw_M).abs() > 1e-6 * raw_M
+        clipped_M = moved_M & (weight_M > 0) & correction.mode.endswith("truncate")
+        sums = {
+            "tokens": mask.sum(),
+            "scored": len(d_N),
+            "size": size_N.sum(),
+            "k3": (ratio_N - 1 - d_N).sum(),
+            "d": d_N.sum(),
+            "ratio_d": (ratio_N * d_N).sum(),
+            "reverse_k3": (ratio_N * d_N - ratio_N + 1).sum(),
+            "weighed": len(raw_M),
+            "raw": raw_M.sum(),
+            "raw_square": raw_M.square().sum(),
+            "weight": weight_M.sum(),
+            "weight_square": weight_M.square().sum(),
+            "clipped": clipped_M.sum(),
+            "masked": (weight_M == 0).sum(),
+            "rows": rows_B.sum(),
+            "row_ratio": row_R.sum(),
+            "row_ratio_square": row_R.square().sum(),
+        }
+        return cls(
+            sums=torch.stack([torch.as_tensor(sums[name], device=mask.device).double() for name in SUMS]).cpu(),
+            least=torch.stack([extreme(values, -1) for values in (raw_M, weight_M)]),
+            largest=torch.stack([extreme(values, 1) for values in (size_N, raw_M, weight_M)]),
+            sizes=size_N.float().cpu(),
+        )
+
+    @classmethod
+    def none(cls) -> "Mismatch":
+        """Returns the measurement of no rows, the neutral element of `+`."""
+        infinite = torch.full((len(LARGEST),), math.inf, dtype=torch.float64)
+        return cls(
+            sums=torch.zeros(len(SUMS), dtype=torch.float64),
+            least=infinite[: len(LEAST)],
+            largest=-infinite,
+            sizes=torch.zeros(0),
+        )
+
+    def __add__(self, other: "Mismatch") -> "Mismatch":
+        return Mismatch(
+            sums=self.sums + other.sums,
+            least=torch.minimum(self.least, other.least),
+            largest=torch.maximum(self.largest, other.largest),
+            sizes=torch.cat([self.sizes, other.sizes]),
+        )
+
+    def metrics(self, total: Total = alone) -> dict[str, float | None]:
+        """Returns the diagnostics of a window; a value is None if there is nothing to average.
+
+        `sampler/*` are over tokens that the engine scored. Tokens come from the sampler, so plain means estimate
+        KL(sampler || policy): `kl_k1`, and `kl`, its k3; `kl_reverse_*` estimate KL(policy || sampler) by the ratio.
+        `is/*` are over what the correction weighs, masked tokens or rows: `raw` the ratio, `weight` what the loss uses.
+        `clipped_frac` counts ratios that a truncation changed, `masked_frac` weights of 0. `ess` is the effective share of
+        samples, (sum w)^2 / (N sum w^2): of the weights, of the ratios (`ess_raw`), and of whole rows' ratios (`ess_seq`),
+        because the share over tokens can be high while that over rows collapses.
+
+        Args:
+            total: reduction over all processes that hold rows of the window.
+        """
+        of = dict(zip(SUMS, total(self.sums, "sum").tolist(), strict=True))
+        least = dict(zip(LEAST, total(self.least, "min").tolist(), strict=True))
+        largest = dict(zip(LARGEST, total(self.largest, "max").tolist(), strict=True))
+        if not of["rows"]:
+            return dict.fromkeys(MISMATCH)
+        scored, weighed = of["scored"], of["weighed"]
+        values: dict[str, float | None] = dict.fromkeys(MISMATCH)  # None if the engine reported no log-probs
+        if scored:
+            values |= {
+                Metric.SAMPLER_DELTA_MEAN: of["size"] / scored,
+                Metric.SAMPLER_DELTA_MAX: largest["size"],
+                Metric.SAMPLER_DELTA_P999: kth_smallest(self.sizes, [math.ceil(0.999 * scored) - 1], total)[0],  # nearest rank
+                Metric.SAMPLER_KL: of["k3"] / scored,
+                Metric.SAMPLER_KL_K1: -of["d"] / scored,
+                Metric.SAMPLER_KL_REVERSE_K1: of["ratio_d"] / scored,
+                Metric.SAMPLER_KL_REVERSE_K3: of["reverse_k3"] / scored,
+            }
+        return values | {
+            Metric.IS_RAW_MIN: least["raw"],
+            Metric.IS_RAW_MEAN: of["raw"] / weighed,
+            Metric.IS_RAW_MAX: largest["raw"],
+            Metric.IS_WEIGHT_MIN: least["weight"],
+            Metric.IS_WEIGHT_MEAN: of["weight"] / weighed,
+            Metric.IS_WEIGHT_MAX: largest["weight"],
+            Metric.IS_CLIPPED: of["clipped"] / weighed,
+            Metric.IS_MASKED: of["masked"] / weighed,
+            Metric.IS_UNSCORED: 1 - scored / of["tokens"],
+            Metric.IS_ESS: effective_share(of["weight"], of["weight_square"], weighed),
+            Metric.IS_ESS_RAW: effective_share(of["raw"], of["raw_square"], weighed),
+            Metric.IS_ESS_SEQ: effective_share(of["row_ratio"], of["row_ratio_square"], of["rows"]),
+        }
 
 
 def log_ratio(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor) -> Tensor:
-    """d [B, T], detached; 0 outside the mask and where the engine reported nothing."""
+    """Returns d [B, T], detached; 0 outside the mask and where the engine reported no log-prob."""
     scored = mask & sampler_logp.isfinite()
     return select(scored, old_logp.detach()) - select(scored, sampler_logp)
 
 
 def ratio_of(d: Tensor, correction: Correction) -> Tensor:
-    """The ratio of each token [B, T], or of each row [B, 1], before anything is capped."""
+    """Returns the ratio of each token [B, T], or of each row [B, 1], before truncation or masking."""
     return capped_exp(d.sum(dim=1, keepdim=True) if correction.of_rows else d)
 
 
-def effective_share(weights: Tensor) -> Tensor:
-    """(sum w)^2 / (N sum w^2) of [N] weights, in [0, 1]; 0 if all are 0."""
-    square = weights.square().sum()
-    return torch.where(square > 0, weights.sum().square() / (len(weights) * square), 0.0)
+def effective_share(total: float, squares: float, count: float) -> float:
+    """Returns (sum w)^2 / (N sum w^2), in [0, 1]; 0 if all weights are 0."""
+    return total**2 / (count * squares) if squares else 0.0
+
+
+def extreme(values: Tensor, sign: int) -> Tensor:
+    """Returns the maximum of `values`, or the minimum if `sign` is negative, as float64 on the CPU; -inf or inf if empty."""
+    if not len(values):
+        return torch.tensor(-sign * math.inf, dtype=torch.float64)
+    return (values.max() if sign > 0 else values.min()).cpu().double()

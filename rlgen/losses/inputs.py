@@ -1,4 +1,4 @@
-"""What a loss takes and what it returns."""
+"""Inputs and outputs of the losses."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,7 +23,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The rows of one micro-batch. Gradient flows into `policy_logp`, and into `entropy` where the recipe rewards it.
+    """The rows of one micro-batch. Gradient flows into `policy_logp`, and into `entropy` if the recipe has an entropy bonus.
 
     Positions outside `mask` may hold NaN or inf.
     """
@@ -46,7 +46,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that adds over micro-batches and processes: sum of totals by sum of counts. Mean(total=3.0, count=4.0)"""
+    """A mean that can be added over micro-batches and processes: sum of totals by sum of counts. Mean(total=3.0, count=4.0)"""
 
     total: float
     count: float
@@ -56,7 +56,7 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """None when there is nothing to average."""
+        """Returns the mean; None if there is nothing to average."""
         return self.total / self.count if self.count else None
 
 

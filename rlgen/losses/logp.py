@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states, without ever holding [positions, vocabulary] whole."""
+"""Log-probs and entropies from hidden states, in chunks, so that the [positions, vocabulary] logits never exist as a whole."""
 
 import functools
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def head_logits(
     scale: float = 1.0,
     fp32: bool = True,
 ) -> Tensor:
-    """softcap(scale * (hidden @ weight.T + bias)), where softcap(z) = softcap * tanh(z / softcap).
+    """Returns softcap(scale * (hidden @ weight.T + bias)), where softcap(z) = softcap * tanh(z / softcap).
 
     Args:
         hidden: [N, H].
@@ -43,9 +43,9 @@ def head_logits(
 
 
 class HeadScores(NamedTuple):
-    """What a head says about given ids."""
+    """Log-probs, and optionally entropies, of the head for given ids."""
 
-    logp: Tensor  # [K, N] one row a temperature
+    logp: Tensor  # [K, N] one row per temperature
     entropy: Tensor | None  # [N] nats, of the distribution at the last temperature
 
 
@@ -62,30 +62,30 @@ def head_scores(
     fp32: bool = True,
     chunk: int | None = None,
 ) -> HeadScores:
-    """Log-probs of `ids` over the full vocabulary, at each of K temperatures, from one computation of the logits.
+    """Returns log-probs of `ids` over the full vocabulary, at each of K temperatures, from one computation of the logits.
 
-    Positions go through in chunks. Backward computes each chunk's logits again instead of keeping them.
+    Processes the positions in chunks; backward recomputes the logits of each chunk instead of storing them.
 
     Args:
         hidden: [N, H]; `weight`, `bias`, `softcap`, `scale`, `fp32` as in `head_logits`.
         ids: [N] long.
         temperatures: divide the logits, after `softcap`.
         entropy: `none`; `value`, without gradient; or `gradient`.
-        chunk: positions at once; None: as many as make CHUNK_LOGITS logits.
+        chunk: positions per chunk; None: as many as give CHUNK_LOGITS logits.
 
     Returns:
         float32 (float64 for float64 input).
     """
     dtype = head_dtype(hidden, fp32)
     how = How(temperatures, entropy, softcap, scale, chunk or max(1, CHUNK_LOGITS // weight.shape[0]))
-    # Cast here, once, and by autograd: the gradients have the dtypes of what came in.
+    # Cast once, and differentiably, so that the gradients have the dtypes of the inputs.
     logp, entropies = ChunkedScores.apply(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), ids, how)
     return HeadScores(logp, None if entropy == "none" else entropies)
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The settings of `head_scores`, and what it does with one chunk of C positions."""
+    """The settings of `head_scores`, with the computations on one chunk of C positions."""
 
     temperatures: tuple[float, ...]
     entropy: EntropyUse
@@ -94,12 +94,15 @@ class How:
     chunk: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[C, V], from tensors that are in the dtype of the product."""
+        """Returns the logits [C, V], from tensors that already have the dtype of the product."""
         return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=False)
 
     def scores(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """[K, C] log-probs of the ids, [K, C] logsumexp of the logits at each temperature, and [C] entropies."""
-        # The maximum goes first, as in log_softmax: logits minus logsumexp would lose digits in float32.
+        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of the logits at each temperature, and [C] entropies.
+
+        Changes `logits` in place.
+        """
+        # The maximum is subtracted first, as in log_softmax: logits minus logsumexp would lose digits in float32.
         peak_C1 = logits.amax(dim=1, keepdim=True)
         logits -= peak_C1
         logp, lse, entropy_C = [], [], None
@@ -114,7 +117,7 @@ class How:
         return torch.stack(logp), torch.stack(lse), entropy_C
 
     def slope(self, logits: Tensor, ids: Tensor, lse: Tensor, entropy: Tensor, of_logp: Tensor, of_entropy: Tensor) -> Tensor:
-        """[C, V], the gradient with respect to hidden @ weight.T, by what the other tensors say of these positions.
+        """Returns [C, V], the gradient with respect to hidden @ weight.T, given the gradients of log-probs and entropy.
 
         With p the probabilities at a temperature t and H their entropy, the gradients with respect to the logits z are
         d log p_i / d z_v = ([v = i] - p_v) / t and d H / d z_v = -p_v (log p_v + H) / t.
@@ -136,7 +139,10 @@ class How:
 
 
 class ChunkedScores(torch.autograd.Function):
-    """Both passes of `head_scores`. Autograd would hold several tensors of a chunk's logits, and go through them more often."""
+    """Forward and backward of `head_scores`.
+
+    Plain autograd would store several logit-sized tensors per chunk, and read them more often.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -180,5 +186,5 @@ class ChunkedScores(torch.autograd.Function):
 
 
 def head_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
-    """The dtype in which the head multiplies."""
+    """Returns the dtype in which the head multiplies."""
     return torch.promote_types(hidden.dtype, torch.float32) if fp32 else hidden.dtype

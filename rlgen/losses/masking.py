@@ -1,4 +1,4 @@
-"""Select, never multiply: padding may hold NaN, and NaN * 0 is NaN, in the gradient too."""
+"""Masking by selection instead of multiplication: padding may hold NaN, and NaN * 0 is NaN, also in the gradient."""
 
 import torch
 from torch import Tensor
@@ -7,20 +7,20 @@ from rlgen.losses.inputs import Mean, Measured, Stats
 
 
 def select(mask: Tensor, values: Tensor) -> Tensor:
-    """`values` where `mask`, else 0.
+    """Returns `values` where `mask`, else 0.
 
-    Apply it to what goes *into* exp, product and division: behind them it cleans the value but not the gradient.
+    Apply it to the inputs of exp, product and division: applied to their output it corrects the value but not the gradient.
     """
     return torch.where(mask, values, 0.0)
 
 
 def capped_exp(z: Tensor) -> Tensor:
-    """exp(min(z, 20)): one absurd ratio stays finite in float32; the gradient is 0 beyond the cap."""
+    """Returns exp(min(z, 20)), so that an extreme ratio stays finite in float32; the gradient is 0 beyond the cap."""
     return z.clamp(max=20.0).exp()
 
 
 def masked_means(mask: Tensor, values: Measured) -> Stats:
-    """Means under `mask` [B, T], from one transfer off the device: of values [B, T] over tokens, of [B, 1] over rows."""
+    """Returns means under `mask` [B, T], with one device-to-host transfer: values [B, T] over tokens, values [B, 1] over rows."""
     rows_B1 = mask.any(dim=1, keepdim=True)
     parts: list[Tensor] = []
     for value in values.values():

@@ -1,4 +1,4 @@
-"""Policy-gradient losses: a variant's token losses, weighted, and aggregated by a coefficient for each row."""
+"""Policy-gradient losses: the token losses of a variant, weighted, and aggregated with one coefficient per row."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -10,28 +10,30 @@ from rlgen.losses.inputs import LossInputs, Mean, Stats, Totals
 from rlgen.losses.kl import KL
 from rlgen.losses.masking import capped_exp, masked_means, select
 from rlgen.losses.variants import Terms, Variant
+from rlgen.metrics import Metric
 
 Aggregation: TypeAlias = Literal["seq_mean", "token_mean", "fixed", "seq_sum", "prompt_mean"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What a policy loss is made of."""
+    """The parts and settings of a policy loss."""
 
     variant: Variant
     aggregation: Aggregation
     kl: KL | None  # None: no reference in the loss
-    off_policy_max: float | None  # drop completions of negative advantage that are further off the policy; None: keep all
+    off_policy_max: float | None  # nats; drop completions of negative advantage beyond it, see `on_policy`; None: keep all
     entropy_bonus: float  # weight of the mean entropy; 0: none
 
 
 def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
-    """sum_i c_i sum_t [ w keep l + beta kl ] - bonus, with l of the variant and c of the aggregation.
+    """Returns sum_i c_i sum_t [ w keep l + beta kl ] - bonus, with l of the variant and c of the aggregation.
 
-    The KL is touched neither by keeps nor, unless it says so, by weights. The bonus is the mean entropy of the kept tokens.
+    The KL is not affected by `keep`, nor, unless `KL.weighted`, by the weights w. The bonus is `entropy_bonus` times the mean
+    entropy of the kept tokens.
 
     Returns:
-        The loss of these rows; the losses of all micro-batches of a window add up to the window's.
+        The loss of these rows, and stats; the losses of all micro-batches of a window add up to the window's.
     """
     terms = Terms.of(x)
     token, measured = objective.variant.loss(terms)
@@ -40,13 +42,13 @@ def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
     if objective.off_policy_max is not None:
         kept_B1 = on_policy(x, objective.off_policy_max)
         token = select(kept_B1, token)
-        measured["opsm/dropped_frac"] = ~kept_B1
+        measured[Metric.OPSM_DROPPED] = ~kept_B1
     token_BT = select(x.kept, token)
     measured |= {
-        "kl/old_k1": -terms.log_ratio,
-        "kl/old_k3": capped_exp(terms.log_ratio) - 1 - terms.log_ratio,
-        "entropy": x.entropy,
-        "entropy_mask/kept_frac": x.kept,
+        Metric.KL_OLD_K1: -terms.log_ratio,
+        Metric.KL_OLD_K3: capped_exp(terms.log_ratio) - 1 - terms.log_ratio,
+        Metric.ENTROPY: x.entropy,
+        Metric.ENTROPY_KEPT: x.kept,
     }
     coefficient_B1 = row_coefficient(objective.aggregation, x).to(token_BT.dtype)
     loss = (coefficient_B1 * token_BT).sum()
@@ -61,11 +63,11 @@ def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
         measured |= kl_measured
     if objective.entropy_bonus:
         loss = loss - objective.entropy_bonus * select(x.kept, x.entropy).sum() / max(x.totals.kept, 1)
-    return loss, masked_means(x.mask, measured) | {"policy_loss": policy_part}
+    return loss, masked_means(x.mask, measured) | {Metric.POLICY_LOSS: policy_part}
 
 
 def row_coefficient(aggregation: Aggregation, x: LossInputs) -> Tensor:
-    """What each row's sum of token losses is multiplied with. Denominators are of the whole window.
+    """Returns the factor of each row's sum of token losses. Denominators are of the whole window.
 
     `seq_mean` (GRPO): 1 / (length * sequences); `token_mean` (DAPO): 1 / tokens; `fixed` (Dr. GRPO):
     1 / (sequences * max_tokens); `seq_sum` (RLOO): 1 / sequences; `prompt_mean` (ScaleRL, arXiv 2510.13786):
@@ -86,7 +88,7 @@ def row_coefficient(aggregation: Aggregation, x: LossInputs) -> Tensor:
 
 
 def on_policy(x: LossInputs, most: float) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): whether each row [B, 1] is kept.
+    """Returns whether each row [B, 1] is kept by off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556).
 
     A row of negative advantage is dropped if the mean of sampler - policy over its tokens exceeds `most` nats.
     """

@@ -1,4 +1,4 @@
-"""Preferences between completions of one prompt."""
+"""Selection of preference pairs among the completions of a prompt, and the preference losses over them."""
 
 import random
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid
 from rlgen.losses.inputs import LossInputs, Mean, Stats
 from rlgen.losses.kl import to_reference
 from rlgen.losses.masking import masked_means, select
+from rlgen.metrics import Metric
 
 Ties: TypeAlias = Literal["skip", "first"]
 Pairing: TypeAlias = Literal["best_worst", "outside_in", "best_random"]
@@ -27,15 +28,15 @@ def select_pairs(
     min_margin: float,
     ties: Ties,
 ) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected candidates of each group, found by group id. No candidate is in two pairs.
+    """Selects chosen and rejected candidates of each group, found by group id. No candidate is in two pairs.
 
     Args:
         rewards: [B], NaN: unscorable, never chosen nor rejected.
-        sample_index: [B] place within the group; of equal candidates the first is the better, the last the worse one.
+        sample_index: [B] index within the group; of candidates with equal rewards the one with the lower index ranks higher.
         pairing: `best_worst`: one pair. `outside_in`: also the second best and the second worst, and so on.
             `best_random`: the best and any other, drawn by the group id.
         min_margin: a pair's rewards differ by more than this.
-        ties: `skip` drops pairs of equal rewards; `first` keeps them all the same.
+        ties: `skip` drops pairs of equal rewards; `first` keeps them.
 
     Returns:
         Rows of the chosen [P] and of the rejected [P], pair by pair, by ascending group id.
@@ -53,7 +54,7 @@ def select_pairs(
 
 
 def candidates(ranked: Sequence[int], pairing: Pairing, group_id: int) -> list[tuple[int, int]]:
-    """Pairs (better, worse) of rows that are ranked from the best to the worst."""
+    """Returns pairs (better, worse) of rows that are ranked from the best to the worst."""
     if len(ranked) < 2:
         return []
     if pairing == "best_random":
@@ -63,11 +64,11 @@ def candidates(ranked: Sequence[int], pairing: Pairing, group_id: int) -> list[t
 
 
 def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengths) -> tuple[Tensor, Stats]:
-    """The mean over all pairs of the window of a loss of h = (policy - ref) chosen - (policy - ref) rejected.
+    """Returns the mean over all pairs of the window of a loss of h = (policy - ref) chosen - (policy - ref) rejected.
 
     `sigmoid`: -log sigmoid(beta h) (DPO, arXiv 2305.18290). `ipo`: (h - 1 / (2 beta))^2 (arXiv 2310.12036). `hinge`:
     max(0, 1 - beta h) (SLiC-HF, arXiv 2305.10425; without gradient at 0). A pair with a row of importance weight 0 has no
-    loss, and stays in the mean's denominator. Among what is measured are entropy and KL of a token, as for policy losses.
+    loss, but stays in the mean's denominator. The stats include entropy and KL per token, as for policy losses.
 
     Args:
         lengths: log-probs are a `sum` over a completion's tokens, or their `mean`.
@@ -93,21 +94,21 @@ def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengt
     # The empty sum keeps a batch without pairs connected to the graph.
     total = select(kept_P, loss_P).sum() / max(x.totals.pairs, 1) + 0.0 * policy_B.sum()
     measured = {
-        "dpo/margin": beta * h_P,
-        "dpo/accuracy": h_P > 0,
-        "dpo/chosen_reward": beta * log_ratio_B[chosen],
-        "dpo/rejected_reward": beta * log_ratio_B[rejected],
-        "dpo/kept_frac": kept_P,
+        Metric.DPO_MARGIN: beta * h_P,
+        Metric.DPO_ACCURACY: h_P > 0,
+        Metric.DPO_CHOSEN_REWARD: beta * log_ratio_B[chosen],
+        Metric.DPO_REJECTED_REWARD: beta * log_ratio_B[rejected],
+        Metric.DPO_KEPT: kept_P,
     }
     count = float(len(h_P))
-    stats = {name: Mean(value.detach().double().sum().item(), count) for name, value in measured.items()}
+    stats: Stats = {name: Mean(value.detach().double().sum().item(), count) for name, value in measured.items()}
     k1_BT, k3_BT = to_reference(x.policy_logp.detach(), x.ref_logp, x.mask)
-    of_tokens = masked_means(x.mask, {"entropy": x.entropy, "kl/ref_k1": k1_BT, "kl/ref_k3": k3_BT})
-    return total, stats | of_tokens | {"dpo/beta": Mean(beta * count, count)}
+    of_tokens = masked_means(x.mask, {Metric.ENTROPY: x.entropy, Metric.KL_REF_K1: k1_BT, Metric.KL_REF_K3: k3_BT})
+    return total, stats | of_tokens | {Metric.DPO_BETA: Mean(beta * count, count)}
 
 
 def match_pairs(pair_id: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the chosen [P] and the rejected [P] of each pair, whatever their order in the batch.
+    """Returns rows of the chosen [P] and the rejected [P] of each pair, whatever their order in the batch.
 
     Raises:
         ValueError: a pair id without exactly one chosen and one rejected row.

@@ -1,8 +1,8 @@
-"""The token losses of the GRPO family. Each is a frozen set of settings and one method, from `Terms` to a loss.
+"""The token losses of the GRPO family. Each is a frozen set of settings with one method, from `Terms` to a loss.
 
-r is the ratio policy / old of a token, s that of a completion, A the advantage. `loss` returns [B, T], or [B, 1] where all
-tokens of a completion share it; and what is worth a metric. Importance weights are applied by the caller, except where
-`weighs` says that a variant has its own use for them.
+r is the ratio policy / old of a token, s that of a completion, A the advantage. `loss` returns the loss, [B, T], or [B, 1] if all
+tokens of a completion share it, and values for metrics. The caller applies importance weights, unless the variant has `weighs`
+set and uses them in its own formula.
 """
 
 import math
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from rlgen.losses.inputs import LossInputs, Measured
 from rlgen.losses.masking import capped_exp, select
+from rlgen.metrics import Metric
 
 RatioLevel: TypeAlias = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the variants share; clean outside the mask, where log-probs and their differences are 0."""
+    """Inputs that the variants share; log-probs and their differences are 0 outside the mask."""
 
     policy_logp: Tensor  # [B, T] with gradient
     log_ratio: Tensor  # [B, T] policy - old, with gradient
@@ -30,6 +31,7 @@ class Terms:
 
     @classmethod
     def of(cls, x: LossInputs) -> "Terms":
+        """Masks the inputs of a micro-batch and computes the log-ratio."""
         policy_BT = select(x.mask, x.policy_logp)
         return cls(
             policy_logp=policy_BT,
@@ -40,10 +42,10 @@ class Terms:
         )
 
     def ratio(self, level: RatioLevel) -> Tensor:
-        """exp of the log-ratio of each token [B, T], or of a whole completion [B, 1].
+        """Returns exp of the log-ratio of each token [B, T], or of a whole completion [B, 1].
 
-        `sequence`: s, its mean over the completion's tokens (GSPO, arXiv 2507.18071, eq. 7). `sequence_token`: s in value, but
-        each token's own gradient (eq. 14), [B, T]. `sequence_sum`: its sum.
+        `sequence`: s, from the mean log-ratio over the completion's tokens (GSPO, arXiv 2507.18071, eq. 7). `sequence_token`: s
+        in value, but each token's own gradient (eq. 14), [B, T]. `sequence_sum`: from the sum of the log-ratios.
         """
         if level == "token":
             return capped_exp(self.log_ratio)
@@ -57,7 +59,9 @@ class Terms:
 
 
 class Variant(Protocol):
-    weighs: ClassVar[bool]  # takes the importance weights into its own formula
+    """Interface of a token loss."""
+
+    weighs: ClassVar[bool]  # uses the importance weights in its own formula
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]: ...
 
@@ -68,18 +72,19 @@ class Clip:
 
     low: float
     high: float
-    delta: float | None  # also r <= delta where A < 0, against huge ratios (INTELLECT-2, arXiv 2505.07291); above 1 + high
+    delta: float | None  # upper bound of r where A < 0, against huge ratios (INTELLECT-2, arXiv 2505.07291); above 1 + high
     ratio: RatioLevel
     weighs: ClassVar[bool] = False
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]:
+        """Returns the clipped loss, [B, T] or [B, 1], and which ratios were clipped on either side."""
         ratio, advantages_B1 = terms.ratio(self.ratio), terms.advantages
         bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
         clipped = ratio.clamp(1 - self.low, 1 + self.high)
         loss = -torch.minimum(bounded * advantages_B1, clipped * advantages_B1)
         too_low = (ratio < 1 - self.low) & (advantages_B1 < 0)
         too_high = (ratio > 1 + self.high) & (advantages_B1 > 0)
-        return loss, {"clip/low": too_low, "clip/high": too_high, "clip/region": too_low | too_high}
+        return loss, {Metric.CLIP_LOW: too_low, Metric.CLIP_HIGH: too_high, Metric.CLIP_REGION: too_low | too_high}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,9 @@ class Cispo:
     weighs: ClassVar[bool] = False
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]:
+        """Returns the loss [B, T], and which ratios were capped."""
         ratio_BT = terms.ratio("token").detach()
-        return -ratio_BT.clamp(max=self.max) * terms.advantages * terms.policy_logp, {"cispo/clipped": ratio_BT > self.max}
+        return -ratio_BT.clamp(max=self.max) * terms.advantages * terms.policy_logp, {Metric.CISPO_CLIPPED: ratio_BT > self.max}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,7 @@ class Sapo:
     weighs: ClassVar[bool] = False
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]:
+        """Returns the loss [B, T]; has no metrics."""
         tau_B1 = chosen(terms.advantages > 0, self.tau_positive, self.tau_negative, terms.policy_logp)
         gate_BT = torch.sigmoid(tau_B1 * (terms.ratio("token") - 1)) * 4 / tau_B1
         return -gate_BT * terms.advantages, {}
@@ -112,7 +119,7 @@ class Sapo:
 class Vespo:
     """VESPO (arXiv 2602.10693): -phi A policy_logp, phi = W^k exp(lambda (1 - W)), detached.
 
-    W is the ratio policy / sampler of the whole completion, in [1e-8, e^20]; a completion far off the policy fades out.
+    W is the ratio policy / sampler of the whole completion, in [1e-8, e^20]; phi goes to 0 for a completion far off the policy.
     """
 
     k_positive: float  # where A >= 0
@@ -122,12 +129,13 @@ class Vespo:
     weighs: ClassVar[bool] = True
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]:
+        """Returns the loss [B, T], and phi for the metrics."""
         phi_B1 = self.phi(terms)
-        return -phi_B1 * terms.advantages * terms.policy_logp, {"vespo/phi_mean": phi_B1}
+        return -phi_B1 * terms.advantages * terms.policy_logp, {Metric.VESPO_PHI_MEAN: phi_B1}
 
     @torch.no_grad()
     def phi(self, terms: Terms) -> Tensor:
-        """[B, 1]"""
+        """Returns phi of each row, [B, 1]."""
         lowest = math.log(1e-8)
         rows_B1 = terms.mask.any(dim=1, keepdim=True)
         counted = terms.mask if terms.weight.shape == terms.mask.shape else rows_B1
@@ -140,5 +148,5 @@ class Vespo:
 
 
 def chosen(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """`yes` where `condition`, else `no`, in the dtype of `like`; torch.where would round both numbers to float32."""
+    """Returns `yes` where `condition`, else `no`, in the dtype of `like`; torch.where would round both numbers to float32."""
     return torch.full_like(condition, no, dtype=like.dtype).masked_fill(condition, yes)

@@ -1,4 +1,4 @@
-"""From `model.path` to a tokenizer, a policy's weights and the ids that end a completion."""
+"""Loads the tokenizer, the config, the model and its stop ids from `model.path`, and explains why it cannot."""
 
 import importlib.util
 from pathlib import Path
@@ -17,28 +17,28 @@ from transformers import (
 )
 from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 
-from rlgen.errors import Problem, RecipeError, SetupError
+from rlgen.errors import SetupError
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import non_finite, own_tensors
+from rlgen.recipe.paths import like
 
 CONVERT = (
     "convert it once where that does no harm: `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)` writes"
     " safetensors"
 )
-SHAPE = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
-)
 
 
 def locate(path: str) -> str:
-    """The folder or hub id behind `model.path`; a tiny model is built on first use.
+    """Returns the folder or hub id that `model.path` names; builds a tiny model on first use.
 
     Raises:
-        SetupError: an unknown tiny model, or a folder that is not there.
+        SetupError: there is no such tiny model, or the folder has no config.json.
     """
     if path.startswith("tiny:"):
         return str(build_tiny(path.removeprefix("tiny:")))
+    if path.startswith("/") and not Path(path).is_dir():
+        hint = like(path) or "name a folder that save_pretrained wrote, or a hub id"
+        raise SetupError(f"model.path: there is no folder {path}; {hint}")
     if path.startswith("/") and not (Path(path) / "config.json").is_file():
         hint = "name a folder that save_pretrained wrote, or a hub id"
         if (Path(path) / "adapter_config.json").is_file():
@@ -48,7 +48,7 @@ def locate(path: str) -> str:
 
 
 def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """Raises SetupError where there is none to load."""
+    """Loads the tokenizer. Raises SetupError if there is none or it cannot be loaded."""
     try:
         return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -56,7 +56,7 @@ def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBa
 
 
 def load_config(location: str, revision: str | None) -> PreTrainedConfig:
-    """Raises SetupError where there is none, or one that only the repository's own code understands."""
+    """Loads the config. Raises SetupError if there is none, or if it needs the repository's own code."""
     try:
         return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -64,7 +64,7 @@ def load_config(location: str, revision: str | None) -> PreTrainedConfig:
 
 
 def why(location: str, revision: str | None, what: str, error: Exception) -> str:
-    """One message for what transformers and the hub say in many ways; their long advice is left out."""
+    """Returns one error message for the many errors of transformers and the hub, without their long advice."""
     named = location if revision is None else f"{location} (revision {revision})"
     said = " ".join(str(error).split())
     if "trust_remote_code" in said:
@@ -81,7 +81,7 @@ def why(location: str, revision: str | None, what: str, error: Exception) -> str
 
 
 def bottom(error: BaseException) -> str:
-    """The network's or the hub's own word, which stands first in the chain of causes."""
+    """Returns the message of the first error in the chain of causes, which is the network's or the hub's own."""
     seen: list[BaseException] = [error]
     while (below := seen[-1].__cause__ or seen[-1].__context__) is not None and below not in seen:
         seen.append(below)
@@ -90,7 +90,10 @@ def bottom(error: BaseException) -> str:
 
 
 def cached_model(location: str, revision: str | None) -> str | None:
-    """What is said of a model of the hub while the environment forbids the network (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
+    """Returns a line that names the cached model, or None if the network is allowed.
+
+    HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE switch the network off.
+    """
     if Path(location).is_dir() or not is_offline_mode():
         return None
     config = try_to_load_from_cache(location, "config.json", revision=revision)
@@ -98,16 +101,15 @@ def cached_model(location: str, revision: str | None) -> str | None:
     return f"offline: model.path {location} is taken from the cache{commit}"
 
 
-def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
-    """What can be known before any weight is read.
+def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Checks everything that can be checked before any weight is read.
 
-    Args:
-        longest: tokens of a prompt and its completion.
+    Returns:
+        The model's positions; None: its config does not say.
 
     Raises:
-        RecipeError: the model has not so many positions.
-        SetupError: no config, code of the repository's own, a tokenizer that is larger than the embedding, or weights that only
-            pickle can open.
+        SetupError: no config, code of the repository's own, a tokenizer larger than the embedding, or weights that only pickle
+            can open.
     """
     config = load_config(location, revision)
     held, used = getattr(config.get_text_config(), "vocab_size", None), max(tokenizer.get_vocab().values(), default=-1) + 1
@@ -116,10 +118,6 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
             f"model.path: the tokenizer of {location} has ids up to {used - 1}, but the model has embeddings of {held} only: ids"
             " beyond cannot be looked up; take the tokenizer that belongs to the model, or resize the embedding"
         )
-    if (most := positions(config)) is not None and longest > most:
-        both = f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}"
-        what, hint = f"{both}, but model.path {location} has {most} positions", f"lower one of them: {most} together at most"
-        raise RecipeError([Problem("rollout.max_completion_tokens", what, hint)])
     folder = Path(location)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
@@ -127,16 +125,17 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
             f"model.path: {location} holds no weights in safetensors"
             + (f", only {pickled[0]}: that is a pickle, which can run code when it is opened; {CONVERT}" if pickled else "")
         )
+    return positions(config)
 
 
 def positions(config: PreTrainedConfig) -> int | None:
-    """How many positions a model has, at most; None: its config does not say.
+    """Returns the model's maximum number of positions, or None if its config does not say.
 
-    Where a rotation is stretched, some configs say the number before and some the one after: the larger is meant here.
+    Where rotary embeddings are scaled, some configs give the number before and some the one after scaling: returns the larger.
     """
     text = config.get_text_config()
     most, rotation = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
-    kinds = [rotation, *(kind for kind in rotation.values() if isinstance(kind, dict))]  # one, or one for each kind of layer
+    kinds = [rotation, *(kind for kind in rotation.values() if isinstance(kind, dict))]  # for all layers, or one for each kind
     return int(most * max(1, *(kind.get("factor") or 1 for kind in kinds))) if isinstance(most, int) and most > 0 else None
 
 
@@ -148,19 +147,19 @@ def load_model(
     device: torch.device,
     quantization: str | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode: no dropout, so that a forward is a function of ids and weights.
+    """Loads a causal language model in evaluation mode: no dropout, so that a forward pass depends only on ids and weights.
 
     Args:
-        quantization: hold the linear layers but the head as `nf4` or `int8`, frozen.
+        quantization: holds the linear layers except the head as `nf4` or `int8`, frozen.
 
     Raises:
-        SetupError: missing files, unknown architecture, or weights that are not safetensors, not complete or not finite; for
+        SetupError: missing files, an unknown architecture, or weights that are not safetensors, incomplete or not finite; for
             `quantization`, no GPU or no bitsandbytes.
     """
     packed = None if quantization is None else quantized(quantization, dtype, device)
     try:
         config = load_config(location, revision)
-        # torch's fused attention cannot cap its logits and leaves the cap out, silently: another model than vLLM serves.
+        # torch's fused attention ignores the cap of its logits without an error, so the model would differ from vLLM's.
         caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         model, report = AutoModelForCausalLM.from_pretrained(
             location,
@@ -188,7 +187,7 @@ def load_model(
 
 
 def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is told in addition. Raises SetupError where bitsandbytes cannot run."""
+    """Returns the quantisation arguments of `from_pretrained`. Raises SetupError where bitsandbytes cannot run."""
     if device.type != "cuda":
         raise SetupError(f"model.quantization: {kind} needs an NVIDIA GPU; remove it, it saves memory on GPUs only")
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -200,17 +199,11 @@ def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, 
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
-    """What two copies of a model must have in common before weights can go from one to the other."""
-    text = config.get_text_config()
-    return {name: getattr(text, name, None) for name in SHAPE}
-
-
 def stop_ids(tokenizer: PreTrainedTokenizerBase, location: str, revision: str | None) -> tuple[int, ...]:
-    """Every id that ends a completion: the tokenizer's and those of the checkpoint's generation config.
+    """Returns all ids that end a completion: the tokenizer's EOS id and those of the checkpoint's generation config.
 
     Raises:
-        SetupError: there is none, so that no completion could end.
+        SetupError: there is none, so no completion could end.
     """
     try:
         configured = GenerationConfig.from_pretrained(location, revision=revision).eos_token_id

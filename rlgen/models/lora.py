@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA, 2106.09685) inside a model: W x becomes W x + s B (A x), and only A and B are trained.
+"""Adds low-rank adapters (LoRA, arXiv 2106.09685) to a model: W x becomes W x + s B (A x), and only A and B are trained.
 
-The layers are peft's, put in the place of the model's own, so that the model stays the class that transformers made. B is zero
-at first: the adapted model is the base model. A checkpoint holds the adapter alone, in peft's format.
+The layers are peft's and replace the model's own, so that the model keeps the class that transformers gave it. B starts at zero,
+so the adapted model equals the base model at first. A checkpoint contains only the adapter, in peft's format.
 """
 
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,9 +27,9 @@ from rlgen.errors import CheckpointError, SetupError
 from rlgen.recipe.models import LoraRecipe
 
 ALL_LINEAR = "all-linear"
-NAME = "default"  # of the adapter within peft's layers
+NAME = "default"  # the adapter's name within peft's layers
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Before each name in a file of peft's: a model inside of two of its classes.
+# The prefix of each name in peft's files, which come from a model wrapped in two of peft's classes.
 PREFIX = "base_model.model."
 PACKED = {"Params4bit": "nf4", "Int8Params": "int8"}  # classes of bitsandbytes
 
@@ -38,19 +38,20 @@ PACKED = {"Params4bit": "nf4", "Int8Params": "int8"}  # classes of bitsandbytes
 
 
 def add_adapter(model: PreTrainedModel, recipe: LoraRecipe, seed: int, revision: str | None = None) -> None:
-    """Freezes `model` and puts a new adapter into it, in place.
+    """Freezes `model` and adds a new adapter to it, in place.
 
-    The adapter is float32 whatever the dtype of the model. Its first values follow from `seed` and draw from no random state.
+    The adapter is float32 whatever the dtype of the model. Its initial values depend only on `seed`; no global random state is
+    used.
 
     Args:
-        revision: of a hub id, for those who open the adapter later.
+        revision: revision of the model's hub id, saved for programs that open the adapter later.
 
     Raises:
-        SetupError: a target that is no linear layer of the model.
+        SetupError: a target is no linear layer of the model.
     """
     config = LoraConfig(
         r=recipe.rank,
-        lora_alpha=recipe.alpha,  # type: ignore[arg-type]  # peft divides it, and takes any number
+        lora_alpha=recipe.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, and accepts any number
         use_rslora=recipe.use_rslora,
         target_modules=targets(model, recipe.targets),
         base_model_name_or_path=model.name_or_path,
@@ -61,14 +62,14 @@ def add_adapter(model: PreTrainedModel, recipe: LoraRecipe, seed: int, revision:
     with torch.no_grad():
         for layer in adapted_layers(model).values():
             first, second = factors(layer)
-            # As peft does by default: A as a fresh linear layer, B of zeros.
+            # As peft does by default: A is initialised as a linear layer, B with zeros.
             values = nn.init.kaiming_uniform_(torch.empty(first.shape), a=math.sqrt(5), generator=generator)
             first.copy_(values)
             second.zero_()
 
 
 def inject(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Puts the layers that `config` asks for into `model`, which peft freezes; their values are arbitrary.
+    """Replaces the layers that `config` names by adapted ones and freezes `model`. The adapter's values are arbitrary.
 
     Raises:
         SetupError: peft adapted other layers.
@@ -77,12 +78,12 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     wanted = set(config.target_modules)
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it is set for transposed layers without being asked
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it for transposed layers and warns
         inject_adapter_in_model(config, model, NAME)
     adapted = {name.removesuffix(".weight") for name in adapted_layers(model)}
     if adapted != wanted:
         raise SetupError(f"model.lora: peft adapts other layers than it was asked to: {', '.join(sorted(adapted ^ wanted)[:5])}")
-    # peft condenses the names to common endings; a reader, and a comparison, have them whole.
+    # peft shortens the names to common endings; full names can be read and compared.
     config.target_modules = sorted(wanted)
     for layer in adapted_layers(model).values():
         for factor in factors(layer):
@@ -91,10 +92,10 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def targets(model: PreTrainedModel, chosen: str | Sequence[str]) -> list[str]:
-    """Full names of the layers that `model.lora.targets` means.
+    """Returns the full names of the layers that `model.lora.targets` selects.
 
     Raises:
-        SetupError: a name that matches no linear layer.
+        SetupError: a name matches no linear layer, or peft would treat a layer as an expert.
     """
     layers = linear_layers(model)
     if chosen == ALL_LINEAR:
@@ -113,16 +114,18 @@ def targets(model: PreTrainedModel, chosen: str | Sequence[str]) -> list[str]:
 
 
 def ends_with(name: str, ending: str) -> bool:
+    """Returns whether the last dotted parts of `name` are `ending`."""
     return f".{name}".endswith(f".{ending}")
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of all linear layers but the head."""
+    """Returns the names of all linear layers except the head."""
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
 
 
 def no_such_layer(model: PreTrainedModel, ending: str, layers: Sequence[str]) -> str:
+    """Returns the error text for a target that matches no linear layer, with the nearest name."""
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     near = get_close_matches(ending.rpartition(".")[2], leaves, n=1)
     hint = f"did you mean {near[0]}?" if near else f"they are called {', '.join(leaves)}"
@@ -132,17 +135,17 @@ def no_such_layer(model: PreTrainedModel, ending: str, layers: Sequence[str]) ->
 
 
 def redirected(model: PreTrainedModel, name: str) -> bool:
-    """Whether peft takes the layer `name` of a mixture of experts for one of the experts, by its last word."""
+    """Returns whether peft, by the last part of its name, treats the layer `name` of a mixture of experts as an expert."""
     config = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, model, None)
-    except ValueError:  # half of what it takes for a packed pair
+    except ValueError:  # raised for one of two layers that peft treats as a packed pair
         return True
     return not config.target_modules
 
 
 def packed_experts(model: PreTrainedModel) -> list[str]:
-    """Names of parameters that hold all experts of a layer."""
+    """Returns the names of parameters that hold all experts of a layer in one tensor."""
     return [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
 
 
@@ -150,82 +153,92 @@ def packed_experts(model: PreTrainedModel) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """{"model.layers.0.self_attn.q_proj.weight": layer, ...}: by the name that its weight has in the base model."""
+    """Returns the adapted layers by the name that their weight has in the base model.
+
+    {"model.layers.0.self_attn.q_proj.weight": layer, ...}
+    """
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def is_adapted(model: nn.Module) -> bool:
+    """Returns whether the model has an adapter."""
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
 def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
-    """A [rank, in] and B [out, rank]."""
+    """Returns A [rank, in] and B [out, rank]."""
     first, second = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     return first, second  # type: ignore[return-value]
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """Of A and B, by the name that the weight they adapt has in the base model."""
+    """Returns the parameter names of A and B, given the name of the adapted weight in the base model."""
     layer = name.removesuffix(".weight")
     return f"{layer}.lora_A.{NAME}.weight", f"{layer}.lora_B.{NAME}.weight"
 
 
 def scale(layer: LoraLayer) -> float:
-    """s in W + s B A."""
+    """Returns s in W + s B A."""
     return float(layer.scaling[NAME])
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """{"model.layers.0.self_attn.q_proj.lora_A.default.weight": ...}: all that is trained, without gradients."""
+    """Returns all trained tensors of the adapter by name, detached.
+
+    {"model.layers.0.self_attn.q_proj.lora_A.default.weight": ...}
+    """
     return {name: parameter.detach() for name, parameter in model.named_parameters() if in_adapter(name)}
 
 
 def in_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Returns whether a parameter with this name belongs to an adapter."""
     return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
 
 
 def base_name(name: str) -> str:
-    """("model.layers.0.mlp.up_proj.base_layer.weight") -> "model.layers.0.mlp.up_proj.weight" """
+    """Returns the name that a tensor of an adapted model has in the base model.
+
+    "model.layers.0.mlp.up_proj.base_layer.weight" -> "model.layers.0.mlp.up_proj.weight"
+    """
     return name.replace(".base_layer.", ".")
 
 
 @torch.no_grad()
 def merged_weight(layer: LoraLayer) -> Tensor:
-    """W + s B A in float32, a new tensor; W itself is left alone. Where the adapter is off, W."""
+    """Returns W + s B A in float32 as a new tensor, or W in float32 if the adapter is switched off. W is not changed."""
     weight = base_weight(layer).float()
-    # Not in place: in float32 that would be the base's own memory.
+    # Not in place: a float32 base weight would be changed itself.
     return weight if layer.disable_adapters else weight + layer.get_delta_weight(NAME)  # type: ignore[attr-defined]
 
 
 def base_weight(layer: LoraLayer) -> Tensor:
-    """W, as numbers where it is held in fewer bits."""
+    """Returns W, dequantised if bitsandbytes holds it quantised."""
     weight: Tensor = dequantize_module_weight(layer.get_base_layer()).detach()
     return weight
 
 
 def is_packed(weight: object) -> bool:
-    """Whether bitsandbytes holds this weight in few bits."""
+    """Returns whether bitsandbytes holds this weight quantised."""
     return type(weight).__name__ in PACKED
 
 
 def packing(model: nn.Module) -> str | None:
-    """The `model.quantization` that `model` was loaded with."""
+    """Returns the `model.quantization` that `model` was loaded with, or None."""
     return next((PACKED[type(weight).__name__] for weight in model.parameters() if is_packed(weight)), None)
 
 
 @contextmanager
 def without_adapter(model: nn.Module, only: Sequence[str] | None = None) -> Iterator[None]:
-    """Inside the block `model` computes as the base model does: the frozen reference, without a copy of it.
+    """Switches the adapter off inside the block: `model` then computes as the frozen base model, without a copy of it.
 
     Args:
-        only: names of `adapted_layers`; the others keep their adapter.
+        only: names of `adapted_layers` to switch off; the others keep their adapter. None: all.
     """
     layers = [layer for name, layer in adapted_layers(model).items() if only is None or name in only]
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
-            # The flag alone: peft's own switch freezes the adapter's parameters and thaws them again.
+            # Sets only the flag: peft's own method also changes requires_grad of the adapter's parameters.
             layer._disable_adapters = True
         yield
     finally:
@@ -234,7 +247,10 @@ def without_adapter(model: nn.Module, only: Sequence[str] | None = None) -> Iter
 
 
 def describe(model: PreTrainedModel) -> str:
-    """`rank 32 in 28 linear layers, 1,310,720 of 9,000,000 parameters are trained; not adapted: 8 packed tensors of experts`"""
+    """Returns one line about the adapter, such as
+
+    `rank 32 in 28 linear layers, 1,310,720 of 9,000,000 parameters are trained; not adapted: 8 packed tensors of experts`
+    """
     layers = adapted_layers(model)
     rank = next(iter(layers.values())).r[NAME]
     trained = sum(tensor.numel() for tensor in adapter_tensors(model).values())
@@ -249,13 +265,14 @@ def describe(model: PreTrainedModel) -> str:
 # --- files -------------------------------------------------------------------------------------------------------------------
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, base: str) -> None:
-    """Writes the adapter as `PeftModel.from_pretrained` reads it, into an existing folder.
+def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path, base: str) -> None:
+    """Writes an adapter of `model` into an existing folder, in the format that `PeftModel.from_pretrained` reads.
 
     Args:
-        base: digest of the weights that it adapts, kept beside it.
+        weights: `adapter_tensors`, on the CPU, as they are to be written.
+        base: digest of the base model's weights, written into the file's metadata.
     """
-    tensors = {file_name(name): tensor.cpu().contiguous() for name, tensor in adapter_tensors(model).items()}
+    tensors = {file_name(name): tensor.contiguous() for name, tensor in weights.items()}
     dtype = str(model.dtype).removeprefix("torch.")
     facts = {"format": "pt", "base_sha256": base, "base_dtype": dtype, "quantization": packing(model) or ""}
     save_file(tensors, folder / WEIGHTS, metadata=facts)
@@ -264,10 +281,10 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str) -> None:
 
 @torch.no_grad()
 def load_adapter(folder: Path, model: PreTrainedModel, base: str) -> None:
-    """Copies the adapter in `folder` into that of `model`, in place: an optimizer keeps its parameters.
+    """Copies the adapter in `folder` into that of `model`, in place, so that an optimizer keeps its parameters.
 
     Raises:
-        CheckpointError: it is of another rank, scale or base model, or adapts other layers.
+        CheckpointError: the adapter has another rank, scale or base model, or adapts other layers.
         OSError, SafetensorError: it cannot be read.
     """
     if not (folder / WEIGHTS).is_file():
@@ -294,16 +311,17 @@ def load_adapter(folder: Path, model: PreTrainedModel, base: str) -> None:
 
 
 def facts_of(folder: Path) -> dict[str, str]:
-    """What `save_adapter` wrote beside the tensors."""
+    """Returns the metadata that `save_adapter` wrote into the file of tensors."""
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         return dict(file.metadata() or {})
 
 
 def config_of(model: PreTrainedModel) -> LoraConfig:
+    """Returns peft's configuration of the model's adapter."""
     config: LoraConfig = model.peft_config[NAME]
     return config
 
 
 def file_name(name: str) -> str:
-    """Of a tensor of the adapter in peft's files."""
+    """Returns the name of an adapter's tensor in peft's files."""
     return PREFIX + name.replace(f".{NAME}.", ".")

@@ -1,7 +1,7 @@
-"""How much memory of a device a run needs, from a model's config alone: no weight is loaded, nothing is allocated.
+"""Estimates how much device memory a run needs, from the model's config only: no weights are loaded, nothing is allocated.
 
-Parameters and activations are counted on fake tensors, which have shapes and no numbers: what autograd would keep for the
-backward pass of a micro-batch is what it does keep, whatever the architecture. The rest is arithmetic, in `needs`.
+Parameters and activations are counted on fake tensors, which have shapes but no values: the count of what autograd keeps for the
+backward pass of a micro-batch is exact for every architecture. The rest is arithmetic, in `needs`.
 """
 
 import contextlib
@@ -21,54 +21,54 @@ from rlgen.losses.logp import CHUNK_LOGITS
 GIB = 1 << 30
 FLOAT32 = 4  # bytes of a weight that is trained
 ADAM = 2  # moments of a weight
-CHUNKS = 3  # tensors of a chunk's logits that the head holds at a time: logits, probabilities, one more on the way
-OVERHEAD = GIB  # assumed: CUDA's context, libraries' workspaces and what the allocator cannot use
-SERVING = GIB // 2  # assumed: what vLLM needs beside weights and cache, where no share of the device bounds it
+CHUNKS = 3  # tensors of the size of a chunk's logits that the head holds at a time: logits, probabilities, one temporary
+OVERHEAD = GIB  # assumed: CUDA's context, libraries' workspaces and fragmentation of the allocator
+SERVING = GIB // 2  # assumed: what vLLM needs beside weights and cache, if no share of the device limits it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What is counted from a config; in elements or, where said, bytes."""
+    """Sizes that are counted from a model's config, in elements unless a field says bytes."""
 
     parameters: int
     largest: int  # elements of the largest tensor
-    matrices: int  # elements of weights of products, which a bfloat16 forward copies: without embedding and head
-    sides: int  # inputs and outputs of these products: an adapter of rank r has r times as many elements
+    matrices: int  # elements of the weight matrices that a bfloat16 forward copies: without embedding and head
+    sides: int  # sum of rows and columns of these matrices: an adapter of rank r has r times as many elements
     layers: int
     hidden: int
     vocabulary: int
-    cache_token: int  # elements of the KV cache a token
-    kept: int  # bytes that autograd keeps of a micro-batch, copies of weights apart
-    kept_checkpointed: int  # bytes that it keeps of it with gradient checkpointing
+    cache_token: int  # elements of the KV cache per token
+    kept: int  # bytes that autograd keeps of a micro-batch, without copies of weights
+    kept_checkpointed: int  # the same with gradient checkpointing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a recipe and a device say about memory."""
+    """The settings of a recipe and the properties of a device that decide the memory need."""
 
-    rows: int  # of a micro-batch
-    length: int  # tokens of a row
-    trainer_bytes: int  # of an activation of the trainer: 4 or 2
+    rows: int  # per micro-batch
+    length: int  # tokens per row
+    trainer_bytes: int  # bytes per element of the trainer's activations: 4 or 2
     fp32_head: bool
     checkpointing: bool
     reference: bool
     adapter_rank: int | None  # of LoRA; None: all weights are trained
-    processes: int  # that share the trainer's work
-    sharded: bool  # weights, gradients and moments are spread over the processes
-    engine: str  # colocated, transformers, or elsewhere
-    engine_bytes: int  # of a weight of the engine
+    processes: int  # number of trainer processes
+    sharded: bool  # whether weights, gradients and moments are sharded over the processes
+    engine: str  # colocated, beside (a server on the same GPU), transformers, or elsewhere
+    engine_bytes: int  # bytes per weight of the engine
     sequences: int  # decoded at the same time
-    model_len: int  # tokens of the longest
+    model_len: int  # tokens of the longest sequence
     cache_gib: float | None
     share: float | None  # of the device, for the engine's weights and cache
     tensor_parallel: int
     sleeps: bool
-    device: int | None  # bytes of it, if known
+    device: int | None  # bytes of the device's memory, if known
 
 
 Parts = dict[str, int]  # bytes by part
 
-# How each part is known: counted from the config, computed, measured once on tiny models, or assumed.
+# How each part is determined: counted from the config, computed, measured once on tiny models, or assumed.
 HOW = {
     "trainer weights": "4 bytes a parameter (counted)",
     "reference": "4 bytes a parameter (counted); none with adapters, which are switched off for it",
@@ -95,7 +95,7 @@ HOW = {
 
 
 def read_config(location: str, revision: str | None) -> PreTrainedConfig:
-    """Raises SetupError where there is none to read."""
+    """Returns the model's config. Raises SetupError if there is none or it cannot be read."""
     try:
         return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -103,13 +103,13 @@ def read_config(location: str, revision: str | None) -> PreTrainedConfig:
 
 
 def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, attention: str) -> Counts:
-    """Counts a model of `config`, trained in `dtype` on `rows` rows of `length` tokens.
+    """Counts the sizes of a model of `config`, trained in `dtype` on micro-batches of `rows` rows of `length` tokens.
 
     Raises:
-        SetupError: transformers has no causal language model of this kind.
+        SetupError: transformers has no causal language model for this config.
     """
     text = config.get_text_config()
-    # The fused attention of torch cannot cap its logits; `models.load` takes the other one.
+    # torch's fused attention cannot cap its logits, so `models.load` uses eager attention.
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     attention = "eager" if capped or attention == "eager" else "sdpa"  # flash_attention_2 keeps what sdpa's kernel keeps
     with FakeTensorMode():
@@ -135,7 +135,7 @@ def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, 
 
 
 def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Call in a FakeTensorMode: of shapes alone."""
+    """Returns the model without values. Must be called in a FakeTensorMode. Raises SetupError if transformers cannot build it."""
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (ValueError, ImportError) as error:
@@ -144,7 +144,7 @@ def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> 
 
 
 def cache_elements(config: PreTrainedConfig) -> int:
-    """Numbers that the KV cache holds of a token: 2 * layers * kv_heads * head_dim. Windows are not taken into account."""
+    """Returns the KV-cache elements per token: 2 * layers * kv_heads * head_dim. Ignores sliding windows."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -153,12 +153,15 @@ def cache_elements(config: PreTrainedConfig) -> int:
 
 
 def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
-    """Bytes of a decoder's forward that autograd keeps: each storage once, parameters and their copies in `dtype` left out."""
+    """Returns the bytes of a decoder's forward pass that autograd keeps.
+
+    Counts each storage once, without parameters and their copies in `dtype`.
+    """
     try:
         with as_if_real():
             return run_fake(config, attention, rows, length, dtype, checkpointing, torch.float32)
     except RuntimeError:
-        # The grouped product of experts has no fake float32. In bfloat16 all numbers have half the bytes.
+        # The grouped matrix product of experts has no fake float32 version. In bfloat16 all tensors have half the bytes.
         with as_if_real():
             return 2 * run_fake(config, attention, rows, length, torch.float32, checkpointing, torch.bfloat16)
 
@@ -166,7 +169,7 @@ def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int,
 def run_fake(
     config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool, own: torch.dtype
 ) -> int:
-    """`kept_bytes` of a model whose parameters have the dtype `own`."""
+    """Returns `kept_bytes` of a model whose parameters have the dtype `own`."""
     with FakeTensorMode():
         model = fake_model(config, attention, own)
         if checkpointing:
@@ -180,7 +183,10 @@ def run_fake(
 
 @contextlib.contextmanager
 def kept(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Storages that autograd keeps for the backward pass of what runs in the block; those of the model itself left out."""
+    """Collects the storages that autograd keeps for the backward pass of the block, by address.
+
+    Leaves out the storages of the model's own parameters and buffers.
+    """
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
     found: dict[int, Any] = {}
 
@@ -195,7 +201,10 @@ def kept(model: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def of_a_parameter(node: Any) -> bool:
-    """Whether a tensor with this `grad_fn` is a parameter, cast or turned around: autocast makes one copy of each."""
+    """Returns whether a tensor with this `grad_fn` is a cast or transposed parameter.
+
+    Autocast makes one copy of each parameter, which is counted elsewhere.
+    """
     casts = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
     while node is not None and type(node).__name__ in casts:
         node = node.next_functions[0][0]
@@ -204,12 +213,12 @@ def of_a_parameter(node: Any) -> bool:
 
 @contextlib.contextmanager
 def as_if_real() -> Iterator[None]:
-    """Two places where transformers and torch would go another way with fake tensors than with those of a run."""
+    """Patches two places inside the block where transformers and torch treat fake tensors differently from real ones."""
     log, looks_packed = logging.getLogger("torch._subclasses.fake_tensor"), masking_utils.find_packed_sequence_indices
     level = log.level
-    # torch logs a traceback when a fake product is refused; it is raised as well.
+    # torch logs a traceback when it refuses a fake product; it raises the error as well.
     log.setLevel(logging.CRITICAL + 1)
-    # Whether sequences are packed is read from numbers. Ours never are, and without packing the fused attention needs no mask.
+    # Packing is detected from values. rlgen's sequences are never packed, and then the fused attention needs no mask.
     masking_utils.find_packed_sequence_indices = lambda *_, **__: None
     try:
         yield
@@ -219,7 +228,7 @@ def as_if_real() -> Iterator[None]:
 
 
 def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
-    """Bytes on one device, by phase of a step and by part, when the most is held."""
+    """Returns the peak bytes on one device, by phase of a step and by part."""
     shards = plan.processes if plan.sharded else 1
     adapters = counts.sides * (plan.adapter_rank or 0)
     trained = (adapters or counts.parameters) // shards
@@ -248,7 +257,7 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
 
 
 def engine_parts(counts: Counts, plan: Plan) -> Parts:
-    """Bytes of an engine that is awake on this device."""
+    """Returns the bytes of an engine that is awake on this device; empty if the engine is elsewhere."""
     if plan.engine == "elsewhere":
         return {}
     weights = plan.engine_bytes * counts.parameters // plan.tensor_parallel
@@ -258,22 +267,25 @@ def engine_parts(counts: Counts, plan: Plan) -> Parts:
         return {"engine weights": weights, "KV cache": int(plan.cache_gib * GIB), "engine's own": SERVING}
     if plan.device is None or plan.share is None:
         return {"engine weights": weights, "KV cache": cache_needed(counts, plan), "engine's own": SERVING}
-    # vLLM takes its whole share: weights, what a forward needs, and the rest for the cache.
+    # vLLM uses its whole share: weights, temporary tensors of a forward pass, and the rest for the cache.
     return {"engine weights": weights, "KV cache": max(0, int(plan.share * plan.device) - weights)}
 
 
 def cache_needed(counts: Counts, plan: Plan) -> int:
-    """Bytes of the KV cache of as many sequences of full length as are decoded together."""
+    """Returns the bytes of a KV cache for `plan.sequences` sequences of `plan.model_len` tokens."""
     return plan.engine_bytes * counts.cache_token * plan.sequences * plan.model_len // plan.tensor_parallel
 
 
 def passing_bytes(counts: Counts) -> int:
-    """Of a layer's tensors where none is kept: each lives until it is needed no more. Measured: a quarter to three quarters."""
+    """Returns the bytes of one layer's temporary tensors when autograd keeps none of them.
+
+    Measured: a quarter to three quarters of what it would keep; returns three quarters.
+    """
     return counts.kept // counts.layers * 3 // 4
 
 
 def forward_parts(counts: Counts, plan: Plan) -> Parts:
-    """At the end of a forward pass."""
+    """Returns the bytes at the end of a forward pass."""
     kept = counts.kept_checkpointed + passing_bytes(counts) if plan.checkpointing else counts.kept
     parts = {"activations": kept}
     if plan.trainer_bytes < FLOAT32:
@@ -282,27 +294,30 @@ def forward_parts(counts: Counts, plan: Plan) -> Parts:
 
 
 def backward_parts(counts: Counts, plan: Plan) -> Parts:
-    """In the last layer, the first that is gone through: hardly anything is freed yet, and gradients come on top."""
+    """Returns the bytes in the backward pass of the last layer, which runs first.
+
+    Hardly any activation is freed by then, and gradients are added.
+    """
     states = plan.rows * plan.length * counts.hidden
-    again = counts.kept // counts.layers  # of a layer, computed again
+    again = counts.kept // counts.layers  # activations of one layer, recomputed
     parts = {"activations": counts.kept_checkpointed + again if plan.checkpointing else counts.kept}
     if plan.trainer_bytes < FLOAT32:
         copied = counts.matrices // counts.layers if plan.checkpointing else counts.matrices
         parts["bfloat16 weights"] = plan.trainer_bytes * copied
     head = head_parts(counts, plan)
-    head["head's gradient"] = FLOAT32 * counts.vocabulary * counts.hidden  # before it is added to that of other micro-batches
+    head["head's gradient"] = FLOAT32 * counts.vocabulary * counts.hidden  # before it is added to the total
     return parts | {"gradients of states": 2 * FLOAT32 * states} | head
 
 
 def reference_parts(counts: Counts, plan: Plan) -> Parts:
-    """Without a gradient nothing is kept: a layer's tensors come and go."""
+    """Returns the bytes of a forward pass without gradient, which keeps no layer's tensors."""
     return {"activations": passing_bytes(counts), **head_parts(counts, plan)}
 
 
 def head_parts(counts: Counts, plan: Plan) -> Parts:
-    """The chunked head (`losses.logp`): its inputs, and a chunk of logits."""
+    """Returns the bytes of the chunked head (`losses.logp`): its inputs and one chunk of logits."""
     width = FLOAT32 if plan.fp32_head else plan.trainer_bytes
-    tokens = plan.rows * plan.length  # as if prompts were short
+    tokens = plan.rows * plan.length  # an upper bound: counts prompt tokens too
     positions = min(tokens, max(1, CHUNK_LOGITS // counts.vocabulary))
     parts = {
         "head's states": 2 * width * tokens * counts.hidden,
@@ -314,14 +329,14 @@ def head_parts(counts: Counts, plan: Plan) -> Parts:
 
 
 def peak(phases: dict[str, Parts]) -> tuple[str, int]:
-    """The phase that needs most, and its bytes."""
+    """Returns the phase that needs most memory, and its bytes."""
     name = max(phases, key=lambda phase: sum(phases[phase].values()))
     return name, sum(phases[name].values())
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A setting to turn, and what it would leave at the peak."""
+    """One setting that lowers the memory need, and by how much."""
 
     setting: str
     why: str
@@ -330,11 +345,11 @@ class Hint:
 
 
 def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[str]) -> list[Hint]:
-    """Settings that would lower the need, those that lower the peak most first.
+    """Returns settings that would lower the memory need, ordered by how much they lower the peak, largest first.
 
     Args:
         smaller: counts of a micro-batch of half as many rows; None: it has one row.
-        offers: what else this recipe can say: `adapters`, `shards`, `no reference`.
+        offers: further settings that this recipe allows: `adapters`, `shards`, `no reference`.
     """
     now = needs(counts, plan)
     phase, most = peak(now)
@@ -352,8 +367,8 @@ def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[
         half = plan.rows // 2
         why = "smaller micro-batches, more of them: the same result"
         hint(f"optim.micro_batch_tokens={half * plan.length}", why, replace(plan, rows=half), smaller)
-    if plan.engine == "colocated":
-        if not plan.sleeps:
+    if plan.engine in ("colocated", "beside"):
+        if plan.engine == "colocated" and not plan.sleeps:
             why = "the engine's weights and cache are gone while the trainer works"
             hint("engine.sleep=true", why, replace(plan, sleeps=True))
         why = "a smaller KV cache: fewer completions are decoded together"

@@ -1,4 +1,4 @@
-"""A causal language model as rlgen uses it: ids in, log-probs of the completion's tokens out."""
+"""Computes log-probs and entropies of a completion's tokens with a causal language model."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from rlgen.types import Batch
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What turns hidden states into logits: softcap(scale * (hidden @ weight.T + bias))."""
+    """The layer that turns hidden states into logits: softcap(scale * (hidden @ weight.T + bias))."""
 
     model: PreTrainedModel
     scale: float
@@ -24,9 +24,9 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Head":
-        """Raises SetupError if the model computes its logits in a way that rlgen does not know."""
+        """Returns the head of a model. Raises SetupError if the model computes its logits in a way that rlgen does not know."""
         config = model.config.get_text_config()
-        # Each architecture has its own name for the same two things; `check_head` proves the reading right.
+        # Architectures name these two settings differently; `check_head` verifies the result.
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         head = cls(model, float(scale), getattr(config, "final_logit_softcapping", None))
         check_head(model, head)
@@ -34,7 +34,7 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """[V, H]: the tensor itself, so that a tied head gives its gradient to the embedding."""
+        """Returns the weight [V, H] itself, so that the gradient of a tied head goes to the embedding."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -44,11 +44,11 @@ class Head:
         return bias
 
     def logits(self, hidden: Tensor, fp32: bool) -> Tensor:
-        """[N, H] -> [N, V] float32. For a few positions only."""
+        """Computes logits: [N, H] -> [N, V] float32. Only for few positions, because [N, V] is large."""
         return head_logits(hidden, self.weight, bias=self.bias, softcap=self.softcap, scale=self.scale, fp32=fp32)
 
     def scores(self, hidden: Tensor, ids: Tensor, temperatures: tuple[float, ...], entropy: EntropyUse, fp32: bool) -> HeadScores:
-        """[N, H], [N] -> log-probs of `ids` and entropies; [N, V] is never held whole."""
+        """Computes log-probs of `ids` [N] and entropies from hidden states [N, H], without holding all of [N, V]."""
         return head_scores(
             hidden,
             self.weight,
@@ -64,10 +64,10 @@ class Head:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, head: Head) -> None:
-    """Compares `head` with the model's own logits on eight ids.
+    """Compares the logits of `head` with the model's own on eight ids.
 
     Raises:
-        SetupError: they differ, so log-probs would be those of another model.
+        SetupError: they differ, so the log-probs would be wrong.
     """
     ids = torch.arange(3, 11, device=model.device)[None]
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
@@ -81,26 +81,28 @@ def check_head(model: PreTrainedModel, head: Head) -> None:
 
 
 class PolicyScores(NamedTuple):
-    """Both 0 where the batch's mask is false."""
+    """Log-probs and entropies of a batch; both are 0 where the batch's mask is false."""
 
-    logp: Tensor  # [K, B, T] float32, one layer a temperature
+    logp: Tensor  # [K, B, T] float32, one slice per temperature
     entropy: Tensor  # [B, T] float32, nats, at the last temperature
 
 
 class Hidden(NamedTuple):
+    """The hidden states that predict the N sampled tokens of a batch, and the places of these tokens."""
+
     states: Tensor  # [N, H]
-    rows: Tensor  # [N] places in [B, T]
-    columns: Tensor  # [N]
+    rows: Tensor  # [N] row indices into [B, T]
+    columns: Tensor  # [N] column indices into [B, T]
 
 
 class Policy(nn.Module):
     """The model that is trained, or a frozen one to compare with.
 
     Args:
-        model: a causal language model; its weights stay in their own dtype (float32 for the one that is trained).
-        dtype: of the forward's activations.
-        fp32_head: compute logits in float32 whatever `dtype`.
-        adapter: compute with the model's adapter, if it has one. Without it an adapted model is its own frozen reference.
+        model: a causal language model; its weights keep their own dtype (float32 for the one that is trained).
+        dtype: of the forward pass's activations.
+        fp32_head: whether logits are computed in float32 whatever `dtype`.
+        adapter: whether the model's adapter, if it has one, is used. Without it an adapted model is its own frozen reference.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool, adapter: bool = True) -> None:
@@ -112,11 +114,11 @@ class Policy(nn.Module):
         self.adapter = adapter
 
     def forward(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
-        """Log-probs of the completion's tokens, and entropies of the distributions that they are from.
+        """Computes log-probs of the completion's tokens, and entropies of the distributions that they were sampled from.
 
         Args:
-            batch: B rows; padding is on the right, so that causal attention alone keeps it out and no mask is needed.
-            temperatures: K of them; the logits are computed once.
+            batch: B rows, padded on the right, so that causal attention ignores the padding and no mask is needed.
+            temperatures: K temperatures; the logits are computed once.
             entropy: `none` (zeros are returned), `value` without gradient, or `gradient`.
         """
         device = batch.input_ids.device
@@ -128,11 +130,11 @@ class Policy(nn.Module):
         return PolicyScores(logp, empty[0] if scores.entropy is None else empty[0].index_put((rows, columns), scores.entropy))
 
     def logits(self, batch: Batch) -> Tensor:
-        """[N, V] float32, before any temperature, of the N sampled tokens. For a few rows only."""
+        """Computes the logits [N, V] float32 of the N sampled tokens, before any temperature. Only for few rows."""
         return self.head.logits(self.hidden(batch).states, self.fp32_head)
 
     def hidden(self, batch: Batch) -> Hidden:
-        """What the head makes the distributions of the N sampled tokens from."""
+        """Computes the hidden states from which the head predicts the N sampled tokens."""
         device, half = batch.input_ids.device.type, self.dtype == torch.bfloat16
         switched = nullcontext() if self.adapter else without_adapter(self.model)
         with switched, torch.autocast(device, dtype=torch.bfloat16, enabled=half):

@@ -1,4 +1,4 @@
-"""A policy whose weights lie in parts over the processes (FSDP2): each holds a share of every tensor, and of its gradient."""
+"""Shards a policy over the processes (FSDP2): each process holds a shard of every tensor and of its gradient."""
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -8,10 +8,11 @@ from rlgen.processes import Processes
 
 
 def shard(policy: Policy, processes: Processes) -> None:
-    """Layer by layer, then the rest: embedding, last norm and head. A tied head stays one parameter with its embedding.
+    """Shards the policy in place: each layer, then the rest (embedding, last norm and head).
 
-    A layer's tensors are whole while it computes, and only then: every process must run as many forwards as the others.
-    Outside of `forward` and `logits` all parameters are DTensors. Gradients are means over the processes.
+    A tied head shares its embedding's parameter. A layer's tensors are gathered only while it computes: every process must run
+    the same number of forward passes. Outside of `forward` and `logits` all parameters are DTensors. Gradients are averaged over
+    the processes.
     """
     mesh = init_device_mesh(processes.device.type, (processes.world,))
     layers = set(policy.model._no_split_modules or ())

@@ -1,8 +1,8 @@
-"""Tiny random models for smoke runs and tests: built from a config and a byte-level tokenizer, without a network.
+"""Builds tiny random models for smoke runs and tests, from a config and a byte-level tokenizer, without a network.
 
 `tiny:qwen3` names a folder in the cache that transformers and vLLM open like any other. The same name gives the same bytes.
-`tiny:qwen3-untied` and `tiny:llama-tied` turn the tying of embedding and head around; `tiny:qwen3` is tied,
-`tiny:llama` is not, as their large relatives.
+`tiny:qwen3-untied` and `tiny:llama-tied` set whether embedding and head are tied; by default `tiny:qwen3` is tied and
+`tiny:llama` is not, like their large relatives.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# head_dim 32 is the smallest that the CPU attention kernel of vLLM takes.
+# head_dim 32 is the smallest that vLLM's CPU attention kernel supports.
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -36,25 +36,25 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 4096,
-    # Larger than the usual 0.02: at this width the logits of a fresh model would be flat, and a stale weight would not show.
+    # Larger than the usual 0.02, with which the logits at this width are so flat that a test cannot detect a stale weight.
     "initializer_range": 0.06,
 }
 
-BUILD = 2  # raised when a change of `build_tiny` gives one of the models other weights
+BUILD = 2  # must be increased when a change of `build_tiny` changes the weights of a model
 
 EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# Shorter than a probe's samples, so that both sides must mean the same window.
+# Shorter than a probe's samples, so that the probe detects if trainer and vLLM use different windows.
 WINDOW: dict[str, object] = {"sliding_window": 16}
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What makes a tiny model of one architecture differ from SHAPE."""
+    """The settings in which a tiny model of one architecture differs from SHAPE."""
 
-    special: str  # for a reader of a table of them
-    tied: bool  # embedding and head, as in its large relatives
+    special: str  # what is special about it, shown in tables
+    tied: bool  # whether embedding and head are tied by default, as in its large relatives
     settings: dict[str, object] = field(default_factory=dict)
-    both: bool = True  # may the tying be turned around? Not where vLLM then serves another model.
+    both: bool = True  # whether the other tying is allowed; not where vLLM would then serve another model
 
 
 # By transformers' model type. `scripts/parity.py` measures each of them against vLLM.
@@ -75,20 +75,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron": Architecture("layer norms around one, squared ReLU", tied=False),
     "stablelm": Architecture("layer norms, quarter rotated", tied=False),
     "starcoder2": Architecture("layer norms, biases everywhere", tied=True),
-    # Every head has its own key and value; vLLM believes a setting that the model itself does not read.
+    # Every head has its own key and value; vLLM reads num_key_value_heads, which the model itself ignores.
     "gpt_neox": Architecture("parallel blocks, packed projections", tied=False, settings={"num_key_value_heads": 4}),
     "gpt2": Architecture("learned positions, transposed weights", tied=True, settings={"n_inner": 384}),
-    # Heads that compute more than a product: a bias, a scale, a cap.
-    # The bias of a tied head stays old through a sync: vLLM's reload puts back what it had.
+    # Output heads with a bias, a scale or a cap.
+    # The bias of a tied head does not change in a sync: vLLM's reload restores the old one.
     "phi": Architecture("head with a bias", tied=False, both=False),
     "granite": Architecture(
         "scaled logits, attention, residuals, embeddings",
         tied=False,
         settings={"logits_scaling": 4.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     ),
-    # vLLM drops an untied head of cohere. Its successor cohere2 is left out: vLLM's window is one token longer.
+    # vLLM ignores an untied head of cohere. Its successor cohere2 is left out: vLLM's window is one token longer.
     "cohere": Architecture("scaled logits, parallel blocks", tied=True, settings={"logit_scale": 0.25}, both=False),
-    # Caps of 50 and 30 in its large relatives; these are low enough to bend what a random model computes. vLLM has no head of it.
+    # The caps are 50 and 30 in its large relatives; these are low enough to affect a random model. vLLM has no untied head of it.
     "gemma2": Architecture(
         "soft-capped logits and attention, window",
         tied=True,
@@ -102,7 +102,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "8 experts and a shared one", tied=False, settings={**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 128}
     ),
     "mixtral": Architecture("4 experts", tied=False, settings={"num_local_experts": 4}),
-    # vLLM leaves tied heads of olmoe and glm4_moe without weights.
+    # vLLM does not load the weights of tied heads of olmoe and glm4_moe.
     "olmoe": Architecture("8 experts", tied=False, settings={"num_experts": 8, "num_experts_per_tok": 2}, both=False),
     "granitemoe": Architecture(
         "4 experts, scaled logits",
@@ -119,7 +119,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def names() -> list[str]:
-    """Every tiny model by its full name, "qwen3-tied" and "qwen3-untied"."""
+    """Returns the full names of all tiny models, such as "qwen3-tied" and "qwen3-untied"."""
     found = []
     for base, architecture in ARCHITECTURES.items():
         tyings = (True, False) if architecture.both else (architecture.tied,)
@@ -128,7 +128,10 @@ def names() -> list[str]:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, four special tokens, the chat layout of Qwen. Ids 0-255 are bytes in the order of the alphabet."""
+    """Returns a tokenizer with one token per byte, four special tokens and Qwen's chat template.
+
+    Ids 0-255 are the characters of the byte-level alphabet in sorted order.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -145,15 +148,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def cache_dir() -> Path:
-    """Where tiny models are kept: $RLGEN_CACHE, else ~/.cache/rlgen."""
+    """Returns the folder for tiny models: $RLGEN_CACHE, else ~/.cache/rlgen."""
     return Path(os.environ.get("RLGEN_CACHE") or Path.home() / ".cache" / "rlgen")
 
 
 def parse_name(name: str) -> tuple[str, bool]:
-    """("qwen3-untied") -> ("qwen3", False): architecture and whether embedding and head are tied.
+    """Returns architecture and whether embedding and head are tied: "qwen3-untied" -> ("qwen3", False).
 
     Raises:
-        SetupError: no such tiny model.
+        SetupError: there is no such tiny model.
     """
     base, _, tying = name.partition("-")
     if base not in ARCHITECTURES or tying not in ("", "tied", "untied"):
@@ -170,10 +173,10 @@ def parse_name(name: str) -> tuple[str, bool]:
 
 
 def build_tiny(name: str) -> Path:
-    """Returns the folder of the tiny model `name` (without "tiny:"), building it on first use.
+    """Returns the folder of the tiny model `name` (without "tiny:"); builds it on first use.
 
     Raises:
-        SetupError: no such tiny model.
+        SetupError: there is no such tiny model.
     """
     base, tied = parse_name(name)
     tokenizer = byte_tokenizer()
@@ -192,9 +195,9 @@ def build_tiny(name: str) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for tensor in own_tensors(model).values():
             if not tensor.any():
-                tensor.normal_(std=0.1)  # fresh biases are zeros, and a lost one would not show
+                tensor.normal_(std=0.1)  # biases start at zero, and a test could not detect a missing one
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside, then renamed: a second process never sees half a model.
+    # Atomic rename: another process never sees an incomplete model.
     aside = Path(tempfile.mkdtemp(dir=folder.parent))
     model.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, do_sample=True)
     model.save_pretrained(aside)

@@ -1,7 +1,7 @@
-"""A model's tensors under the names a checkpoint gives them, and back: what a weight sync sends is a checkpoint.
+"""Converts a model's tensors to the names and layout of its checkpoint and back: a weight sync sends checkpoint tensors.
 
-transformers holds some weights in another layout than the checkpoint they came from: all experts of a layer in one tensor, a
-head under another name. vLLM reads checkpoints, so it is sent what `save_pretrained` would write.
+transformers holds some weights in another layout than the checkpoint they came from: all experts of a layer in one tensor, or a
+head under another name. vLLM reads checkpoints, so it receives what `save_pretrained` would write.
 """
 
 import copy
@@ -30,9 +30,9 @@ from rlgen.processes import Processes
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and buffers that a checkpoint keeps (a router's correction bias), without gradients.
+    """Returns parameters, tied ones once, and buffers that a checkpoint contains (a router's correction bias), detached.
 
-    Of an adapted model these are the frozen tensors of its base, under the names that they have there.
+    For an adapted model these are the frozen tensors of its base model, under their names in the base model.
     """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -41,9 +41,9 @@ def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """`own_tensors`, those with an adapter merged with it, one at a time: the weights that `model` computes with.
+    """Yields `own_tensors` with adapters merged into them, one at a time: the weights that `model` computes with.
 
-    A merged tensor is a new one in float32; all others are the model's own. Weights that are held in few bits come as numbers.
+    A merged tensor is new and in float32, a quantised one is dequantised; all others are the model's own.
     """
     adapted = adapted_layers(model)
     packed = {f"{base_name(f'{name}.')}weight": m for name, m in model.named_modules() if is_packed(getattr(m, "weight", None))}
@@ -52,12 +52,12 @@ def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, merged_weight(adapted[name])
         elif name in packed:
             yield name, dequantize_module_weight(packed[name]).detach()
-        elif not re.search(r"\.weight\.|\.SCB$|\.weight_format$", name):  # what bitsandbytes keeps beside packed weights
+        elif not re.search(r"\.weight\.|\.SCB$|\.weight_format$", name):  # extra tensors of bitsandbytes
             yield name, tensor
 
 
 def base_digest(model: PreTrainedModel) -> str:
-    """SHA-256 over the bytes and names of `own_tensors`: of an adapted model, its frozen base."""
+    """Returns the SHA-256 over names and bytes of `own_tensors`: for an adapted model, of its frozen base."""
     digest = hashlib.sha256()
     for name, tensor in own_tensors(model).items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -66,25 +66,30 @@ def base_digest(model: PreTrainedModel) -> str:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every value of them is, as far as this process holds them. Nothing of their size is allocated."""
-    held = [part(tensor.detach()) for tensor in tensors]
-    largest = [vector_norm(tensor, torch.inf).double().cpu() for tensor in held if tensor.numel()]
-    return not largest or bool(torch.stack(largest).isfinite().all())
+    """Returns whether every value of the tensors, or of this process's shards of them, is finite. Allocates no large tensors."""
+    held = [tensor for tensor in (part(tensor.detach()) for tensor in tensors) if tensor.numel()]
+    # A sum is finite only if all its terms are, and takes a tenth of the time; finite terms may still overflow it.
+    if not held or bool(torch.stack([tensor.sum().double().cpu() for tensor in held]).isfinite().all()):
+        return True
+    largest = [vector_norm(tensor, torch.inf).double().cpu() for tensor in held]
+    return bool(torch.stack(largest).isfinite().all())
 
 
 def non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor with a value that is not finite; of a sharded one, this process looks at its part."""
+    """Returns the name of the first tensor with a non-finite value, or None. Of a sharded tensor, checks this process's shard."""
     for name, tensor in tensors:
-        # torch has no norm of floats of eight bits
+        # torch has no norm for 8-bit floats
         if tensor.is_floating_point() and tensor.itemsize > 1 and not all_finite([tensor]):
             return name
     return None
 
 
 def bits(model: PreTrainedModel, processes: Processes) -> str:
-    """A digest of the trained parameters, the same however they are sharded: the sum of each one's bits, read as integers.
+    """Returns a digest of the trained parameters, equal for every sharding.
 
-    Made to notice that weights are not the same to the last bit, after every step; not against somebody who wants to deceive.
+    It hashes the sum of each parameter's bits, read as integers.
+
+    Its purpose is to notice after every step that weights differ in any bit; it is not secure against deliberate changes.
     """
     trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     own = [bit_sum(part(tensor)) for tensor in trained.values()]
@@ -96,7 +101,10 @@ def bits(model: PreTrainedModel, processes: Processes) -> str:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """A scalar, modulo 2^64. Two numbers of four bytes are read as one where rows are even: ten times as fast on the CPU."""
+    """Returns the sum of a tensor's bits read as integers, a scalar modulo 2^64.
+
+    Two 4-byte numbers are read as one integer where rows have even length: ten times as fast on the CPU.
+    """
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = tensor.reshape(-1).view(integers[tensor.itemsize])
     even = tensor.itemsize == 4 and tensor.dim() > 1 and tensor.shape[-1] % 2 == 0 and flat.storage_offset() % 2 == 0
@@ -104,36 +112,39 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor from its parts, which all processes must ask for; another one as it is."""
+    """Returns a sharded tensor gathered from all processes, all of which must call this; returns any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, sharing its memory: all of it, or its shard."""
+    """Returns this process's part of a tensor, sharing its memory: its shard, or the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_like(full: Tensor, tensor: Tensor) -> Tensor:
-    """What this process would hold of `full` if it were sharded as `tensor` is."""
+    """Returns the part of `full` that this process would hold if it were sharded as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return full
     mesh, placements = tensor.device_mesh, tensor.placements
-    # Every process has `full`: nothing is sent.
+    # Every process has `full`, so nothing is sent.
     return distribute_tensor(full.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
 
 
 def layer_of(name: str) -> str:
-    """("model.layers.3.mlp.experts.down_proj") -> "model.layers.3."; "" outside of layers."""
+    """Returns the prefix of a name up to its layer number, or "" outside of layers.
+
+    "model.layers.3.mlp.experts.down_proj" -> "model.layers.3."
+    """
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else ""
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as in the checkpoint that `from_pretrained` made `model` from; adapters are merged on the way.
+    """Yields names and tensors as in the checkpoint that `from_pretrained` loaded `model` from, with adapters merged.
 
-    Most models keep their checkpoint's layout: the tensors are then the model's own. Others are converted layer by layer, so
-    that one layer's experts are held twice at a time, not all of them. Sharded ones are put together one by one: all processes
-    must go through all of them.
+    Most models keep their checkpoint's layout: the tensors are then the model's own. Others are converted layer by layer, so that
+    only one layer's experts are held twice at a time. Sharded tensors are gathered one by one: all processes must iterate over
+    all of them.
     """
     tensors = merged_tensors(model)
     if not model._weight_conversions:
@@ -145,7 +156,10 @@ def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def gone_through(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """After the block nothing is left of `tensors`, even if it failed: other processes put the same tensors together."""
+    """Consumes the rest of `tensors` after the block, even if it failed.
+
+    Other processes gather the same tensors and would wait for this one.
+    """
     try:
         yield
     finally:
@@ -154,7 +168,10 @@ def gone_through(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
 
 
 def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The inverse: names and tensors of a checkpoint to those of `model`. A name it does not know passes as it is."""
+    """Converts names and tensors of a checkpoint to those of `model`: the inverse of `checkpoint_tensors`.
+
+    A tensor with an unknown name is yielded unchanged.
+    """
     conversions = model._weight_conversions or []
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]

@@ -1,4 +1,4 @@
-"""The recipe: models, reading with positions, rules across fields."""
+"""Holds the recipe: its models, the loader that keeps the position of every value, and rules across fields."""
 
 from rlgen.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from rlgen.recipe.models import Recipe

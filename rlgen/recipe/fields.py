@@ -1,4 +1,4 @@
-"""What all parts of a recipe are made of."""
+"""Holds the base class and the field types that all parts of a recipe share."""
 
 import re
 from datetime import datetime
@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
-LONGEST = 3650 * 86400  # seconds of a duration
+LONGEST = 3650 * 86400  # most seconds of a duration
 
 
 class Strict(BaseModel):
-    """Unknown keys, NaN and infinities are errors."""
+    """A frozen model that rejects unknown keys, NaN and infinities."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -24,10 +24,10 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def moment(text: str, began: float) -> float:
-    """Seconds since 1970 of "2026-11-22T03:50:00+01:00", or of "3h50m" after `began`.
+    """Returns seconds since 1970 of "2026-11-22T03:50:00+01:00", or of "3h50m" after `began`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither, or the duration is 0 or longer than 3650d.
     """
     found = DURATION.fullmatch(text)
     if found and text:
@@ -46,6 +46,7 @@ def moment(text: str, began: float) -> float:
 
 
 def is_moment(text: str) -> str:
+    """Returns the text unchanged. Raises ValueError if `moment` cannot read it."""
     moment(text, 0.0)
     return text
 

@@ -1,15 +1,17 @@
-"""The recipe: what a user can say, with every bound and every default. Each default exists once, here.
+"""Holds the models of a recipe's sections: every field with its bounds and its only default.
 
-Torch-free: `rlgen --help` and `rlgen validate` answer at once.
+The module does not import torch, so that `rlgen --help` and `rlgen validate` answer at once.
 """
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from rlgen.recipe.fields import Count, Dtype, Moment, Number, Scalar, Strict, Text
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
+
+ASSUMED_PROMPT = 512  # tokens
 
 
 class RunRecipe(Strict):
@@ -33,6 +35,7 @@ class RunRecipe(Strict):
 
 class LoraRecipe(Strict):
     rank: Annotated[StrictInt, Field(ge=1, le=4096)] = 32
+    """Rank of the two factors of each adapted layer."""
     alpha: Annotated[float, Field(strict=True, gt=0, le=1e5)] = 64.0
     """The product of the two factors is scaled by alpha / rank."""
     use_rslora: StrictBool = False
@@ -77,16 +80,17 @@ class DataRecipe(Strict):
     revision: Text | None = None
     """Branch, tag or commit of a hub data set."""
     columns: ColumnsRecipe = ColumnsRecipe()
+    """Which columns hold prompts and answers."""
     chat: StrictBool = False
     """Put a text prompt into the chat template, as the user's message."""
     system: Text | None = None
     """System message before the user's; implies `chat`."""
     template_args: dict[StrictStr, Scalar] = {}
     """Arguments of the chat template, such as enable_thinking."""
-    max_prompt_tokens: Count = 512
-    """Longest prompt, template included."""
+    max_prompt_tokens: Count | None = None
+    """Longest prompt, template included. None: the longest of the data, as far as the model's positions leave room for it."""
     overlong: Literal["filter", "error"] = "filter"
-    """What happens to a longer one; filtered ones are counted."""
+    """What happens to a longer one; filtered ones are counted and said."""
     limit: Count | None = None
     """Use the first rows only."""
     shuffle: StrictBool = True
@@ -97,26 +101,38 @@ class DataRecipe(Strict):
 
 class ArithmeticOptions(Strict):
     size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    """Rows that are made."""
     digits: Annotated[StrictInt, Field(ge=1, le=9)] = 2
+    """Digits of each number."""
     terms: Annotated[StrictInt, Field(ge=2, le=6)] = 2
+    """Numbers in an expression."""
     operators: Annotated[StrictStr, Field(pattern=r"^[-+*]+$", max_length=3)] = "+-"
+    """Operators to choose from, of + - *."""
 
 
 class ReverseOptions(Strict):
     size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    """Rows that are made."""
     min_length: Annotated[StrictInt, Field(ge=1, le=100)] = 3
+    """Characters of the shortest word."""
     max_length: Annotated[StrictInt, Field(ge=1, le=100)] = 5
+    """Characters of the longest word."""
     alphabet: Text = "abcdefghij"
+    """Characters to choose from."""
 
 
 class SortOptions(ReverseOptions):
     alphabet: Text = "0123456789"
+    """Characters to choose from."""
 
 
 class CountdownOptions(Strict):
     size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    """Rows that are made."""
     numbers: Annotated[StrictInt, Field(ge=2, le=6)] = 3
+    """Numbers that a row gives."""
     largest: Annotated[StrictInt, Field(ge=2, le=100)] = 20
+    """Largest of them."""
 
 
 TaskOptions = ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions
@@ -127,7 +143,7 @@ TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | Countdo
     "countdown": CountdownOptions,
 }
 
-# What each row of a task has.
+# Columns of each task's rows.
 TASK_COLUMNS = {name: ("prompt", "answer", *(("numbers", "target") if name == "countdown" else ())) for name in TASKS}
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify")
@@ -137,6 +153,7 @@ class RewardRecipe(Strict):
     use: Text
     """Built-in name, file.py:function, or pkg.mod:function."""
     weight: Number = 1.0
+    """Factor of this reward in the sum of the rewards."""
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     """Name in metrics and rollouts; the function's unless said."""
     args: dict[StrictStr, Any] = {}
@@ -150,11 +167,12 @@ class RewardRecipe(Strict):
 
     @property
     def label(self) -> str:
+        """Returns the name of the reward in metrics: `name`, or the function's name."""
         return self.name or self.use.rpartition(":")[2]
 
 
 class ScoringRecipe(Strict):
-    """The processes in which rewards run."""
+    """Settings of the processes that run rewards."""
 
     workers: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Most processes; more than one are started when calls wait. None: one for each core, at most 8."""
@@ -162,9 +180,12 @@ class ScoringRecipe(Strict):
     """Most memory of each."""
     import_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 60.0
     """Seconds that the imports of the functions may take."""
+    concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 64
+    """Most calls of async rewards that run at once, of each process of training: requests that a judge's server has from it."""
 
 
 def samples_or_greedy(temperature: float) -> float:
+    """Returns the temperature. Raises ValueError between 0 and 0.01."""
     if 0 < temperature < 0.01:
         raise ValueError("must be 0.01 or more: below it, rounding decides what is sampled")
     return temperature
@@ -172,9 +193,11 @@ def samples_or_greedy(temperature: float) -> float:
 
 class RolloutRecipe(Strict):
     prompts_per_step: Count = 8
+    """Prompts that a step samples and trains on. Unless said, fewer where the data have fewer."""
     group_size: Count = 8
     """Completions of each prompt."""
     max_completion_tokens: Count = 512
+    """Longest completion; sampling stops there. Unless said, less where the model has fewer positions."""
     temperature: Annotated[float, Field(strict=True, ge=0, le=2.0), AfterValidator(samples_or_greedy)] = 1.0
     """0 is greedy, which no trainer learns from; otherwise 0.01 or more."""
     ahead: Literal[0, 1] = 0
@@ -186,7 +209,7 @@ class RolloutRecipe(Strict):
 
 
 class VllmRecipe(Strict):
-    """What decides how vLLM runs, wherever it does."""
+    """Settings of vLLM that are the same in a colocated engine and in a server."""
 
     dtype: Dtype | None = None
     """None: model.dtype."""
@@ -199,8 +222,11 @@ class VllmRecipe(Strict):
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     """Share of the GPU for weights and KV cache. None: 0.45."""
     tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
+    """GPUs that hold one copy of the engine's weights together."""
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
+    """Code of the model: vLLM's own, that of transformers inside vLLM, or the first of these that there is."""
     quantization: Text | None = None
+    """Quantization of the engine's weights by vLLM. None: none."""
     enforce_eager: StrictBool | None = None
     """No graph capture. None: eager on the CPU, graphs on a GPU."""
     extra: dict[StrictStr, Any] = {}
@@ -214,17 +240,33 @@ class ColocatedEngineRecipe(VllmRecipe):
     structured_regex: Text | None = None
     """Restrict completions to this regular expression."""
 
+    @property
+    def may_sleep(self) -> bool:
+        """Returns whether `sleep` could be set, and is not."""
+        return not self.sleep
+
+
+def joined(value: Any) -> Any:
+    """Joins a list of GPU numbers or names: [4, 5] -> "4,5". Returns anything else unchanged."""
+    listed = isinstance(value, list) and value and all(type(name) in (int, str) for name in value)
+    return ",".join(map(str, value)) if listed else value
+
+
+Devices = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$"), BeforeValidator(joined)]
+
 
 class ServerEngineRecipe(VllmRecipe):
     kind: Literal["server"]
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
     """Servers that run already, started by `rlgen serve`."""
     launch: StrictBool = False
-    """Start a server, restart it when it dies, stop it with the run."""
+    """Start servers, restart each when it dies, stop them with the run."""
+    servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
+    """How many are launched; they share the work. On GPUs `devices` is dealt out among them."""
     host: Text = "127.0.0.1"
     """Where a launched server listens."""
     port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
-    """None: a free one."""
+    """Of the first launched server; the others have the next ones. None: free ones."""
     token_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "RLGEN_SERVER_TOKEN"
     """Environment variable that holds the servers' token; a launched server gets a new one unless it is set."""
     timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
@@ -233,8 +275,8 @@ class ServerEngineRecipe(VllmRecipe):
     """Seconds that a launched server has to get ready."""
     restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 2
     """How often in a run a server that died or lost its weights is brought back."""
-    devices: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$")] | None = None
-    """CUDA_VISIBLE_DEVICES of a launched server, such as "1". None: the GPUs that the trainer sees."""
+    devices: Devices | None = None
+    """GPUs of launched servers, such as "1" or [4, 5, 6, 7]; each server has an equal part. None: those that the trainer sees."""
     transfer: Literal["files", "nccl"] = "files"
     """How weights get to the servers: through files, or straight from GPU to GPU (NCCL), each server on GPUs of its own."""
     transfer_dir: Text | None = None
@@ -242,20 +284,35 @@ class ServerEngineRecipe(VllmRecipe):
     in_flight: StrictBool = False
     """With rollout.ahead: weights change under requests that are being answered, instead of after them."""
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Returns the names in `devices`, in order; an empty tuple if it is not set."""
+        return tuple(self.devices.split(",")) if self.devices else ()
 
-# What rlgen's promise rests on, or sets from another key.
+    def devices_of(self, server: int) -> str | None:
+        """Returns CUDA_VISIBLE_DEVICES of launched server number `server`. None: the GPUs that the trainer sees."""
+        size = len(self.gpus) // self.servers
+        return ",".join(self.gpus[server * size : (server + 1) * size]) or None
+
+    @property
+    def may_sleep(self) -> bool:
+        """Returns False: this engine has no setting `sleep`."""
+        return False
+
+
+# Arguments of vLLM that rlgen sets itself: those that its guarantees depend on, and those that follow from another key.
 RESERVED_ENGINE_ARGUMENTS = frozenset(
     [
-        *("model", "tokenizer", "revision", "skip_tokenizer_init", "dtype", "seed", "hf_overrides", "load_format"),
-        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager"),
-        *("kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "enable_sleep_mode"),
-        *("logprobs_mode", "max_logprobs", "generation_config", "model_impl", "quantization", "trust_remote_code"),
+        *VllmRecipe.model_fields,  # most have the name that vLLM has for them
+        *("model", "tokenizer", "revision", "skip_tokenizer_init", "seed", "hf_overrides", "load_format"),
+        *("max_num_batched_tokens", "enable_chunked_prefill", "kv_cache_memory_bytes", "enable_sleep_mode"),
+        *("logprobs_mode", "max_logprobs", "generation_config", "trust_remote_code"),
         *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
         *("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
-        # Of a server.
+        # Arguments of a server.
         *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
         *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
-        "weight_transfer_config",
+        *("weight_transfer_config", "enable_prompt_tokens_details"),
     ]
 )
 
@@ -267,16 +324,26 @@ class TransformersEngineRecipe(Strict):
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 64
     """Completions decoded at the same time."""
 
+    @property
+    def may_sleep(self) -> bool:
+        """Returns False: this engine has no setting `sleep`."""
+        return False
+
 
 class OptimRecipe(Strict):
     learning_rate: Annotated[float, Field(strict=True, gt=0, le=10)] = 1e-6
+    """Learning rate of AdamW after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up; linear and cosine end at 0 with the run."""
     warmup_steps: Annotated[StrictInt, Field(ge=0, le=10**9)] = 0
+    """Steps in which the learning rate rises from 0."""
     weight_decay: Annotated[float, Field(strict=True, ge=0, le=10)] = 0.0
+    """Weight decay of AdamW."""
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 1.0
+    """Gradients of a larger norm are scaled down to it."""
     micro_batch_tokens: Count = 16384
-    """Most tokens that go through the model together, padding included. Changes memory and speed, never the result."""
+    """Most tokens that go through the model together, padding included. Changes memory and speed, never the result. Unless said,
+    more where a row is longer."""
     max_nonfinite: Annotated[StrictInt, Field(ge=0, le=10**6)] = 3
     """Steps in a row whose update may be skipped for a number that is not finite; one more ends the run. 0: the first does."""
 
@@ -286,6 +353,15 @@ class CheckpointRecipe(Strict):
     """Steps between checkpoints; the last step is saved always."""
     keep: Count = 2
     """The newest ones that stay."""
+
+
+class RolloutsRecipe(Strict):
+    """Selects the samples that are written to rollouts/, one file a step. A step whose update was skipped is always written."""
+
+    every: Annotated[StrictInt, Field(ge=0, le=10**9)] = 1
+    """Steps between two that are written. 0: none."""
+    keep: Count | None = None
+    """The newest written steps that stay, and those that a resume from a checkpoint may need. None: all."""
 
 
 class SentinelRecipe(Strict):
@@ -301,6 +377,7 @@ class SentinelRecipe(Strict):
 
 class HealthRule(Strict):
     threshold: Annotated[float, Field(strict=True, ge=0, le=1e9)]
+    """Value beyond which the sign counts."""
     steps: Annotated[StrictInt, Field(ge=1, le=10000)]
     """Steps in a row, of those that measure it, that must be beyond the threshold."""
     action: Literal["ignore", "warn", "stop", "checkpoint_and_stop"] | None = None
@@ -308,7 +385,7 @@ class HealthRule(Strict):
 
 
 class HealthRecipe(Strict):
-    """Signs of a run that goes wrong, looked at after each step. A rule that is said in part keeps the rest of its default."""
+    """Rules for signs of a failing run, checked after each step. A rule that is set in part keeps its other defaults."""
 
     action: Literal["warn", "stop", "checkpoint_and_stop"] = "warn"
     """When a rule is broken: go on and say so, end the run, or keep a checkpoint and end it."""
@@ -344,6 +421,7 @@ class HealthRecipe(Strict):
     @model_validator(mode="before")
     @classmethod
     def fill(cls, data: Any) -> Any:
+        """Fills in the defaults of rules that the recipe sets only in part."""
         if not isinstance(data, dict):
             return data
         defaults = {name: field.default for name, field in cls.model_fields.items()}
@@ -368,7 +446,7 @@ EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | Transforme
 
 
 class Recipe(Strict):
-    """A whole recipe: frozen, validated, nothing looked up."""
+    """A whole recipe, frozen and validated. Validation reads no files."""
 
     run: RunRecipe
     model: ModelRecipe
@@ -380,29 +458,40 @@ class Recipe(Strict):
     trainer: TrainerRecipe = GRPORecipe()
     optim: OptimRecipe = OptimRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    rollouts: RolloutsRecipe = RolloutsRecipe()
     sentinel: SentinelRecipe = SentinelRecipe()
     health: HealthRecipe = HealthRecipe()
     processes: ProcessesRecipe = ProcessesRecipe()
 
     @property
     def run_path(self) -> Path:
+        """Returns the run's directory: run.dir/run.name."""
         return Path(self.run.dir).expanduser() / self.run.name
 
     @property
     def samples_per_step(self) -> int:
+        """Returns the number of completions of a step: prompts times group size."""
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
     def max_row_tokens(self) -> int:
-        """Longest prompt and completion together."""
-        return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
+        """Returns the tokens of the longest prompt and the longest completion together.
+
+        Where the recipe leaves prompts open, and nobody has looked at the data yet, they count as `ASSUMED_PROMPT` tokens.
+        """
+        return (self.data.max_prompt_tokens or ASSUMED_PROMPT) + self.rollout.max_completion_tokens
+
+    @property
+    def structured_regex(self) -> str | None:
+        """Returns the regular expression that completions are restricted to; None: they are not restricted."""
+        return self.engine.structured_regex if isinstance(self.engine, ColocatedEngineRecipe) else None
 
     @property
     def task(self) -> str | None:
-        """The NAME of a task:NAME source."""
+        """Returns NAME of a task:NAME source; None for other sources."""
         return self.data.source.removeprefix("task:") if self.data.source.startswith("task:") else None
 
     @property
     def task_options(self) -> TaskOptions | None:
-        """The options of a task: source, with its defaults; None for other sources and unknown tasks."""
+        """Returns the options of a task: source, with defaults filled in; None for other sources and unknown tasks."""
         return TASKS[self.task].model_validate(self.data.options) if self.task in TASKS else None

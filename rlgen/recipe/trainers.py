@@ -1,4 +1,4 @@
-"""The `trainer` section: three algorithms, every bound and every default of theirs."""
+"""Holds the `trainer` section: the settings of three algorithms, with their bounds and defaults."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from rlgen.recipe.fields import Number, Strict
 
 
 class Preset(Strict):
-    """Fields whose defaults depend on another field's value: `choice` names it, `presets` its values' defaults."""
+    """A model in which the value of one field (`choice`) decides the defaults of others (`presets`)."""
 
     choice: ClassVar[str]
     presets: ClassVar[dict[str, dict[str, Any]]]
@@ -16,6 +16,7 @@ class Preset(Strict):
     @model_validator(mode="before")
     @classmethod
     def fill(cls, data: Any) -> Any:
+        """Fills in the defaults that belong to the chosen value."""
         if not isinstance(data, dict):
             return data
         chosen = data.get(cls.choice, cls.model_fields[cls.choice].default)
@@ -23,10 +24,12 @@ class Preset(Strict):
 
 
 class GeometricRecipe(Strict):
-    """Drops completions whose mean ratio of a token is outside; for long completions, whose products of ratios explode."""
+    """Drops completions whose mean ratio of a token is out of bounds; meant for long ones, whose products of ratios explode."""
 
     min: Annotated[float, Field(strict=True, gt=0, lt=1)] = 0.99
+    """Completions whose mean ratio is lower are dropped."""
     max: Annotated[float, Field(strict=True, gt=1, le=1e6)] = 1.01
+    """Completions whose mean ratio is higher are dropped."""
 
 
 class CorrectionRecipe(Preset):
@@ -49,17 +52,19 @@ class CorrectionRecipe(Preset):
 
     @property
     def corrects(self) -> bool:
+        """Returns whether anything is corrected: by weights, or by dropping completions."""
         return self.mode != "none" or self.geometric is not None
 
 
 class PairCorrectionRecipe(CorrectionRecipe):
-    """A preference has no weight: a pair is kept, or dropped when one of its completions is."""
+    """The correction for preference pairs: a pair has no weight; it is kept, or dropped if one of its completions is dropped."""
 
     mode: Literal["sequence_mask", "none"] = "none"
     """Drop pairs by the ratio of a whole completion."""
 
 
 def refuse_k1(value: object) -> object:
+    """Returns the value. Raises ValueError for k1, whose gradient in a loss is zero in expectation."""
     if value == "k1":
         raise ValueError("k1 in a loss has an expected gradient of zero; set k3_is, or k1_in_reward")
     return value
@@ -70,7 +75,7 @@ Updates = Annotated[StrictInt, Field(ge=1, le=1000)]
 
 
 class PolicyRecipe(Strict):
-    """What the policy-gradient trainers share."""
+    """Settings that the policy-gradient trainers share."""
 
     beta: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
     """Weight of the KL to a reference; a reference is held only above 0."""
@@ -97,8 +102,11 @@ class PolicyRecipe(Strict):
     updates_per_rollout: Updates = 1
     """Optimizer steps on each rollout, all of its rows in each."""
     correction: CorrectionRecipe = CorrectionRecipe()
+    """Importance weights for the difference between the engine's and the trainer's log-probs."""
 
 
+# Losses with settings of their own, which begin with the loss's name, in place of clip_low, clip_high and delta.
+OWN_SETTINGS = ("cispo", "sapo", "vespo")
 SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 
 
@@ -129,13 +137,15 @@ class GRPORecipe(PolicyRecipe, Preset):
     sapo_tau_positive: Annotated[float, Field(strict=True, gt=0, le=1000)] = 1.0
     """Steepness of sapo's gate for positive advantages."""
     sapo_tau_negative: Annotated[float, Field(strict=True, gt=0, le=1000)] = 1.05
-    """For negative ones."""
+    """Steepness of sapo's gate for negative advantages."""
     vespo_k_positive: Annotated[float, Field(strict=True, ge=0, le=100)] = 2.0
-    """vespo weighs a completion of ratio W by W^k exp(lambda (1 - W)); this is for positive advantages."""
+    """vespo weighs a completion of ratio W by W^k exp(lambda (1 - W)); this is the k of positive advantages."""
     vespo_lambda_positive: Annotated[float, Field(strict=True, ge=0, le=100)] = 3.0
+    """The lambda of positive advantages."""
     vespo_k_negative: Annotated[float, Field(strict=True, ge=0, le=100)] = 3.0
-    """For negative ones."""
+    """The k of negative advantages."""
     vespo_lambda_negative: Annotated[float, Field(strict=True, ge=0, le=100)] = 2.0
+    """The lambda of negative advantages."""
 
 
 class RLOORecipe(PolicyRecipe):
@@ -158,6 +168,7 @@ Beta = Annotated[float, Field(strict=True, gt=0, le=1000)]
 class OnlineDPORecipe(Strict):
     kind: Literal["online_dpo"]
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Loss of a pair: that of DPO, IPO or SLiC."""
     beta: Beta | Annotated[list[Beta], Field(min_length=1, max_length=1000)] = 0.1
     """How strongly the reference holds. A list: one value for each pass over the data, the last for all after it."""
     length: Literal["sum", "mean"] = "sum"
@@ -173,6 +184,7 @@ class OnlineDPORecipe(Strict):
     updates_per_rollout: Updates = 1
     """Optimizer steps on each rollout, all of its pairs in each."""
     correction: PairCorrectionRecipe = PairCorrectionRecipe()
+    """Drops pairs by the difference between the engine's and the trainer's log-probs."""
 
 
 TrainerRecipe = Annotated[GRPORecipe | RLOORecipe | OnlineDPORecipe, Field(discriminator="kind")]

@@ -1,7 +1,8 @@
-"""YAML text to plain data, with the place of every key. PyYAML composes the nodes; nothing in a file is ever constructed.
+"""Parses YAML text to plain data, with the position of every key. PyYAML only composes the nodes; no object in a file is
+constructed.
 
-Scalars are read as in YAML 1.2: `1e-6` is a number, `no` and `010` are not a boolean and an octal number. An anchor may be
-used again, within the bounds below; `<<` is no key of a recipe, which has `extends` for that.
+Scalars are read as in YAML 1.2: `1e-6` is a number, `no` is not a boolean and `010` is not an octal number. Anchors may be used
+again, within the limits below; `<<` is not supported, since recipes have `extends`.
 """
 
 import re
@@ -19,19 +20,22 @@ NULLS = {"", "~", "null", "Null", "NULL"}
 INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # an escape can write it; no file name has it, and UTF-8 does not
+NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # characters that escapes can write, but that no file name and no UTF-8 text can hold
 PLAIN_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
-MAX_NODES, MAX_DEPTH = 12_000, 50  # keys and values together, repeated anchors counted each time
-MAX_QUOTED = 300  # characters of a file that a message repeats
+MAX_NODES, MAX_DEPTH = 12_000, 50  # nodes are keys and values; a repeated anchor counts each time
+MAX_QUOTED = 300  # most characters of a file that a message quotes
 TOO_LARGE = "too large or too deep for a recipe"
 
 
 class _Loader(yaml.BaseLoader):
-    """Stops while it reads: PyYAML calls itself for every level, and takes seconds for a hundred thousand nodes."""
+    """Stops at MAX_NODES and MAX_DEPTH while PyYAML reads: it recurses for every level, and takes seconds for a hundred thousand
+    nodes.
+    """
 
     nodes = depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Composes a node. Raises ComposerError if the document is too large or too deep."""
         self.nodes, self.depth = self.nodes + 1, self.depth + 1
         if self.nodes > MAX_NODES or self.depth > MAX_DEPTH:
             raise yaml.composer.ComposerError(None, None, TOO_LARGE, self.peek_event().start_mark)
@@ -42,7 +46,7 @@ class _Loader(yaml.BaseLoader):
 
 @dataclass(slots=True)
 class Document:
-    """Plain data, and where its keys and items stand."""
+    """Plain data of a YAML document, and the position of each of its keys and items."""
 
     data: Any
     places: dict[Path, str] = field(default_factory=dict)  # "FILE:LINE:COL"
@@ -50,10 +54,10 @@ class Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Reads one document. Its problems are collected, not raised: the rest of the file is still checked.
+    """Parses one document. Problems are collected, not raised, so that the rest of the file is still checked.
 
     Args:
-        name: what stands before line and column in messages.
+        name: what precedes line and column in messages.
     """
     document = Document(None)
     try:
@@ -62,7 +66,7 @@ def parse(text: str, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         what = " ".join(part for part in (error.context, error.problem) if part)
-        what = TOO_LARGE if what == TOO_LARGE else f"not YAML: {shortened(what, MAX_QUOTED)}"  # it may quote a name of any length
+        what = TOO_LARGE if what == TOO_LARGE else f"not YAML: {shortened(what, MAX_QUOTED)}"  # the message may quote a long name
         document.problems.append(((line, column), Problem(f"{name}:{line}:{column}", what)))
         return document
     except yaml.YAMLError as error:  # characters that YAML does not allow
@@ -75,7 +79,7 @@ def parse(text: str, name: str) -> Document:
 
 
 class _Reader:
-    """Walks the nodes of one document."""
+    """Converts the nodes of one document to plain data, and records positions and problems."""
 
     def __init__(self, name: str, document: Document) -> None:
         self.name = name
@@ -83,10 +87,12 @@ class _Reader:
         self.nodes = 0
 
     def complain(self, node: yaml.Node, what: str, hint: str | None = None) -> None:
+        """Records a problem at the position of a node."""
         line, column = node.start_mark.line + 1, node.start_mark.column + 1
         self.document.problems.append(((line, column), Problem(f"{self.name}:{line}:{column}", what, hint)))
 
     def value(self, node: yaml.Node, path: Path) -> Any:
+        """Returns the plain data of a node, and records its position at `path`. Returns None for a node with a problem."""
         self.nodes += 1
         if self.nodes > MAX_NODES or len(path) > MAX_DEPTH:
             if self.nodes <= MAX_NODES + 1:
@@ -104,10 +110,11 @@ class _Reader:
             return scalar(node.value) if node.style is None else node.value
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-        assert isinstance(node, yaml.MappingNode)  # there is no fourth kind
+        assert isinstance(node, yaml.MappingNode)  # PyYAML has no fourth kind of node
         return self.mapping(node, path)
 
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        """Returns the dict of a mapping node. Records a problem for keys that are not plain text or appear twice."""
         result: dict[str, Any] = {}
         first: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -126,11 +133,12 @@ class _Reader:
 
 
 def shortened(text: str, length: int = 60) -> str:
+    """Cuts a text to `length` characters, the last of which is then an ellipsis."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def scalar(text: str) -> bool | int | float | str | None:
-    """The value of an unquoted scalar."""
+    """Returns the value of an unquoted scalar."""
     if text in NULLS:
         return None
     if text in BOOLS:
@@ -145,10 +153,11 @@ def scalar(text: str) -> bool | int | float | str | None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that `scalar` would read as something else."""
+    """Writes YAML, and quotes texts that `scalar` would read as another type."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    """Returns the node of a text, quoted if `scalar` would not read it as text."""
     style = None if isinstance(scalar(value), str) else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -157,5 +166,19 @@ _Dumper.add_representer(str, _text)
 
 
 def dump(data: Any) -> str:
-    """Plain data to YAML that `parse` reads back as the same."""
+    """Returns plain data as YAML that `parse` reads back unchanged."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def leaves(data: Any, path: Path = ()) -> list[Path]:
+    """Returns the paths of all values. Lists of plain values and empty mappings count as values."""
+    if isinstance(data, dict) and data:
+        return [leaf for key, value in data.items() for leaf in leaves(value, (*path, key))]
+    if isinstance(data, list) and data and isinstance(data[0], dict):
+        return [leaf for index, value in enumerate(data) for leaf in leaves(value, (*path, index))]
+    return [path]
+
+
+def place_of(places: dict[Path, str], loc: tuple[str | int, ...]) -> str | None:
+    """Returns the position of the key at `loc`, or of the nearest key above it; None if neither has one."""
+    return next((places[loc[:end]] for end in range(len(loc), 0, -1) if loc[:end] in places), None)

@@ -1,1 +1,3 @@
-"""Rewards: functions of a completion, or of a group of them, called by parameter name in processes that can be killed."""
+"""Runs rewards: functions of a completion, or of a group of them, called with arguments by name in processes that can be
+killed.
+"""

@@ -1,7 +1,7 @@
-"""Rewards that come with rlgen. Each is called by parameter name, as a user's own, and gives a finite number.
+"""Holds the rewards that come with rlgen. Each is called with arguments by name, like a user's own, and returns a finite number.
 
-All but two take time linear in the length of the completion, so that they cannot be stalled by what a model writes. A
-`pattern` of the user's takes the time that it takes. `math_verify` does algebra, and fails after some seconds.
+All but two take time linear in the length of the completion, so that no model output can stall them. `regex_match` and `format`
+with a `pattern` take as long as the user's pattern takes. `math_verify` does algebra, and raises TimeoutError after some seconds.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-# A number as models write it: -1,234.5  $3  .5  2/3  1e-3. A minus behind a digit or a bracket is no sign.
+# A number as models write it: -1,234.5  $3  .5  2/3  1e-3. A minus after a digit or a bracket is not a sign.
 NUMBER = re.compile(
     r"""(?P<minus>(?<![\w)\]}.])-)? \\?\$?
         (?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)
@@ -19,16 +19,16 @@ NUMBER = re.compile(
     re.ASCII | re.VERBOSE,
 )
 LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", re.ASCII)
-# Longer literals are no answers: exact arithmetic on them would take more than linear time.
+# Longer literals are ignored: exact arithmetic on them would take more than linear time.
 MAX_LITERAL = 300
-# The parser of math-verify takes exponential time in brackets within brackets; no answer has that many.
+# The parser of math-verify takes exponential time in the depth of nested brackets; no real answer is that deep.
 MAX_NESTING = 50
 INNERMOST = re.compile(r"[({\[][^(){}\[\]]*[)}\]]")
 THINK_ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def exact_match(completion: str, answer: object) -> float:
-    """1.0 where the completion is the answer, white space around both aside; else 0.0.
+    """Returns 1.0 if the completion equals the answer, apart from white space around both; else 0.0.
 
     Raises:
         ValueError: there is no answer.
@@ -39,10 +39,10 @@ def exact_match(completion: str, answer: object) -> float:
 
 
 def numeric_match(completion: str, answer: object, tolerance: float = 1e-6) -> float:
-    """1.0 where the last number of the completion is the last number of the answer, else 0.0.
+    """Returns 1.0 if the last number of the completion equals the last number of the answer, else 0.0.
 
-    A number right behind `####` goes before the last one. `$`, `%` and thousands separators are dropped;
-    fractions, also LaTeX's, are values: 1/2 equals 0.5.
+    If a number follows the last `####`, that number is taken instead. `$`, `%` and thousands separators are dropped; fractions,
+    also in LaTeX, are compared by value: 1/2 equals 0.5.
 
     Args:
         completion: a text without a number earns 0.0.
@@ -60,12 +60,12 @@ def numeric_match(completion: str, answer: object, tolerance: float = 1e-6) -> f
 
 
 def regex_match(completion: str, pattern: str, full: bool = False) -> float:
-    """1.0 where `pattern` is found in the completion (`full`: where it matches all of it), else 0.0."""
+    """Returns 1.0 if `pattern` is found in the completion (with `full`: if it matches all of it), else 0.0."""
     return float(bool(re.fullmatch(pattern, completion) if full else re.search(pattern, completion)))
 
 
 def length(completion_ids: Sequence[int], target: int) -> float:
-    """0.0 at `target` tokens, falling by 1 for every `target` tokens more or less: -|n - target| / target.
+    """Returns -|n - target| / target for n tokens: 0.0 at `target`, and 1 less for every `target` tokens more or fewer.
 
     Raises:
         ValueError: the target is not positive.
@@ -76,7 +76,8 @@ def length(completion_ids: Sequence[int], target: int) -> float:
 
 
 def overlong(completion_ids: Sequence[int], max_completion_tokens: int, buffer: int | None = None) -> float:
-    """DAPO's soft penalty (arXiv 2503.14476, eq. 13): 0, falling to -1 over the last `buffer` tokens before the limit.
+    """Returns DAPO's soft length penalty (arXiv 2503.14476, eq. 13): 0, falling to -1 over the last `buffer` tokens before the
+    limit.
 
     Args:
         max_completion_tokens: `rollout.max_completion_tokens`.
@@ -95,7 +96,7 @@ def overlong(completion_ids: Sequence[int], max_completion_tokens: int, buffer: 
 
 
 def layout(completion: str, pattern: str | None = None) -> float:
-    """1.0 where the completion is `<think>...</think><answer>...</answer>`, each tag once; else 0.0.
+    """Returns 1.0 if the completion is `<think>...</think><answer>...</answer>` with each tag once; else 0.0.
 
     Args:
         completion: white space around it and between the two parts is allowed.
@@ -112,9 +113,9 @@ def layout(completion: str, pattern: str | None = None) -> float:
 
 
 def math_verify(completion: str, answer: object, seconds: int = 5, longest: int = 5_000) -> float:
-    """1.0 where the completion's final answer equals the answer as mathematics (the package math-verify), else 0.0.
+    """Returns 1.0 if the completion's final answer equals the answer mathematically (package math-verify), else 0.0.
 
-    LaTeX, \\boxed{} and plain expressions are read: \\frac{1}{2} equals 0.5, (a+b)^2 equals a^2+2ab+b^2.
+    Reads LaTeX, \\boxed{} and plain expressions: \\frac{1}{2} equals 0.5, (a+b)^2 equals a^2+2ab+b^2.
 
     Args:
         completion: what cannot be read, as brackets more than fifty deep, earns 0.0.
@@ -127,11 +128,11 @@ def math_verify(completion: str, answer: object, seconds: int = 5, longest: int 
         TimeoutError: reading or comparing takes longer than `seconds`, as that of 9^{9^{9^9}} does.
         Exception: whatever else the package raises. A comparison that failed says nothing about the completion: it is no 0.0.
     """
-    # Two seconds of imports, for those who use it. Its clock is an alarm, which needs a process's main thread, as here.
+    # Imported here because it takes two seconds. Its timeout is an alarm signal, which needs the main thread of a process.
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it prints whole completions
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
     gold = str(answer).rpartition("####")[2].strip()
     text = completion[-longest:].encode("utf-8", "replace").decode()
     try:
@@ -140,19 +141,20 @@ def math_verify(completion: str, answer: object, seconds: int = 5, longest: int 
             raise ValueError(f"the answer {gold[:80]!r} is no mathematical expression; exact_match compares texts")
         found = [] if too_deep(text) else parse(text, parsing_timeout=seconds, raise_on_error=True)
         return float(verify(expected, found, timeout_seconds=seconds, raise_on_error=True))
-    except TimeoutException:  # its own text holds the whole completion
+    except TimeoutException:  # the package's message holds the whole completion
         raise TimeoutError(f"the completion was not read, or not compared with {gold[:80]!r}, within {seconds} s") from None
 
 
 def too_deep(text: str) -> bool:
-    """Whether more than `MAX_NESTING` pairs of brackets stand one within the other."""
+    """Returns whether more than `MAX_NESTING` pairs of brackets are nested in each other."""
     for _ in range(MAX_NESTING):
         text = INNERMOST.sub("", text)
     return INNERMOST.search(text) is not None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text, exactly; that behind the last `####` if one stands there. None: no number.
+    """Returns the last number of a text as an exact fraction, or the number that follows the last `####`. None: there is no
+    number.
 
     last_number("so 3 apples cost $1,234.50.") -> Fraction(2469, 2)
     """

@@ -1,4 +1,4 @@
-"""From an entry of `rewards` and what a worker found out about its function to the names that it is called with."""
+"""Combines an entry of `rewards` with what a worker found out about its function, and checks the names of its parameters."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from rlgen.errors import DataError, RewardError
 from rlgen.recipe.models import RewardRecipe
-from rlgen.rewards.worker import Facts
+from rlgen.rewards.load import FunctionFacts
 
-# What rlgen gives to a reward, besides the data set's columns: for one sample, and for a group as lists.
+# Arguments that rlgen passes to a reward besides the data set's columns: for one sample, or as lists for a group.
 OF_EITHER = frozenset({"prompt_ids", "completion_ids", "finish_reason", "max_completion_tokens", "step"})
 SAMPLE_NAMES = OF_EITHER | {"prompt", "completion"}
 GROUP_NAMES = OF_EITHER | {"prompts", "completions", "finish_reasons"}
@@ -17,7 +17,7 @@ GROUP_NAMES = OF_EITHER | {"prompts", "completions", "finish_reasons"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """A reward that is ready to be called, by a worker: its code is not in this process."""
+    """One reward, ready to be called by a worker: its code is not imported in this process."""
 
     label: str
     use: str
@@ -33,13 +33,13 @@ class RewardFunction:
     max_error_fraction: float  # of the calls of a step
 
     def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `available` that the function takes, and the recipe's."""
+        """Returns those of `available` that the function takes, and the recipe's `args`."""
         taken = available if self.names is None else {n: v for n, v in available.items() if n in self.names}
         return {**taken, **self.args}
 
 
-def resolve(entry: RewardRecipe, facts: Facts, columns: Collection[str]) -> RewardFunction:
-    """Checks that every parameter will be filled.
+def resolve(entry: RewardRecipe, facts: FunctionFacts, columns: Collection[str]) -> RewardFunction:
+    """Checks that every parameter of the function will be filled, and returns the reward.
 
     Args:
         facts: about the function behind `entry.use`.

@@ -1,9 +1,12 @@
-"""Samples to rewards by name and their weighted sum. Failures stay apart from zeros, and from rewards that do not apply."""
+"""Computes the rewards of samples: each by name, and their weighted sum. A failed reward is not a 0, and neither is one that does
+not apply.
+"""
 
 import json
 import logging
 import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import closing
@@ -11,22 +14,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from rlgen.errors import CheckpointError, RewardError
 from rlgen.files import write_text, written
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.redact import printable_json
-from rlgen.rewards.pool import Limits, Pool
+from rlgen.rewards.failures import Failed
+from rlgen.rewards.load import RewardSource
+from rlgen.rewards.pool import Pool, WorkerLimits
 from rlgen.rewards.resolve import RewardFunction, resolve
-from rlgen.rewards.worker import Call, Failed, Source
-from rlgen.types import Group, Sample
+from rlgen.rewards.worker import RewardCall, ids_from
+from rlgen.types import Group, Ids, Sample
 
-MOST_WORKERS = 8  # unless the recipe says more: each has the user's imports in memory
+MOST_WORKERS = 8  # default limit: each worker holds the user's imports in memory
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A call of a reward, for one sample or for all of a group, and what it is asked with."""
+    """One call of a reward with its arguments, for one sample or for all samples of a group."""
 
     reward: RewardFunction
     group: Group
@@ -41,74 +48,64 @@ class Scorer:
     rewards: tuple[RewardFunction, ...]
     max_completion_tokens: int
     pool: Pool
-    failures: Path | None  # folder for samples whose reward failed: the first of each reward, and what ends the run
-    known: set[str] = field(default_factory=set)  # labels of rewards that have failed before
+    failures: Path | None  # folder for failed calls: the first of each reward, and the one that ends the run
+    known: set[str] = field(default_factory=set)  # labels of rewards that have failed already
 
     @property
     def weights(self) -> dict[str, float]:
-        """By label, in the order of the recipe."""
+        """Returns the weight of each reward by label, in the recipe's order."""
         return {reward.label: reward.weight for reward in self.rewards}
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the worker processes."""
         self.pool.close()
 
+    def begin(self, step: int) -> "Scoring":
+        """Returns an object that scores the groups of a step one by one, while other groups are still sampled."""
+        return Scoring(self, step)
+
     def score(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """The same groups with `rewards`, `reward` and `reward_errors` of every sample filled in.
+        """Returns the same groups with `rewards`, `reward` and `reward_errors` of every sample filled in.
 
         Raises:
             RewardError: a call failed whose reward says `on_error: fail`, or more than `max_error_fraction` of a reward's calls.
         """
-        asks, calls = self.calls(groups, step)
-        budget = {
-            reward.label: math.ceil(reward.max_error_fraction * sum(ask.reward is reward for ask in asks))
-            for reward in self.rewards
-        }
-        values: dict[tuple[int, int], dict[str, float | None]] = {}
-        errors: dict[tuple[int, int], dict[str, str]] = {}
-        spent: Counter[str] = Counter()
-        with closing(self.pool.run(calls)) as outcomes:
-            for outcome in outcomes:
-                ask, result = asks[outcome.id], outcome.values
-                label = ask.reward.label
-                if isinstance(result, Failed):
-                    spent[label] += 1
-                    self.failed(ask, result, step, spent[label], budget[label])
-                    for sample in ask.samples:
-                        errors.setdefault(key(sample), {})[label] = f"{result.cause}: {result.message}"
-                    result = (0.0 if ask.reward.on_error == "zero" else None,) * len(ask.samples)
-                for sample, value in zip(ask.samples, result, strict=True):
-                    values.setdefault(key(sample), {})[label] = value
-        return [self.scored(group, values, errors) for group in groups]
+        with closing(self.begin(step)) as scoring:
+            return scoring.result(groups)
 
-    def calls(self, groups: Sequence[Group], step: int) -> tuple[list[Ask], list[Call]]:
-        """What is asked about the groups, and the same for a worker: the id of a call is its place."""
+    def calls_of(self, group: Group, step: int, first: int) -> tuple[list[Ask], list[RewardCall]]:
+        """Returns the calls that a group needs, and the same calls in the form that is sent to a worker, numbered from `first`
+        on.
+        """
         labels, longest = [reward.label for reward in self.rewards], self.max_completion_tokens
-        asks = [ask for group in groups for reward in self.rewards for ask in asks_of(reward, group, step, longest)]
+        asks = [ask for reward in self.rewards for ask in asks_of(reward, group, step, longest)]
         return asks, [
-            Call(number, labels.index(ask.reward.label), ask.arguments, len(ask.samples) if ask.reward.of_group else None)
-            for number, ask in enumerate(asks)
+            RewardCall(number, labels.index(ask.reward.label), ask.arguments, len(ask.samples) if ask.reward.of_group else None)
+            for number, ask in enumerate(asks, first)
         ]
 
-    def scored(
-        self,
-        group: Group,
-        values: dict[tuple[int, int], dict[str, float | None]],
-        errors: dict[tuple[int, int], dict[str, str]],
-    ) -> Group:
-        """The group with its values in the order of the recipe, and their sums."""
+    def scored(self, group: Group, values: "Values") -> Group:
+        """Returns the group with the values of its rewards, in the recipe's order, and their weighted sums."""
         weights = self.weights
-        table = [{label: values[key(sample)][label] for label in weights} for sample in group.samples]
+        table = [{label: values.rewards[key(sample)][label] for label in weights} for sample in group.samples]
         samples: list[Sample] = []
         for sample, rewards, total in zip(group.samples, table, weighted_sums(table, weights), strict=True):
-            wrong = errors.get(key(sample), {})
-            # What a failed reward would have been is not known: its sample is not compared with the others.
+            wrong = values.errors.get(key(sample), {})
+            # The value of a failed reward is unknown: its sample is not compared with the others.
             known = all(rewards[label] is not None for label in wrong)
             samples.append(replace(sample, rewards=rewards, reward=total if known else None, reward_errors=wrong))
         return replace(group, samples=tuple(samples))
 
     def failed(self, ask: Ask, failed: Failed, step: int, count: int, budget: int) -> None:
-        """Takes down a failure, and raises RewardError where the recipe does not go on after it."""
+        """Logs and saves the first failure of a reward.
+
+        Args:
+            count: calls of this reward that have failed in this step, this one included.
+            budget: calls of this reward that may fail in this step.
+
+        Raises:
+            RewardError: the reward's `on_error` is fail, or `count` exceeds `budget`.
+        """
         reward = ask.reward
         first = reward.label not in self.known
         self.known.add(reward.label)
@@ -130,7 +127,11 @@ class Scorer:
         raise RewardError(f"{what}{hint}{where}{text}")
 
     def save(self, ask: Ask, failed: Failed, step: int) -> Path | None:
-        """Writes down what a reward failed at, to be called with it again."""
+        """Writes the arguments and the error of a failed call to a JSON file, so that the call can be repeated.
+
+        Returns:
+            The file; None: there is no folder for it, or it could not be written.
+        """
         if self.failures is None:
             return None
         sample = "" if ask.reward.of_group else f"_{ask.samples[0].sample_index}"
@@ -149,11 +150,98 @@ class Scorer:
         try:
             with written(self.failures):
                 self.failures.mkdir(parents=True, exist_ok=True)
-            write_text(path, printable_json(json.dumps(record, indent=2, default=repr)) + "\n")
-        except CheckpointError as error:  # a disk too full for a note is no reason to end a run
+            write_text(path, printable_json(json.dumps(record, indent=2, default=shown_as)) + "\n")
+        except CheckpointError as error:  # a full disk does not end the run here
             log.warning("%s", error)
             return None
         return path
+
+
+class Scoring:
+    """Scores the groups of one step: `add` starts the calls of a group, `result` waits for all of them."""
+
+    def __init__(self, scorer: Scorer, step: int) -> None:
+        self._scorer = scorer
+        self._step = step
+        self._stream = scorer.pool.open()
+        self._lock = threading.Lock()
+        self._groups: dict[int, Group] = {}  # as they were added last, by id
+        self._asks: list[Ask] = []
+
+    def add(self, group: Group) -> None:
+        """Starts the calls for a group, all of whose completions are sampled. May be called from any thread."""
+        with self._lock:  # the id of a call is its index in `_asks`
+            asks, calls = self._scorer.calls_of(group, self._step, len(self._asks))
+            self._groups[group.group_id] = group
+            self._asks += asks
+            self._stream.add(calls)
+
+    def result(self, groups: Sequence[Group]) -> list[Group]:
+        """Waits for all calls, and returns all groups of the step with their rewards, in this order.
+
+        A group that was not added, or has changed since, is scored now; what was found for its earlier form does not count.
+        Failures are judged only here: how many calls may fail depends on how many there are.
+
+        Raises:
+            RewardError: as `Scorer.score` does. Calls that still run are then cancelled.
+        """
+        scorer, values = self._scorer, Values({}, {})
+        for group in groups:
+            if self._groups.get(group.group_id) != group:
+                self.add(group)
+        counting = {number for number, ask in enumerate(self._asks) if self._groups[ask.group.group_id] is ask.group}
+        calls = Counter(self._asks[number].reward.label for number in counting)
+        budget = {reward.label: math.ceil(reward.max_error_fraction * calls[reward.label]) for reward in scorer.rewards}
+        spent: Counter[str] = Counter()
+        with closing(self._stream):
+            for outcome in self._stream.outcomes():
+                if outcome.id not in counting:
+                    continue
+                ask, result = self._asks[outcome.id], outcome.values
+                label = ask.reward.label
+                if isinstance(result, Failed):
+                    spent[label] += 1
+                    scorer.failed(ask, result, self._step, spent[label], budget[label])
+                values.take(ask, result)
+        return [scorer.scored(group, values) for group in groups]
+
+    def close(self) -> None:
+        """Cancels the calls that still run."""
+        self._stream.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Results of calls so far, by (group id, sample index) and by the reward's label."""
+
+    rewards: dict[tuple[int, int], dict[str, float | None]]
+    errors: dict[tuple[int, int], dict[str, str]]
+
+    def take(self, ask: Ask, result: tuple[float | None, ...] | Failed) -> None:
+        """Stores the result of a call. A failed call gives 0.0 if the reward's `on_error` is zero, else None, and an entry in
+        `errors`.
+        """
+        label = ask.reward.label
+        if isinstance(result, Failed):
+            for sample in ask.samples:
+                self.errors.setdefault(key(sample), {})[label] = f"{result.cause}: {result.message}"
+            result = (0.0 if ask.reward.on_error == "zero" else None,) * len(ask.samples)
+        for sample, value in zip(ask.samples, result, strict=True):
+            self.rewards.setdefault(key(sample), {})[label] = value
+
+
+class SentIds:
+    """Token ids that are pickled as int32 bytes, and unpickled in the worker as a plain list of ints."""
+
+    def __init__(self, ids: Ids) -> None:
+        self.ids = ids
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ids_from, (numpy.asarray(self.ids, dtype=numpy.int32).tobytes(),)
+
+    def tolist(self) -> list[int]:
+        """Returns the list that the worker receives."""
+        return ids_from(self.__reduce__()[1][0])
 
 
 def open_scorer(
@@ -176,13 +264,14 @@ def open_scorer(
         RewardError: a function is not there, its import fails or does not end, or it cannot be called by name.
         CheckpointError: the disk is full.
     """
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this run on this machine: each has workers
-    limits = Limits(
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # trainer processes on this machine: each has its own workers
+    limits = WorkerLimits(
         workers=scoring.workers or max(1, min(MOST_WORKERS, cores() // beside)),
         memory=int(scoring.memory_gib * 2**30),
         import_timeout=scoring.import_timeout,
+        concurrency=scoring.concurrency,
     )
-    pool = Pool([Source(entry.use, entry.timeout) for entry in entries], limits, output)
+    pool = Pool([RewardSource(entry.use, entry.timeout) for entry in entries], limits, output)
     try:
         facts = pool.facts()
         rewards = tuple(resolve(entry, fact, columns) for entry, fact in zip(entries, facts, strict=True))
@@ -192,20 +281,26 @@ def open_scorer(
     return Scorer(rewards=rewards, max_completion_tokens=max_completion_tokens, pool=pool, failures=failures)
 
 
+def shown_as(value: Any) -> Any:
+    """Converts a value that JSON cannot encode: token ids to a list, anything else to its repr."""
+    return value.tolist() if isinstance(value, SentIds) else repr(value)
+
+
 def cores() -> int:
-    """Those that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def key(sample: Sample) -> tuple[int, int]:
+    """Returns (group id, sample index), which identifies a sample within a step."""
     return sample.group_id, sample.sample_index
 
 
 def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, float]) -> list[float | None]:
-    """The reward of each sample of one group.
+    """Returns the total reward of each sample of one group: the weighted sum of its rewards.
 
-    A reward that applies to no sample of the group is left out. Where one applies to some of them only, the others cannot be
-    compared: their sum is None. None is never 0.
+    A reward that applies to no sample of the group is left out. If a reward applies to only some of the samples, those that it
+    does not apply to cannot be compared with the others: their total is None. None never counts as 0.
     """
     applying = [label for label in weights if any(row[label] is not None for row in table)]
     totals: list[float | None] = []
@@ -218,7 +313,9 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
 
 
 def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int) -> list[Ask]:
-    """The calls that a reward needs for a group, with everything a function may ask for by name."""
+    """Returns the calls of one reward for a group, with every argument that the function takes: one call, or one for each
+    sample.
+    """
     prompt = group.prompt
     if reward.of_group:
         count = len(group.samples)
@@ -226,8 +323,8 @@ def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_toke
             **{name: [value] * count for name, value in prompt.columns.items()},
             "prompts": [prompt.text] * count,
             "completions": [sample.completion for sample in group.samples],
-            "prompt_ids": [list(sample.prompt_ids) for sample in group.samples],
-            "completion_ids": [list(sample.completion_ids) for sample in group.samples],
+            "prompt_ids": [SentIds(sample.prompt_ids) for sample in group.samples],
+            "completion_ids": [SentIds(sample.completion_ids) for sample in group.samples],
             "finish_reason": [sample.finish_reason for sample in group.samples],
             "finish_reasons": [sample.finish_reason for sample in group.samples],
             "max_completion_tokens": max_completion_tokens,
@@ -244,8 +341,8 @@ def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_toke
                     **prompt.columns,
                     "prompt": prompt.text,
                     "completion": sample.completion,
-                    "prompt_ids": list(sample.prompt_ids),
-                    "completion_ids": list(sample.completion_ids),
+                    "prompt_ids": SentIds(sample.prompt_ids),
+                    "completion_ids": SentIds(sample.completion_ids),
                     "finish_reason": sample.finish_reason,
                     "max_completion_tokens": max_completion_tokens,
                     "step": step,
@@ -257,5 +354,6 @@ def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_toke
 
 
 def place(ask: Ask) -> str:
+    """Returns the position of a call in the words of messages: reward, prompt and sample."""
     which = "" if ask.reward.of_group else f", sample {ask.samples[0].sample_index}"
     return f"reward {ask.reward.label}, prompt at position {ask.group.group_id}{which}"

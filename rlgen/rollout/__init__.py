@@ -1,1 +1,1 @@
-"""Prompts to groups of sampled completions, and samples to micro-batches."""
+"""Turns prompts into groups of sampled completions, and samples into micro-batches; owns the journal and the rollout files."""

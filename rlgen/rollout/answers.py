@@ -1,4 +1,4 @@
-"""Each answer of an engine against its request. Costs nothing beside sampling, so every rollout is checked."""
+"""Checks of each engine answer against its request. They cost nothing beside sampling, so every rollout is checked."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ ROUNDING = 1e-6  # a log-prob of a certain token may come out this much above 0
 def check_answers(
     requests: Sequence[Request], answers: Sequence[Completion], sampling: Sampling, version: int, oldest: int | None = None
 ) -> None:
-    """Compares count, prompts, order, ids, log-probs, the tokens that ended completions, and the version of the weights.
+    """Checks count, prompts, order, ids, log-probs, stop tokens and weight versions of the answers against the requests.
 
     Args:
         version: of the weights that the trainer holds.
-        oldest: of weights that may have sampled. None: `version` alone.
+        oldest: oldest version that may have sampled. None: `version` alone.
 
     Raises:
-        SentinelError: an answer is not one to its request, or lacks what training needs.
+        SentinelError: an answer does not match its request, or lacks what training needs.
     """
     if flattened(answers, sampling):
         raise SentinelError(
@@ -32,7 +32,7 @@ def check_answers(
             Fault.MISSING_PROMPT,
             f"{len(requests)} completions were asked for, {len(answers)} came: a prompt was dropped or repeated",
         )
-    asked, told = [request.prompt_ids for request in requests], [answer.prompt_ids for answer in answers]
+    asked, told = [request.prompt_ids.tobytes() for request in requests], [answer.prompt_ids.tobytes() for answer in answers]
     if asked != told:
         if Counter(asked) == Counter(told):
             first = next(place for place, pair in enumerate(zip(asked, told, strict=True)) if pair[0] != pair[1])
@@ -57,24 +57,29 @@ def check_answers(
 
 
 def flattened(answers: Sequence[Completion], sampling: Sampling) -> bool:
-    """One token each, though more were allowed and no stop token explains it."""
+    """Returns whether every answer has one token, though `max_tokens` allows more and not every one ended with a stop token."""
     if not answers or sampling.max_tokens == 1 or any(len(answer.token_ids) != 1 for answer in answers):
         return False
     return not all(answer.finish_reason == "stop" and answer.token_ids[0] in sampling.stop_ids for answer in answers)
 
 
 def check_answer(place: int, answer: Completion, sampling: Sampling) -> None:
+    """Raises SentinelError if an answer lacks its stop token or a log-prob, or its spans cover only a part of its ids."""
     ids, logp = answer.token_ids, answer.logp
-    if not ids or (answer.finish_reason == "stop" and sampling.regex is None and ids[-1] not in sampling.stop_ids):
+    if not len(ids) or (answer.finish_reason == "stop" and sampling.regex is None and ids[-1] not in sampling.stop_ids):
         raise SentinelError(
             Fault.DROPPED_STOP_TOKEN,
-            f"answer {place} was ended by a stop token, says the engine, but its last id is {ids[-1] if ids else 'none'}: without"
-            " that token the model never learns to stop; make the engine keep it",
+            f"answer {place} was ended by a stop token, says the engine, but its last id is {ids[-1] if len(ids) else 'none'}:"
+            " without that token the model never learns to stop; make the engine keep it",
         )
-    scored = sum(value <= ROUNDING for value in logp)
+    scored = int((logp <= ROUNDING).sum())
     if len(logp) != len(ids) or scored != len(ids):
         raise SentinelError(
             Fault.MISSING_LOGPROBS,
             f"answer {place} has {len(ids)} ids and {scored} log-probs: each id needs the one that it was sampled with, the stop"
             " token too; without it nothing proves what sampled it",
+        )
+    if (named := sum(span.stop - span.start for span in answer.spans)) not in (0, len(ids)):
+        raise SentinelError(
+            Fault.STALE_ROLLOUTS, f"answer {place} has {len(ids)} ids, and the engine says of {named} which weights sampled them"
         )

@@ -1,57 +1,59 @@
-"""What was sampled and scored since the last checkpoint: a run that is killed samples none of it again.
+"""Journal of a run: stores answers and rewards since the last checkpoint, so that a resumed run does not sample them again.
 
-`journal/step_000013.jsonl` has one line for each answer, written when it is finished, one for each group that was scored, and
-one for the weights that the step starts from. Of several processes each writes its own, `step_000013.rank1.jsonl`.
+    journal/step_000013.bin, step_000013.rank1.bin   answers as they finish, and rewards of groups; one file per process
+    journal/step_000013.parquet                      the rollouts of a step that an earlier attempt had already trained
+    journal/start_000013.jsonl                       the weights that the step starts from, and the sentinel's gaps so far
 
-A line is in the hands of the system when `append` returns: a killed process loses none, and half a line, which ends the file of
-one that was killed while it wrote, is left out. A power cut may lose what was not flushed: it is sampled again. What a checkpoint
-relies on is flushed before it is written (`flush`). Each line ends with its checksum: one that a disk has changed is left out.
+When `append` returns, the record has been written to the operating system but not flushed. A killed process loses no complete
+record; a record that was only partly written is ignored by the reader. After a power cut unflushed records may be missing, and
+are sampled again. Records that a checkpoint relies on are flushed before the checkpoint is written (`flush`). Each record has a
+checksum; a record whose checksum does not match is ignored. Once the rollouts of a step are on disk they contain its answers,
+and the journal files of that step are removed (`retire`).
 
-An answer is taken from the journal when it was given to the same request (prompt, seed, sampling settings) by an engine of the
-same kind, version and settings with the same weights, bit for bit. All else is sampled anew, and said.
+An answer is reused only if it was given to the same request (prompt, seed, sampling settings) by an engine of the same kind,
+version and settings with bit-identical weights. Every other answer is sampled again, and a message says how many and why. A step
+is read on demand; each process reads its own rows from the files of all processes that wrote the step.
 """
 
-import hashlib
-import json
-import os
+import errno
+import shutil
 import sys
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlgen.engines.base import Facts
-from rlgen.errors import CheckpointError
-from rlgen.files import append_text, flush, read_bytes, write_text, written
+from rlgen.files import append_text, flush, unwritable, written
 from rlgen.processes import Processes
-from rlgen.types import Completion, Group, Request, Sample, Sampling
+from rlgen.rollout.digests import asked_digest, columns_digest, digest, digest_of
+from rlgen.rollout.frames import Answer, Record, Rewards, append_frames, read_frames
+from rlgen.rollout.lines import Line, mend, sealed, sound_lines
+from rlgen.rollout.parquet import Rollout, Stamp, parts_of, read_part, read_stamp
+from rlgen.types import Completion, Group, Request, Sample, Samples, Sampling
 
-ANSWER = [name.name for name in fields(Completion) if name.name != "prompt_ids"]  # those are in the request
-
-Line = dict[str, Any]
-Key = tuple[int, int, int]  # step, group, place in the group
+Place = tuple[int, int]  # group id, sample index
 
 
 @dataclass(slots=True, kw_only=True)
 class Journal:
-    """The journal of one process. What others have written is read once, when it is opened, and is the same for all."""
+    """The journal of one process: writes this process's records, and reads the records of all processes of earlier attempts."""
 
     folder: Path
     rank: int
     engine: str  # digest of what decides how ids become log-probs
     judge: str  # digest of the rewards
     say: Callable[[str], None]
-    answers: dict[Key, list[Line]] = field(default_factory=dict)  # of earlier attempts, the last one last
-    scores: dict[tuple[int, int], list[Line]] = field(default_factory=dict)  # by step and group
-    starts: list[Line] = field(default_factory=list)  # weights, and what they came from
+    files: Mapping[int, Sequence[str]] = field(default_factory=dict)  # earlier attempts' files by step; the same in all ranks
+    starts: Sequence[Line] = ()  # start records of earlier attempts: weights, and the weights of the version before
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
-    newest: int = 0  # step of the newest answers of earlier attempts, the same in all processes
-    begun: set[int] = field(default_factory=set)  # steps of which this process has written
-    started: tuple[int, Line] | None = None  # the last start that was written, and its step
+    begun: set[int] = field(default_factory=set)  # steps for which this process has written records
+    kept: set[int] = field(default_factory=set)  # steps whose rollouts lack some answers
+    told: set[str] = field(default_factory=set)  # files whose damage was reported
+    started: int = 0  # the step of the last start that was written
     closed: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)  # answers come in another thread
+    lock: threading.Lock = field(default_factory=threading.Lock)  # engines report answers from another thread
 
     @classmethod
     def open(
@@ -64,49 +66,58 @@ class Journal:
         say: Callable[[str], None],
         beside: Sequence[object] = (),
     ) -> "Journal":
-        """Reads what is there of the steps after `done`.
+        """Lists the journal files of steps after `done` and reads the start records, in the main process for all.
 
         Args:
-            judge: what decides rewards.
-            beside: what decides answers, but the engine's facts and the trained weights.
+            folder: the journal's folder; created if missing.
+            done: last step that the checkpoint contains.
+            engine: facts that decide log-probs; `max_model_len` and `cache_block` are left out of the digest.
+            judge: values that decide the rewards.
+            say: prints one line to the user.
+            beside: values that decide the answers, other than the engine's facts and the trained weights.
 
         Raises:
-            CheckpointError: the folder cannot be made, or a file in it is a link.
+            CheckpointError: the folder cannot be created, or one of its files is a symbolic link.
         """
 
-        def read() -> list[tuple[int, Line]]:
+        def look() -> tuple[dict[int, list[str]], list[Line]]:
             with written(folder):
                 folder.mkdir(exist_ok=True)
-                files = [(step, path) for path in sorted(folder.iterdir()) if (step := step_of(path)) is not None and step > done]
-                return [(step, line) for step, path in files for line in sound_lines(path, say)]
+                later = [path for path in sorted(folder.iterdir()) if (step_of(path) or 0) > done]
+            if link := next((path for path in later if path.is_symlink()), None):
+                raise unwritable(link, OSError(errno.ELOOP, "a link"))
+            files: dict[int, list[str]] = {}
+            for path in later:
+                if not is_start(path):
+                    files.setdefault(step_of(path) or 0, []).append(path.name)
+            return files, [line for path in later if is_start(path) for line in sound_lines(path, say)]
 
         described = {name: value for name, value in asdict(engine).items() if name not in ("max_model_len", "cache_block")}
-        journal = cls(
+        files, starts = processes.on_main(look)
+        return cls(
             folder=folder,
             rank=processes.rank,
             engine=digest(sorted(described.items()), processes.device.type, *beside),
             judge=digest(*judge),
             say=say,
+            files=files,
+            starts=starts,
         )
-        for step, line in processes.on_main(read):
-            if line["kind"] == "answer":
-                journal.answers.setdefault((step, line["group_id"], line["sample_index"]), []).append(line)
-                journal.newest = max(journal.newest, step)
-            elif line["kind"] == "rewards":
-                journal.scores.setdefault((step, line["group_id"]), []).append(line)
-            elif line["kind"] == "start":
-                journal.starts.append(line)
-        return journal
+
+    @property
+    def newest(self) -> int:
+        """Returns the last step for which earlier attempts left answers, 0 if none; the same in all processes."""
+        return max(self.files, default=0)
 
     def starts_from(self, version: int, weights: str, gaps: Sequence[float]) -> Sequence[float]:
-        """Takes down the weights that step `version` + 1 starts from; the main process writes them.
+        """Records the weights that step `version` + 1 starts from; only the main process writes the record.
 
         Args:
-            weights: their digest, see `models.weights.bits`.
-            gaps: what the sentinel remembers of the batches before.
+            weights: digest of the weights, see `models.weights.bits`.
+            gaps: the sentinel's measurements of earlier batches.
 
         Returns:
-            What it remembered when an earlier attempt had these weights, or `gaps`.
+            The gaps that an earlier attempt recorded with the same weights and version, else `gaps`.
         """
         before = self.weights.get(version - 1)
         if before is None:
@@ -116,39 +127,53 @@ class Journal:
             if before is not None:
                 self.weights[version - 1] = before
         self.weights[version] = weights
+        self.started = version + 1
         if self.rank == 0:
-            start = {"kind": "start", "version": version, "weights": weights, "before": before, "gaps": list(gaps)}
-            self.started = (version + 1, start)
-            self.append(version + 1, start)
+            start = {"version": version, "weights": weights, "before": before, "gaps": list(gaps)}
+            with self.lock:
+                if not self.closed:
+                    path = self.start_path(version + 1)
+                    if path.exists():
+                        mend(path)
+                    append_text(path, sealed(start), False)
         return gaps
 
     def answered(self, step: int, group_id: int, sample_index: int, request: Request, sampling: Sampling, c: Completion) -> None:
-        """Writes one answer."""
-        self.append(
-            step,
-            {
-                "kind": "answer",
-                "group_id": group_id,
-                "sample_index": sample_index,
-                "asked": digest(c.prompt_ids, request.seed, sampling),  # the prompt that was answered, says the engine
-                "engine": self.engine,
-                "weights": self.weights.get(c.weight_version),
-                **{name: getattr(c, name) for name in ANSWER},
-            },
+        """Writes one answer of the engine to the journal of `step`."""
+        answer = Answer(
+            group_id=group_id,
+            sample_index=sample_index,
+            asked=asked_digest(c.prompt_ids, request.seed, digest(sampling)),  # the prompt that the engine reports
+            engine=self.engine,
+            weights={int(span.version): self.weights.get(span.version) for span in c.spans},
+            token_ids=c.token_ids.astype("<i4", copy=False).tobytes(),
+            logp=c.logp.astype("<f4", copy=False).tobytes(),
+            finish_reason=c.finish_reason,
+            spans=[(int(span.start), int(span.stop), int(span.version)) for span in c.spans],
+            cached_tokens=int(c.cached_tokens),
         )
+        self.append(step, answer)
 
     def found(
-        self, step: int, places: Sequence[tuple[int, int]], requests: Sequence[Request], sampling: Sampling, oldest: int
+        self, step: int, places: Sequence[Place], requests: Sequence[Request], sampling: Sampling, oldest: int
     ) -> dict[int, Completion]:
-        """Answers by place in the call, of weights from version `oldest` on."""
+        """Returns the reusable answers, keyed by index into `requests`; all are of weights from version `oldest` on.
+
+        Says how many stored answers were refused, and why.
+
+        Args:
+            places: (group id, sample index) of each request.
+        """
         found: dict[int, Completion] = {}
         refused: dict[str, int] = {}
+        answers = self.answers(step, frozenset(places)) if step in self.files else {}
+        with_these = digest(sampling)
         for place, (at, request) in enumerate(zip(places, requests, strict=True)):
             why = None
-            for line in reversed(self.answers.pop((step, *at), [])):
-                why = self.differs(line, digest(request.prompt_ids, request.seed, sampling), oldest)
+            for answer in reversed(answers.get(at, ())):
+                why = self.differs(answer, asked_digest(request.prompt_ids, request.seed, with_these), oldest)
                 if why is None:
-                    found[place] = completion_of(line, request)
+                    found[place] = answer.completion(request.prompt_ids)
                     break
             if why is not None:
                 refused[why] = refused.get(why, 0) + 1
@@ -156,158 +181,224 @@ class Journal:
             self.say(f"journal: {count} of {len(requests)} answers of step {step} are {why}: sampled anew")
         return found
 
-    def differs(self, line: Line, asked: str, oldest: int) -> str | None:
-        """Why an answer is not one to what is asked now."""
-        if line["asked"] != asked:
+    def answers(self, step: int, wanted: frozenset[Place]) -> dict[Place, list[Answer]]:
+        """Returns the stored answers for the `wanted` (group id, sample index) pairs, oldest first."""
+        answers: dict[Place, list[Answer]] = {}
+        stored = (answer for samples, stamp in self.tables(step) for answer in answers_in(samples, stamp, wanted))
+        for record in (*stored, *self.records(step)):
+            if isinstance(record, Answer) and (at := (record.group_id, record.sample_index)) in wanted:
+                answers.setdefault(at, []).append(record)
+        return answers
+
+    def records(self, step: int) -> Iterator[Record]:
+        """Reads the records of a step whose checksums match; reports the number of damaged records once per file."""
+        for name in self.files.get(step, ()):
+            if not name.endswith(".parquet"):
+                found = read_frames(self.folder / name)
+                if found.damaged:
+                    self.say_once(name, f"{found.damaged} records of {name} are damaged, or of another rlgen: left out")
+                yield from found.records
+
+    def tables(self, step: int) -> Iterator[tuple[Samples, Stamp]]:
+        """Reads the rollout files of a step that earlier attempts had trained, one by one; reports each damaged file once."""
+        for name in self.files.get(step, ()):
+            for part in parts_of(self.folder / name) if name.endswith(".parquet") else ():
+                found = read_part(part)
+                if found is None:
+                    file = str(part.relative_to(self.folder))
+                    self.say_once(file, f"{file} is damaged, or of another rlgen: left out")
+                else:
+                    yield found
+
+    def say_once(self, file: str, what: str) -> None:
+        """Reports a problem with a file the first time the file is read, and not again."""
+        if file not in self.told:
+            self.told.add(file)
+            self.say(f"journal: {what}")
+
+    def differs(self, answer: Answer, asked: str, oldest: int) -> str | None:
+        """Returns why a stored answer cannot be reused for the present request; None if it can."""
+        if answer.asked != asked:
             return "to other prompts, seeds or sampling settings"
-        if line["engine"] != self.engine:
+        if answer.engine != self.engine:
             return "by an engine of another kind, version or settings"
-        version = line["weight_version"]
-        if version < oldest or line["weights"] is None or line["weights"] != self.weights.get(version):
+        version = min((version for _, _, version in answer.spans), default=-1)
+        with_weights = answer.weights.get(version)
+        if version < oldest or with_weights is None or with_weights != self.weights.get(version):
             return "by other weights: training did not come to the same bits here"
         return None
 
     def score(self, step: int, groups: Sequence[Group], scorer: Callable[[list[Group]], list[Group]]) -> list[Group]:
-        """The groups with their rewards: from the journal if the same completions were scored, else from `scorer`.
+        """Returns the groups with their rewards, from the journal if the same completions were scored before, else from `scorer`.
 
-        All of a call or none: how many failures are tolerated depends on how many are scored together.
+        Takes all rewards of a call from the journal or none, because the number of tolerated failures depends on how many samples
+        are scored together.
         """
-        known = [scored for group in groups if (scored := self.scored(step, group)) is not None]
+        known = self.scored(step, groups) if step in self.files else {}
         if len(known) == len(groups):
-            return known
+            return [known[group.group_id] for group in groups]
         fresh = scorer(list(groups))
-        lines = [
-            {
-                "kind": "rewards",
-                "group_id": group.group_id,
-                "of": self.digest_of(group),
-                "samples": [changed(*pair) for pair in zip(group.samples, scored.samples, strict=True)],
-            }
+        records = [
+            Rewards(group_id=group.group_id, of=self.digest_of(group), samples=list(map(rewards_of, scored.samples)))
             for group, scored in zip(groups, fresh, strict=True)
         ]
-        self.append(step, *lines)
+        self.append(step, *records)
         return fresh
 
-    def scored(self, step: int, group: Group) -> Group | None:
-        for line in reversed(self.scores.pop((step, group.group_id), [])):
-            if line["of"] == self.digest_of(group):
-                pairs = zip(group.samples, line["samples"], strict=True)
-                return replace(group, samples=tuple(replace(sample, **values) for sample, values in pairs))
-        return None
+    def scored(self, step: int, groups: Sequence[Group]) -> dict[int, Group]:
+        """Returns the groups that earlier attempts have scored, by group id; groups without samples count as scored."""
+        by_id = {group.group_id: group for group in groups}
+        of = {group_id: self.digest_of(group) for group_id, group in by_id.items()}
+        known: dict[int, Sequence[Mapping[str, Any]]] = {group.group_id: () for group in groups if not group.samples}
+        stored: dict[int, list[Sample]] = {}
+        for samples, stamp in self.tables(step):
+            for sample in samples_in(samples, stamp, self.judge, by_id):
+                stored.setdefault(sample.group_id, []).append(sample)
+        for group_id, found in stored.items():
+            found.sort(key=lambda sample: sample.sample_index)
+            if digest_of(self.judge, by_id[group_id], found) == of[group_id]:
+                known[group_id] = [rewards_of(sample) for sample in found]
+        for record in self.records(step):
+            if isinstance(record, Rewards) and of.get(record.group_id) == record.of:
+                known[record.group_id] = record.samples
+        return {
+            group_id: replace(
+                by_id[group_id],
+                samples=tuple(replace(sample, **got) for sample, got in zip(by_id[group_id].samples, rewards, strict=True)),
+            )
+            for group_id, rewards in known.items()
+        }
 
     def digest_of(self, group: Group) -> str:
-        """Of all that rewards depend on: those of one sample may depend on its neighbours."""
-        columns = sorted(group.prompt.columns.items())
-        return digest(
-            self.judge, columns, [(s.sample_index, s.prompt_ids, s.completion_ids, s.finish_reason) for s in group.samples]
-        )
+        """Returns the digest of all that a group's rewards depend on; includes all samples, as rewards may compare them."""
+        return digest_of(self.judge, group, group.samples)
 
-    def append(self, step: int, *lines: Line) -> None:
-        """Raises CheckpointError."""
-        text = "".join(map(sealed, lines))
+    def append(self, step: int, *records: Record) -> None:
+        """Appends records to this process's file of `step`; does nothing once the journal is closed. Raises CheckpointError."""
         with self.lock:
             if self.closed:
                 return
-            path = self.path(step)
-            if step not in self.begun and path.exists():
-                mend(path)
-            append_text(path, text, False)
+            append_frames(self.path(step), records, begun=step in self.begun)
             self.begun.add(step)
 
     def flush(self, step: int) -> None:
-        """Waits until what this process has written of `step` is on disk. Raises CheckpointError."""
-        path = self.path(step)
-        with written(path):
-            for place in (path, self.folder) if path.exists() else ():
-                flush(place)
+        """Waits until all that this process has written for `step` is on disk. Raises CheckpointError."""
+        for path in (self.path(step), self.start_path(step)):
+            with written(path):
+                for place in (path, self.folder) if path.exists() else ():
+                    flush(place)
 
     def close(self) -> None:
-        """Takes down no more."""
+        """Stops recording: later calls of `append` write nothing."""
         with self.lock:
             self.closed = True
 
-    def distrust(self, step: int) -> None:
-        """Forgets all that any process has of the steps from `step` on: it was sampled by an engine that the sentinel has caught.
+    def keep(self, step: int) -> None:
+        """Keeps the journal files of a step when its rollouts are on disk, because the rollouts lack some of its samples."""
+        self.kept.add(step)
 
-        For the main process, when all have closed theirs. What the sentinel remembers stays. Raises CheckpointError.
+    def stamp(self, rollout: Rollout, sampling: Sampling) -> Stamp:
+        """Returns the metadata that `found` and `score` need in order to reuse the samples of a step from its rollout files."""
+        versions = sorted(set(rollout.samples.spans[:, 3].tolist()))
+        return {
+            "engine": self.engine,
+            "sampling": digest(sampling),
+            "judge": self.judge,
+            "weights": {str(version): self.weights.get(version) for version in versions},
+            "kept": rollout.step in self.kept,
+        }
+
+    def retire(self, step: int, rollouts: Path) -> None:
+        """Removes this process's journal file of a step, once all processes have written the rollouts, which contain its records.
+
+        The main process also removes the files that earlier attempts left. Nothing is removed if any process dropped samples of
+        the step as too old, since those samples are not in the rollouts. Raises CheckpointError.
         """
-        if self.started is None or self.started[0] < step:
-            self.drop(step, sys.maxsize)
+        stamps = [read_stamp(part) for part in parts_of(rollouts)]
+        if any(stamp is None or stamp["kept"] for stamp in stamps):
             return
-        path, start = self.path(self.started[0]), sealed(self.started[1])
-        try:
-            write_text(path, start)  # first, and whole: a kill in between does not cost it
-            self.drop(step, sys.maxsize, path)
-        except CheckpointError:  # on a full disk what is removed makes room
-            self.drop(step, sys.maxsize)
-            append_text(path, start)
+        own = {f"step_{step:06d}.bin"} | {f"step_{step:06d}.rank{rank}.bin" for rank in range(1, len(stamps))}
+        with self.lock, written(self.folder):
+            self.path(step).unlink(missing_ok=True)
+            self.begun.discard(step)
+            for name in self.files.get(step, ()) if self.rank == 0 else ():
+                if name not in own:
+                    remove(self.folder / name)
+
+    def distrust(self, step: int) -> None:
+        """Removes the records of all processes from `step` on, because the sentinel found a fault in the engine that made them.
+
+        Call it in the main process after all processes have closed their journals. The last start record, with the sentinel's
+        gaps, is kept. Raises CheckpointError.
+        """
+        self.drop(step, sys.maxsize, kept=self.start_path(self.started))
 
     def drop(self, first: int, last: int, kept: Path | None = None) -> None:
-        """Removes what there is of the steps from `first` to `last`, but for the file `kept`. Raises CheckpointError."""
+        """Removes all journal files of the steps `first` to `last`, except the file `kept`. Raises CheckpointError."""
         with written(self.folder):
             for path in list(self.folder.iterdir()):
                 step = step_of(path)
                 if step is not None and first <= step <= last and path != kept:
-                    path.unlink(missing_ok=True)
+                    remove(path)
 
     def path(self, step: int) -> Path:
-        return self.folder / (f"step_{step:06d}.rank{self.rank}.jsonl" if self.rank else f"step_{step:06d}.jsonl")
+        """Returns the file to which this process writes the records of a step."""
+        return self.folder / (f"step_{step:06d}.rank{self.rank}.bin" if self.rank else f"step_{step:06d}.bin")
+
+    def start_path(self, step: int) -> Path:
+        """Returns the file to which the main process writes the start record of a step."""
+        return self.folder / f"start_{step:06d}.jsonl"
 
 
 def step_of(path: Path) -> int | None:
-    number = path.name.partition(".")[0].removeprefix("step_")
-    return int(number) if path.suffix == ".jsonl" and number.isdecimal() else None
+    """Returns the step that a journal file belongs to; None for any other file."""
+    name, _, _ = path.name.partition(".")
+    number = name.removeprefix("start_" if is_start(path) else "step_")
+    return int(number) if number.isdecimal() and path.suffix in (".bin", ".parquet", ".jsonl") else None
 
 
-def sealed(line: Line) -> str:
-    """One line with the checksum of all that stands before it."""
-    text = json.dumps(line)
-    return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}\n'
+def is_start(path: Path) -> bool:
+    """Returns whether a file holds start records, of the weights that a step starts from."""
+    return path.name.startswith("start_") and path.suffix == ".jsonl"
 
 
-def sound_lines(path: Path, say: Callable[[str], None]) -> Iterator[Line]:
-    """What was written. What a kill has cut off at the end is left out; what a disk has changed too, and that is said."""
-    *whole, last = read_bytes(path).split(b"\n")
-    lines = [line for text in whole if (line := parsed(text)) is not None]
-    if damaged := len(whole) - len(lines):
-        say(f"journal: {damaged} lines of {path.name} are damaged, or of another rlgen: left out")
-    yield from lines
-    if (line := parsed(last)) is not None:
-        yield line
+def remove(path: Path) -> None:
+    """Removes a file, or a folder with its contents. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
-def parsed(text: bytes) -> Line | None:
-    """None: it is not what `sealed` has made."""
-    try:
-        line = json.loads(text)
-        made = sealed({key: value for key, value in line.items() if key != "crc32"})
-    except (ValueError, AttributeError, RecursionError):
-        return None
-    return line if made.encode() == text + b"\n" else None
+def answers_in(samples: Samples, stamp: Stamp, wanted: frozenset[Place]) -> Iterator[Answer]:
+    """Reads the answers for the `wanted` (group id, sample index) pairs from the rollouts of a step."""
+    places = zip(samples.group_id.tolist(), samples.sample_index.tolist(), strict=True)
+    for row in [row for row, at in enumerate(places) if at in wanted]:
+        sample = samples[row]
+        yield Answer(
+            group_id=sample.group_id,
+            sample_index=sample.sample_index,
+            asked=asked_digest(sample.prompt_ids, sample.seed, stamp["sampling"]),
+            engine=stamp["engine"],
+            weights={span.version: stamp["weights"].get(str(span.version)) for span in sample.spans},
+            token_ids=sample.completion_ids.tobytes(),
+            logp=sample.sampler_logp.tobytes(),
+            finish_reason=sample.finish_reason,
+            spans=[(span.start, span.stop, span.version) for span in sample.spans],
+            cached_tokens=sample.cached_tokens,
+        )
 
 
-def mend(path: Path) -> None:
-    """Ends the last line, or takes it away: whoever wrote it may have been killed. Raises CheckpointError."""
-    with written(path):
-        content = read_bytes(path)
-        last = content[content.rfind(b"\n") + 1 :]
-        if last and parsed(last) is None:
-            os.truncate(path, len(content) - len(last))
-        elif last:
-            append_text(path, "\n", False)
+def samples_in(samples: Samples, stamp: Stamp, judge: str, groups: Mapping[int, Group]) -> Iterator[Sample]:
+    """Reads the samples of `groups` from the rollouts of a step; skips groups whose rewards or data columns have changed."""
+    if stamp["judge"] != judge:
+        return
+    same = {one for one, group in groups.items() if stamp["columns"].get(str(one)) == columns_digest(group.prompt)}
+    for row, group_id in enumerate(samples.group_id.tolist()):
+        if group_id in same:
+            yield samples[row]
 
 
-def completion_of(line: Line, request: Request) -> Completion:
-    values: Any = {name: tuple(value) if isinstance(value := line[name], list) else value for name in ANSWER}
-    return Completion(prompt_ids=request.prompt_ids, **values)
-
-
-def changed(before: Sample, after: Sample) -> Line:
-    """What scoring has filled in, whatever fields that are."""
-    pairs = {name.name: (getattr(before, name.name), getattr(after, name.name)) for name in fields(Sample)}
-    return {name: new for name, (old, new) in pairs.items() if old != new}
-
-
-def digest(*things: object) -> str:
-    """Of values whose `repr` says all there is to them: numbers, texts, tuples, dataclasses."""
-    return hashlib.sha256(repr(things).encode()).hexdigest()[:16]
+def rewards_of(sample: Sample) -> dict[str, Any]:
+    """Returns the fields of a sample that scoring fills in."""
+    return {"rewards": dict(sample.rewards), "reward": sample.reward, "reward_errors": dict(sample.reward_errors)}

@@ -1,68 +1,69 @@
-"""The rollouts of a run, step after step: sampled when they are needed, or while the step before them trains."""
+"""Sampling of a run's rollouts, step by step: when a step needs them, or in the background while the step before trains."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.engines.base import Engine, Finished, Pending
+from rlgen.engines.base import Engine, Finished, Pending, Submit
+from rlgen.errors import SentinelError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sample import groups_of, requests_for
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
-Submit: TypeAlias = Callable[[Sequence[Request], Sampling, Finished], Pending]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a step asks for: what the journal has of it, and what the engine is asked."""
+    """The requests of one step, split into those that the journal answers and those that go to the engine."""
 
     prompts: Sequence[Prompt]
     requests: Sequence[Request]
-    found: Mapping[int, Completion]  # by place
-    asked: Sequence[int]  # places
+    found: Mapping[int, Completion]  # by index into `requests`
+    asked: Sequence[int]  # indices into `requests`
     finished: Finished
-    pending: Pending | None = None  # the engine's answers, if it answers in the background
+    pending: Pending | None = None  # the engine's future answers, if it answers in the background
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampler:
-    """What the policy answers to the prompts of a step.
+    """Samples the completions of each step, and reuses answers from the journal.
 
-    With `ahead` the prompts of step k + 1 are handed to the engine when those of step k come back, so that they are sampled by
-    the weights that step k starts from, one version older than those they are trained on. Every sample carries its version; the
-    correction makes up for what lies between. The first step of a run is not a version old.
+    With `submit_to` set, the prompts of step k + 1 go to the engine as soon as the answers of step k are back. They are then
+    sampled by the weights that step k starts from, one version older than the weights they train. Every sample carries its weight
+    version; the importance weight corrects for the difference. The first step of a run is sampled by the current weights.
 
-    Each answer is in the journal as soon as it is there. A run that is resumed takes from it what its steps ask for.
+    Each answer is written to the journal as soon as it arrives. A resumed run takes the answers to its requests from there.
     """
 
     engine: Engine
-    prompts_of: Callable[[int], Sequence[Prompt]]  # of this engine, by step; none after the last
+    prompts_of: Callable[[int], Sequence[Prompt]]  # the prompts of this engine, by step; empty after the last step
     sampling: Sampling
     group_size: int
     run_seed: int
     tokenizer: PreTrainedTokenizerBase
-    submit_to: Submit | None  # an engine that answers in the background: sample ahead
+    submit_to: Submit | None  # submits requests in the background, for sampling ahead; None: sample when needed
     max_staleness: int  # versions; older samples are dropped
-    in_flight: bool  # weights may change under requests that are under way
+    in_flight: bool  # weights may change while requests are being decoded
     journal: Journal
-    journals: bool  # this process writes what its engine answers
-    # The last bits of an answer depend on which others are decoded with it: if one is missing, all of a step are asked for again.
+    journals: bool  # this process writes its engine's answers to the journal
+    # The last bits of an answer depend on the other requests of its batch: if one is missing, the whole step is sampled again.
     all_or_none: bool
     say: Callable[[str], None]
+    # Told of each group of a step when all its answers are there, perhaps in another thread; None: nobody needs them early.
+    group_finished: Callable[[int, Group], None] | None = None
     pending: dict[int, Call] = field(default_factory=dict)
 
     def groups(self, step: int, prompts: Sequence[Prompt] | None = None) -> tuple[list[Group], int]:
-        """The groups of `step`, whose weights are of version `step` - 1, and the number of samples too old to be among them.
+        """Returns the groups of `step`, trained from weights of version `step` - 1, and the number of samples dropped as too old.
 
         Args:
             prompts: of this engine; None: `prompts_of` the step.
 
         Raises:
-            EngineError: as `Engine.generate`.
-            SentinelError: an answer is not one to its request.
+            EngineError: as `Engine.generate` raises it.
+            SentinelError: an answer does not match its request.
         """
         prompts, version = self.prompts_of(step) if prompts is None else prompts, step - 1
         if self.submit_to is None:
@@ -79,30 +80,55 @@ class Sampler:
                 )
         call = self.pending[step]
         answers = call.pending.result() if call.pending else []
-        del self.pending[step]  # not before: who stops while these are waited for saves, and so settles them
+        del self.pending[step]  # not earlier: an interrupt during the wait saves a checkpoint, which needs the pending call
         self.submit(step + 1, self.submit_to)
-        return without_stale(self.answered(call, answers, version, oldest=0), version - self.max_staleness)
+        groups, dropped = without_stale(self.answered(call, answers, version, oldest=0), version - self.max_staleness)
+        if dropped:
+            self.journal.keep(step)
+        return groups, dropped
 
     def call(self, step: int, prompts: Sequence[Prompt], oldest: int) -> Call:
-        """What `step` asks for, with what the journal has of weights from version `oldest` on."""
+        """Builds the requests of `step`, and looks up in the journal which are answered by weights from version `oldest` on."""
         requests = requests_for(prompts, self.group_size, self.run_seed)
         places = [(prompt.position, index) for prompt in prompts for index in range(self.group_size)]
         found = self.journal.found(step, places, requests, self.sampling, oldest)
         missing = [place for place in range(len(requests)) if place not in found]
         asked = list(range(len(requests))) if missing and self.all_or_none else missing
+        # What an earlier attempt has of a step may be its rewards, too: they are looked up when all of the step is there.
+        early = self.group_finished is not None and step not in self.journal.files
+        arrived: dict[int, Completion] = {}
 
         def finished(of_call: int, completion: Completion) -> None:
             place = asked[of_call]
             if self.journals and place not in found:
                 self.journal.answered(step, *places[place], requests[place], self.sampling, completion)
+            if early:
+                arrived[place] = completion
+                which = place // self.group_size
+                of_group = range(which * self.group_size, (which + 1) * self.group_size)
+                if all(one in arrived for one in of_group):
+                    answers = [arrived.pop(one) for one in of_group]
+                    self.hand_over(step, prompts[which], [requests[one] for one in of_group], answers, oldest)
 
         return Call(prompts=prompts, requests=requests, found=found, asked=asked, finished=finished)
 
+    def hand_over(
+        self, step: int, prompt: Prompt, requests: Sequence[Request], answers: Sequence[Completion], oldest: int
+    ) -> None:
+        """Tells of a group whose answers are there.
+
+        Not if one of them is no answer to its request: `answered` raises that when all of the step are there.
+        """
+        with suppress(SentinelError):
+            check_answers(requests, answers, self.sampling, step - 1, oldest)
+            assert self.group_finished is not None
+            self.group_finished(step, *groups_of([prompt], requests, answers, self.sampling.stop_ids, self.tokenizer))
+
     def answered(self, call: Call, answers: Sequence[Completion], version: int, oldest: int) -> list[Group]:
-        """The groups of a call; what is from the journal is checked as what is new.
+        """Builds the groups of a call from the engine's answers and those of the journal; both are checked in the same way.
 
         Raises:
-            SentinelError: an answer is not one to its request.
+            SentinelError: an answer does not match its request.
         """
         check_answers([call.requests[place] for place in call.asked], answers, self.sampling, version, oldest)
         replayed = [call.requests[place] for place in call.found]
@@ -112,7 +138,7 @@ class Sampler:
         return groups_of(call.prompts, call.requests, completions, self.sampling.stop_ids, self.tokenizer)
 
     def submit(self, step: int, submit_to: Submit) -> None:
-        """Hands the prompts of `step` to the engine, which answers in the background."""
+        """Submits the requests of `step` to the engine, which answers in the background; does nothing after the last step."""
         if prompts := self.prompts_of(step):
             call = self.call(step, prompts, oldest=0)
             if call.asked:
@@ -121,20 +147,21 @@ class Sampler:
             self.pending[step] = call
 
     def before_sync(self) -> None:
-        """Waits for what is being sampled, unless weights may change under it."""
+        """Waits for the submitted requests, unless the weights may change while they are decoded (`in_flight`)."""
         if not self.in_flight:
             self.rest()
 
     def rest(self) -> None:
-        """Waits for what is being sampled. An error is raised where the answers are taken."""
+        """Waits for the submitted requests. An error is not raised here but in `groups`, which takes the answers."""
         for call in self.pending.values():
             if call.pending:
                 call.pending.exception()
 
     def settle(self, done: int) -> None:
-        """Before a checkpoint of step `done`: the journal must have what earlier weights answered to the prompts of the next one.
+        """Waits until the journal holds all answers for step `done` + 1, and flushes it; called before the checkpoint of `done`.
 
-        They cannot be asked again. What is asked of the weights that are saved can be.
+        Older weights sampled these answers, so they cannot be sampled again after a resume. Requests to the weights that the
+        checkpoint contains can be repeated.
         """
         call = self.pending.get(done + 1)
         if call is not None and call.pending:
@@ -143,7 +170,7 @@ class Sampler:
 
 
 def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:
-    """Groups without samples of weights before version `oldest`, and how many these were; a group may end up empty."""
+    """Removes samples of weights older than version `oldest`; returns the groups, some perhaps empty, and the number removed."""
     fresh = [
         replace(group, samples=tuple(sample for sample in group.samples if sample.weight_version >= oldest)) for group in groups
     ]

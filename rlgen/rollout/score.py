@@ -1,4 +1,4 @@
-"""Log-probs of samples without a gradient: of the reference, and of the policy when the sentinel asks."""
+"""Log-probs of samples without gradient: those of the reference, and those of the policy for the sentinel."""
 
 from collections.abc import Sequence
 
@@ -6,36 +6,74 @@ import torch
 from torch import Tensor
 
 from rlgen.errors import SetupError
+from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import Policy
-from rlgen.models.shortage import memory_for
 from rlgen.processes import Processes
-from rlgen.rollout.batch import collate, deal
-from rlgen.types import Sample
+from rlgen.rollout.batch import collate, deal, plan
+from rlgen.types import Sample, Samples
 
 
 def score(policy: Policy, samples: Sequence[Sample], temperature: float, budget: int, processes: Processes) -> list[Tensor]:
-    """Log-prob of each sampled token: one [L] float32 tensor a sample, in their order, on the CPU; 0 where not sampled."""
+    """Returns the log-prob of each token, one [L] float32 tensor per sample, in their order, on the CPU; 0 where not sampled."""
     return [logp_KL[0] for logp_KL in score_at(policy, samples, (temperature,), budget, processes)]
 
 
-@torch.no_grad()
 def score_at(
     policy: Policy, samples: Sequence[Sample], temperatures: tuple[float, ...], budget: int, processes: Processes
 ) -> list[Tensor]:
-    """As `score`, at K temperatures from one forward: one [K, L] tensor a sample.
+    """Returns log-probs at K temperatures from one forward pass: one [K, L] tensor per sample, otherwise as `score`.
 
-    All processes have the same samples; each scores a part of them, and all have the same answer to the last bit.
+    Meant for the few samples of a probe: all processes pass the same samples, each scores a share of them, and all get
+    bit-identical results.
 
     Raises:
-        SetupError: the memory does not suffice.
+        SetupError: not enough memory.
     """
-    less = [f"an optim.micro_batch_tokens below {budget} (the same result, more slowly)", "a lower rollout.max_completion_tokens"]
+    columns = Samples.of(samples, ())
     scored: list[tuple[int, Tensor]] = []
-    lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
-    for rows in deal([(row,) for row in range(len(samples))], lengths, budget, processes.world)[processes.rank]:
-        batch = collate(samples, rows, processes.device)
-        with memory_for(f"log-probs of {len(rows)} rows of {batch.input_ids.shape[1]} tokens", less, SetupError):
-            values = policy(batch, temperatures).logp.cpu().unbind(1)
-        # Copies: of a view its whole rectangle would be sent.
+    for rows in deal([(row,) for row in range(len(samples))], columns.lengths.tolist(), budget, processes.world)[processes.rank]:
+        values = forward(policy, columns, rows, temperatures, budget, processes)
+        # A copy, because sending a view would send the whole padded tensor.
         scored += [(row, values[place][:, : len(samples[row].completion_ids)].clone()) for place, row in enumerate(rows)]
     return [logp for _, logp in sorted(processes.gather(scored), key=lambda item: item[0])]
+
+
+def score_own(
+    policy: Policy,
+    samples: Samples,
+    temperature: float,
+    budget: int,
+    processes: Processes,
+    micro_batches: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Returns the log-prob of each token of this process's samples: [N] float32 on the CPU, row after row; 0 where not sampled.
+
+    Args:
+        micro_batches: rows of each forward pass, the same number of micro-batches in every process; None: planned here.
+
+    Raises:
+        SetupError: not enough memory.
+    """
+    if micro_batches is None:
+        planned = plan([(row,) for row in range(len(samples))], samples.lengths.tolist(), budget)
+        # With sharded weights every forward pass is a collective, so all ranks need the same number of them.
+        most = int(processes.total(torch.tensor(len(planned)), "max"))
+        micro_batches = [*planned, *([] for _ in range(most - len(planned)))]
+    offsets = samples.completion_ids.offsets
+    logp = torch.zeros(int(offsets[-1]))
+    for rows in micro_batches:
+        values = forward(policy, samples, rows, (temperature,), budget, processes)
+        for place, row in enumerate(rows):
+            logp[offsets[row] : offsets[row + 1]] = values[place, 0, : offsets[row + 1] - offsets[row]]
+    return logp
+
+
+@torch.no_grad()
+def forward(
+    policy: Policy, samples: Samples, rows: Sequence[int], temperatures: tuple[float, ...], budget: int, processes: Processes
+) -> Tensor:
+    """Returns [B, K, T] log-probs of one micro-batch, on the CPU. Raises SetupError if the memory does not suffice."""
+    less = [f"an optim.micro_batch_tokens below {budget} (the same result, more slowly)", "a lower rollout.max_completion_tokens"]
+    batch = collate(samples, rows, processes.device)
+    with memory_for(f"log-probs of {len(rows)} rows of {batch.input_ids.shape[1]} tokens", less, SetupError):
+        return policy(batch, temperatures).logp.cpu().transpose(0, 1)

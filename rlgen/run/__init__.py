@@ -1,1 +1,1 @@
-"""The run directory: everything a run leaves behind."""
+"""Writes, reads and compares the run directory: everything that a run leaves on disk."""

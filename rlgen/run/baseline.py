@@ -1,4 +1,4 @@
-"""What the ladder measured before: when a number changes, was it the upgrade?"""
+"""Stores the measurements of the sentinel, and compares new ones with them, to tell whether an upgrade changed a number."""
 
 import hashlib
 import json
@@ -11,16 +11,16 @@ from typing import Any
 from rlgen.files import read_json, write_json
 from rlgen.sentinel.verdict import Rung
 
-NOTABLE = 3.0  # a value this many times the earlier one is a change
-NOISE = 0.1  # of the bound; below it, values change with nothing
+NOTABLE = 3.0  # a value is worse if it is more than this many times the earlier one
+NOISE = 0.1  # share of the bound; below it, values vary without any cause
 
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """Stored measurements of one model and dtype, one entry for each engine version, torch and device.
+    """Stored measurements of one model and dtype, one entry for each combination of engine version, torch version and device.
 
     Args:
-        folder: where baselines lie.
+        folder: folder of the baseline files.
         model: what is compared over time, such as {"path": "tiny:qwen3", "dtype": "float32", "engine": "colocated"}.
     """
 
@@ -32,12 +32,12 @@ class Baselines:
         return self.folder / f"{hashlib.sha256(json.dumps(dict(self.model), sort_keys=True).encode()).hexdigest()[:16]}.json"
 
     def entries(self) -> list[dict[str, Any]]:
-        """Oldest first."""
+        """Returns the stored entries, oldest first."""
         entries: list[dict[str, Any]] = read_json(self.path)["entries"] if self.path.exists() else []
         return entries
 
     def store(self, versions: Mapping[str, str], rungs: Sequence[Rung]) -> None:
-        """Takes the place of an entry of the same versions."""
+        """Stores the measurements of `rungs` for these versions, and replaces an earlier entry of the same versions."""
         entry = {
             "versions": dict(versions),
             "time": time.strftime("%Y-%m-%d"),
@@ -48,7 +48,10 @@ class Baselines:
         write_json(self.path, {"model": dict(self.model), "entries": [*others, entry]})
 
     def compare(self, versions: Mapping[str, str], rungs: Sequence[Rung]) -> str | None:
-        """One sentence: is anything worse than it was, and did a version change in between? None without a baseline."""
+        """Returns as a sentence whether anything is worse than in the baseline, and which versions changed since.
+
+        Returns None without a baseline. The baseline is the newest entry of the same versions, or else the newest one.
+        """
         entries = self.entries()
         if not entries:
             return None
@@ -65,7 +68,7 @@ class Baselines:
 
 
 def risen(rung: Rung, before: Mapping[str, float]) -> list[str]:
-    """What is measured as notably larger than before."""
+    """Returns the values of `rung` that are notably larger than before, in words: above `NOTABLE` times, and above the noise."""
     return [
         f"{rung.name}, {name}: {before[name]:.2g} -> {value:.2g}"
         for name, value in rung.measured.items()

@@ -1,45 +1,49 @@
-"""Checkpoints: `step_000020/` is a folder that `from_pretrained` opens, with the trainer's state under `state/`.
+"""Saves and loads checkpoints. `step_000020/` is a folder that `from_pretrained` opens, with the trainer's state under `state/`.
 
     config.json, model.safetensors, tokenizer files     the policy, in float32: the weights that are trained
-    adapter_config.json, adapter_model.safetensors      instead of the first two, where an adapter is what is trained
-    state/optimizer.safetensors                         moments and step counts by parameter name; or, of sharded weights,
-    state/optimizer/                                    the same by torch.distributed.checkpoint, each process its shard
+    adapter_config.json, adapter_model.safetensors      instead of the first two, if an adapter is trained
+    state/optimizer.safetensors                         moments and step counts by parameter name; or, with sharded weights,
+    state/optimizer/                                    the same by torch.distributed.checkpoint, one shard per process
     state/random.safetensors                            random states of the main process
-    state/random_1.safetensors                          and of the others
+    state/random_1.safetensors                          random states of rank 1, and so on
     state/state.json                                    step, data position, schedule
-    manifest.json                                       what all this is of, and the hash of each file; written last
+    manifest.json                                       facts about the model, and the hash of each file; written last
 
-The weights are whole in every checkpoint: they pass whole through each weight sync too, and a folder that opens everywhere is
-what a checkpoint is for. The optimizer's state, twice as large, stays in shards. Either form is read by any number of
-processes, with sharded weights or whole ones.
+The weights are unsharded in every checkpoint: each weight sync gathers them anyway, and any tool can then open the folder. The
+optimizer's state, twice as large, stays sharded. A checkpoint can be loaded by any number of processes, with or without sharded
+weights, whichever way it was written.
 
-A folder is written under another name, flushed, hashed, and renamed when it is complete. Before a run goes on from one, every
-byte is compared with its hash. Nothing here is a pickle.
+The loop stops only while a snapshot is taken: each process copies what it writes to the CPU. A thread then writes the snapshot
+while the loop goes on, one checkpoint at a time. The folder is written under a temporary name, flushed, hashed, and renamed when
+it is complete. Before a run resumes from a checkpoint, every byte is compared with its hash. No file here is a pickle.
 """
 
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rlgen
-from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
-from rlgen.files import appears, flush, read_json, unwritable, write_json
-from rlgen.models.lora import is_adapted, load_adapter, save_adapter
+from rlgen.errors import CheckpointError
+from rlgen.files import appears, read_json
+from rlgen.models.lora import is_adapted, load_adapter
 from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
-from rlgen.run.manifest import differences, read_manifest, seal
-from rlgen.run.shelf import WRITING, Choice, Shelf
+from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
+from rlgen.run.clock import Clock
+from rlgen.run.manifest import differences, read_manifest
+from rlgen.run.snapshot import Room, Snapshot
 from rlgen.run.state import (
     is_sharded,
     load_optimizer,
@@ -48,151 +52,205 @@ from rlgen.run.state import (
     model_facts,
     optimizer_tensors,
     random_tensors,
-    save_shards,
-    save_weights,
     seed_random,
     set_random,
     stored_tensors,
 )
+from rlgen.run.writing import GivenUpError, Part, Writer, random_name, written_as
+from rlgen.types import Position
 
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """Where a run stands. TrainerState(step=20, position=160, weight_version=20, schedule={...})"""
-
-    step: int  # steps done
-    position: int  # prompts taken from the data's order, over all epochs
-    weight_version: int
-    schedule: dict[str, Any]
-    nonfinite: int = 0  # steps in a row, up to this one, without an update because a number was not finite
+LOOK = 0.1  # seconds between two looks whether all processes have written their part
 
 
 class Checkpoints:
-    """The checkpoints of one run; the newest `keep` stay. All processes save and load together; the main one writes.
+    """Saves and loads the checkpoints of one run, and keeps the newest `keep`.
+
+    All processes save and load together; the main process writes the manifest and renames the folder.
 
     Args:
-        base: digest of the frozen weights under an adapter, which no checkpoint holds: they must stay what they are.
-        trainer: kind of the trainer, kept with each.
+        base: digest of the frozen weights under an adapter. They are in no checkpoint, so that they must not change.
+        trainer: kind of the trainer, stored in each manifest.
     """
 
     def __init__(
         self, folder: Path, keep: int, processes: Processes, base: str | None = None, trainer: str | None = None
     ) -> None:
-        self.shelf = Shelf(folder)
+        self.folder = CheckpointFolder(folder)
         self.keep = keep
         self.processes = processes
         self.base = base
         self.trainer = trainer
+        self._room = Room()
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._writer: Writer | None = None  # of the save that is going on
+        self._longest = 0.0  # seconds
 
     def oldest(self) -> int:
-        """The step of the first checkpoint that is kept; 0: there is none."""
-        return min(self.shelf.steps(), default=0)
+        """Returns the step of the oldest checkpoint that is kept; 0 if there is none."""
+        return min(self.folder.steps(), default=0)
 
     def has(self, step: int) -> bool:
-        """Whether a complete checkpoint of `step` is there."""
-        return self.shelf.has(step)
+        """Returns whether a complete checkpoint of `step` exists."""
+        return self.folder.has(step)
 
     def choose(self, step: int | None = None) -> Choice:
-        """What a run goes on from: the newest good checkpoint, or that of `step`. Reads every byte; in the main process alone.
+        """Returns the checkpoint to resume from: the newest undamaged one, or that of `step`. Call it in the main process only.
+
+        Deletes unfinished saves first, and reads every byte of the checkpoint.
 
         Raises:
-            UsageError: there is none of `step`.
-            CheckpointError: none is good, or it is of another format, or holds numbers that are not finite. That is no damage:
-                to go on from an older one is the user's decision.
+            UsageError: there is no checkpoint of `step`.
+            CheckpointError: none is undamaged; or the chosen one is of another format, or has values that are not finite. Values
+                that are not finite are no damage: whether to resume from an older checkpoint is the user's decision.
         """
-        self.shelf.sweep()
-        choice = self.shelf.choose(step)
+        self.folder.sweep()
+        choice = self.folder.choose(step)
         if choice.path is not None and (name := non_finite(stored_tensors(choice.path))):
             raise CheckpointError(
                 f"{choice.path}: {name} has values that are not finite: the run had diverged when it was saved; go on from an"
-                f" earlier one with --resume-step, of {', '.join(map(str, self.shelf.steps()))}"
+                f" earlier one with --resume-step, of {', '.join(map(str, self.folder.steps()))}"
             )
         return choice
 
     def save(
         self,
-        step: int,
-        position: int,
+        at: Position,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         optimizer: Optimizer,
         schedule: LRScheduler,
-        nonfinite: int = 0,
+        settle: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Writes the checkpoint of `step`, then drops the oldest.
+        """Takes a snapshot, starts to write it in a thread, and returns the final path. `complete` tells when it is written.
+
+        Waits first until the save before is complete.
+
+        Args:
+            settle: called in the main process, in the writing thread, before the checkpoint is complete. It must return only when
+                everything that the checkpoint relies on is on disk.
 
         Raises:
-            CheckpointError: it could not be written; the older ones are untouched.
-            DivergedError: a value is not finite; nothing is written.
-            SentinelError: the base of an adapter has changed; nothing is written.
+            CheckpointError: the save could not be started; older checkpoints are untouched.
+            RlgenError: the save before failed, see `complete`.
         """
-        base = same_base(model, self.base) if is_adapted(model) else ""
+        self.complete(wait=True)  # only one checkpoint is written at a time
+        clock, processes = Clock(), self.processes
         moments = optimizer_tensors(model, optimizer)
-        self.processes.agreed(lambda: refuse_non_finite(model, moments))
-        final, aside = self.shelf.path(step), self.shelf.folder / f"{WRITING}{step:06d}"
-        facts = {
-            "step": step,
+        draws = processes.gather([random_tensors()])
+        processes.on_main(partial(self._begin, at.step))
+        copied = processes.agreed(
+            lambda: Snapshot(
+                at=at,
+                schedule=deepcopy(schedule.state_dict()),
+                facts=self._facts(at, model),
+                draws=draws,
+                adapted=is_adapted(model),
+                sharded=is_sharded(model),
+                weights=self._room.weights(model, processes.is_main),
+                moments=self._room.moments(moments, processes.is_main),
+            )
+        )
+        if self._tokenizer is None:
+            self._tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
+        part = Part(
+            checkpoints=self.folder,
+            keep=self.keep,
+            processes=processes,
+            model=model,
+            tokenizer=self._tokenizer,
+            base=self.base,
+            snapshot=copied,
+            settle=settle,
+        )
+        self._writer = Writer(at.step, clock, part.write if processes.is_main or part.of_all else None)
+        return part.final
+
+    def _facts(self, at: Position, model: PreTrainedModel) -> dict[str, Any]:
+        """Returns what the manifest says of a checkpoint besides the hashes of its files."""
+        return {
+            "step": at.step,
             "time": time.time(),
             "rlgen": rlgen.__version__,
             "trainer": self.trainer,
             "processes": self.processes.world,
             "model": model_facts(model),
         }
-        draws = self.processes.gather([random_tensors()])
 
-        @written_as(final)
-        def begin() -> None:
+    def _begin(self, step: int) -> None:
+        """Creates the temporary folder, before any process writes into it."""
+        aside = self.folder.unfinished(step)
+        with written_as(self.folder.path(step)):
             shutil.rmtree(aside, ignore_errors=True)
             (aside / "state").mkdir(parents=True)
 
-        @written_as(final)
-        def weights() -> None:
-            if is_adapted(model):
-                if self.processes.is_main:
-                    save_adapter(model, aside, base)
-            else:
-                save_weights(model, aside, self.processes.is_main)
+    def complete(self, wait: bool) -> bool:
+        """Returns whether a save has been completed since the last call. All processes must call this together.
 
-        @written_as(final)
-        def finish() -> None:
-            tokenizer.save_pretrained(aside)
-            if not is_sharded(model):
-                save_file(moments, aside / "state" / "optimizer.safetensors")
-            for shard in (aside / "state" / "optimizer" / name for name in shards):
-                if not appears(shard):  # sealed without it, this would pass for whole, and older ones would go for it
-                    raise CheckpointError(f"{shard}, of another process, is not seen: is run.dir on shared storage?")
-            for rank, draw in enumerate(draws):
-                save_file(draw, aside / "state" / random_name(rank))
-            state = TrainerState(step, position, step, schedule.state_dict(), nonfinite)
-            write_json(aside / "state" / "state.json", asdict(state))
-            seal(aside, facts)
-            if final.exists():  # damaged: a complete one is not saved again
-                self.shelf.set_aside(final)
-            aside.rename(final)
-            flush(final.parent)
-            self.shelf.rotate(self.keep)
+        Args:
+            wait: block until the save is complete, however long that takes.
 
+        Raises:
+            CheckpointError: the checkpoint could not be written; older ones are untouched.
+            DivergedError: one of its values is not finite; nothing was saved.
+            SentinelError: the base of an adapter has changed; nothing was saved.
+        """
+        writer = self._writer
+        if writer is None:
+            return False
+        while True:
+            ends = self.processes.gather([(writer.ended, writer.error is not None)])
+            failed = any(error for _, error in ends)
+            if failed or all(ended for ended, _ in ends):
+                break
+            if not wait:
+                return False
+            writer.wait(LOOK)
+        if failed and writer.error is None:
+            writer.give_up()  # it may wait for the part of the process that has failed
         try:
-            self.processes.on_main(begin)
-            self.processes.agreed(weights, patient=True)  # the main process writes all of them
-            shards: list[str] = []
-            if is_sharded(model):
-                with written_as(final):  # fails in all processes if it does in one
-                    save_shards(moments, aside / "state" / "optimizer")
-                own = (aside / "state" / "optimizer").glob(f"shard-{self.processes.rank + 1:05d}-*")
-                shards = self.processes.gather([path.name for path in own])
-            self.processes.patiently(finish)
-        except CheckpointError:
-            if self.processes.is_main:  # the space is needed for what is said about it
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
-        return final
+            self.processes.agreed(partial(outcome, writer), patient=True)
+        finally:
+            self._writer = None if writer.ended else writer
+        self._longest = max(self._longest, writer.elapsed)
+        return True
+
+    def took(self) -> tuple[float, float | None]:
+        """Returns the seconds of the longest save, from snapshot to completion, and the seconds of the save that is going on.
+
+        The first is 0 if no save is complete yet; the second is None if no save is going on.
+        """
+        return self._longest, None if self._writer is None else self._writer.elapsed
+
+    def give_up(self) -> None:
+        """Abandons the save that is going on, for a process that is told to exit at once."""
+        if self._writer is not None:
+            self._writer.give_up()
+
+    def close(self) -> str | None:
+        """Waits for the save that is going on after the loop has failed, and returns why that save failed.
+
+        Returns None if it succeeded, was abandoned, or none was going on. Only the main process waits for the parts of other
+        processes; those finish as soon as their own part is written.
+        """
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return None
+        writer.leaving.set()
+        try:
+            writer.result()
+        except GivenUpError:
+            return None
+        except Exception as error:
+            return f"the checkpoint of step {writer.step} was not written: {error}"
+        return None
 
     @staticmethod
-    def load(
-        path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, processes: Processes
-    ) -> TrainerState:
-        """Puts weights, optimizer, schedule and random states of `path` in place. `choose` has compared its bytes.
+    def load(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, processes: Processes) -> Position:
+        """Loads weights, optimizer, schedule and random states from `path`. `choose` has compared its bytes with their hashes
+        before.
+
+        Returns:
+            The position of the run: step, data position, and skipped updates in a row.
 
         Raises:
             CheckpointError: it is damaged, or of another model or version of rlgen.
@@ -200,11 +258,22 @@ class Checkpoints:
         return processes.agreed(lambda: load_parts(path, model, optimizer, schedule, processes.rank))
 
 
-def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int) -> TrainerState:
-    """Raises CheckpointError."""
+def outcome(writer: Writer) -> None:
+    """Waits for the writer, and raises its error. One that gave up, because another process has failed, has none of its own."""
+    with suppress(GivenUpError):
+        writer.result()
+
+
+def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int) -> Position:
+    """Loads the checkpoint at `path` in this process, and returns its position.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
     try:
         check_fit(path, model, None)
-        state = TrainerState(**read_json(path / "state" / "state.json"))
+        state = read_json(path / "state" / "state.json")
+        at = Position(state["step"], state["position"], state.get("nonfinite", 0))
         if is_adapted(model):
             load_adapter(path, model, base_digest(model))
         else:
@@ -213,30 +282,33 @@ def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedul
             load_shards(path / "state" / "optimizer", model, optimizer)
         else:
             load_optimizer(load_file(path / "state" / "optimizer.safetensors"), model, optimizer)
-        schedule.load_state_dict(state.schedule)
-        # A schedule changes the rate when it steps, and does not step here.
+        schedule.load_state_dict(state["schedule"])
+        # load_state_dict does not set the learning rate of the optimizer: a schedule does that only when it steps.
         for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
             group["lr"] = rate
         if (path / "state" / random_name(rank)).exists():
             set_random(load_file(path / "state" / random_name(rank)))
-        else:  # this process is one more than there were
-            seed_random(f"{state.step}/{rank}")
+        else:  # the checkpoint was written by fewer processes
+            seed_random(f"{at.step}/{rank}")
     except (OSError, ValueError, KeyError, TypeError, AssertionError, SafetensorError, CheckpointException) as error:
-        # What torch says may advise to unpickle; its type is enough.
+        # torch's message may advise to unpickle, so only its type is shown.
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}); `rlgen checkpoints verify` says what is wrong, --resume-step"
             " goes on from another one"
         ) from error
-    return state
+    return at
 
 
 def check_fit(path: Path, model: PreTrainedModel, trainer: str | None) -> None:
-    """Whether the checkpoint at `path` is of this model and trainer. `trainer` None: of any.
+    """Checks that the checkpoint at `path` is of this model and trainer.
+
+    Args:
+        trainer: kind of the trainer; None: any kind is accepted.
 
     Raises:
-        CheckpointError: it is not; names what differs.
+        CheckpointError: it is of another model, adapter or trainer; names what differs.
     """
-    appears(path / "manifest.json")  # to a process on another machine, perhaps late
+    appears(path / "manifest.json")  # a network file system may show the file late to other machines
     manifest = read_manifest(path)
     if trainer is not None and manifest.trainer != trainer:
         raise CheckpointError(f"{path} is a checkpoint of another trainer: trainer.kind was {manifest.trainer} and is {trainer}")
@@ -252,41 +324,6 @@ def check_fit(path: Path, model: PreTrainedModel, trainer: str | None) -> None:
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(other)}")
 
 
-def refuse_non_finite(model: PreTrainedModel, moments: dict[str, Any]) -> None:
-    """Raises DivergedError: a run that went on would go on from nothing, and good checkpoints would go for it."""
-    if name := non_finite([*model.named_parameters(), *moments.items()]):
-        raise DivergedError(f"{name} has values that are not finite; nothing was saved, the last checkpoint stands")
-
-
-@contextmanager
-def written_as(path: Path) -> Iterator[None]:
-    """Raises CheckpointError for what goes wrong while `path` is written."""
-    try:
-        yield
-    except (OSError, SafetensorError, CheckpointException) as error:
-        raise unwritable(path, error) from error
-
-
-def random_name(rank: int) -> str:
-    return f"random_{rank}.safetensors" if rank else "random.safetensors"
-
-
 def saved_processes(path: Path) -> int:
-    """How many processes wrote the checkpoint at `path`."""
+    """Returns how many processes wrote the checkpoint at `path`."""
     return read_manifest(path).processes
-
-
-def same_base(model: PreTrainedModel, before: str | None) -> str:
-    """The digest of the frozen weights under an adapter.
-
-    Raises:
-        SentinelError: it is not what it was `before`.
-    """
-    now = base_digest(model)
-    if before is not None and now != before:
-        raise SentinelError(
-            Fault.BASE_CHANGED,
-            f"the frozen weights under the adapter are not those that the run began with (SHA-256 {before[:12]}, now {now[:12]}):"
-            " something writes into them, and the adapter would be worth nothing on the model as it was; nothing was saved",
-        )
-    return now

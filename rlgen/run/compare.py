@@ -1,25 +1,38 @@
-"""Are two runs the same run? Metrics, rollouts, weights, optimizer and random states, to the last bit."""
+"""Compares two runs bit by bit: metrics, rollouts, weights, optimizer and random states."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-# How long things took, who did them, and what happened to be in a cache of the engine: not what was trained.
+from rlgen.rollout.parquet import parts_of
+from rlgen.run.rollouts import read_rollouts, rollout_steps
+
+# Columns and keys that differ between equal runs: times, process ids, and hits of the engine's prefix cache.
 MEASURED = ("time", "pid", "cached_tokens")
-TRAINED = ("*.safetensors", "state/state.json", "adapter_config.json", "config.json")  # of a checkpoint, whatever else is there
+TRAINED = (
+    "*.safetensors",
+    "state/state.json",
+    "adapter_config.json",
+    "config.json",
+)  # files of a checkpoint that are compared; others are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Difference(file="metrics.jsonl", step=3, key="loss", left=0.1, right=0.2)"""
+    """One difference between two runs. Difference(file="metrics.jsonl", step=3, key="loss", left=0.1, right=0.2)"""
 
-    file: str  # in the run's directory
+    file: str  # path in the run's directory
     step: int
     key: str
     left: Any
@@ -30,16 +43,16 @@ class Difference:
 
 
 def first_difference(left: Path, right: Path) -> Difference | None:
-    """The first step at which two run directories differ, and the first thing that does; None: they are the same run.
+    """Returns the first step at which two run directories differ, with the first difference in it; None if the runs are equal.
 
-    Compared are all steps' metrics but times, all rollouts, and the checkpoints that are there: the same in both, with the same
-    weights, optimizer's state, schedule, data position and random states.
+    Compares the metrics of all steps except times, all rollouts, and all checkpoints: both runs must have the same ones, with
+    equal weights, optimizer state, schedule, data position and random states.
     """
     return min(differences(left, right), key=lambda difference: difference.step, default=None)
 
 
 def differences(left: Path, right: Path) -> Iterator[Difference]:
-    """The first of each kind: what samples came before what was learned from them."""
+    """Yields the first difference in rollouts, in metrics and in checkpoints. Rollouts come first: the step learned from them."""
     yield from first(rollouts(left, right))
     yield from first(metrics(left, right))
     yield from first(checkpoints(left, right))
@@ -62,13 +75,62 @@ def metrics(left: Path, right: Path) -> Iterator[Difference]:
 
 
 def rollouts(left: Path, right: Path) -> Iterator[Difference]:
-    names = sorted({path.name for run in (left, right) for path in (run / "rollouts").glob("step_*.jsonl")})
-    for name in names:
-        rows = [read_lines(run / "rollouts" / name) for run in (left, right)]
-        step = number(name)
-        for place in range(max(map(len, rows))):
-            ours, theirs = (row[place] if place < len(row) else None for row in rows)
-            yield from records(f"rollouts/{name}", step, f"sample {place}, ", ours, theirs)
+    steps = sorted({step for run in (left, right) for step in rollout_steps(run / "rollouts")})
+    for step in steps:
+        name = f"rollouts/step_{step:06d}.parquet"
+        ours, theirs = (read_rollouts(run, step) if parts_of(run / name) else None for run in (left, right))
+        if ours is None or theirs is None:
+            said = ["(not there)" if side is None else "there" for side in (ours, theirs)]
+            yield Difference(file=name, step=step, key="file", left=said[0], right=said[1])
+            continue
+        rows = min(len(ours), len(theirs))
+        found = [at for at in map(partial(unequal_in, ours[:rows], theirs[:rows]), column_names(ours, theirs)) if at is not None]
+        for row, key in sorted(found, key=lambda at: at[0])[:1]:  # sorted is stable: within a row, the first column
+            sides = [side[key][row].as_py() if key in side.column_names else "(not there)" for side in (ours, theirs)]
+            yield Difference(file=name, step=step, key=f"sample {row}, {key}", left=sides[0], right=sides[1])
+        if len(ours) != len(theirs):
+            yield Difference(file=name, step=step, key="samples", left=len(ours), right=len(theirs))
+
+
+def column_names(left: pa.Table, right: pa.Table) -> list[str]:
+    return [name for name in dict.fromkeys([*left.column_names, *right.column_names]) if name not in MEASURED]
+
+
+def unequal_in(left: pa.Table, right: pa.Table, name: str) -> tuple[int, str] | None:
+    """Returns the first row in which a column differs, with the column's name; None if it does not differ."""
+    if name not in left.column_names or name not in right.column_names:
+        return 0, name
+    rows = unequal(*(side[name].combine_chunks() for side in (left, right))).nonzero()[0]
+    return (int(rows[0]), name) if len(rows) else None
+
+
+def unequal(left: pa.Array, right: pa.Array) -> NDArray[np.bool_]:
+    """Returns a bool array [N]: which values of two arrays of one length differ in any bit. NaN equals NaN."""
+    if left.type != right.type:
+        return np.ones(len(left), dtype=bool)
+    valid = left.is_valid().to_numpy(zero_copy_only=False)
+    found: NDArray[np.bool_] = valid != right.is_valid().to_numpy(zero_copy_only=False)
+    if pa.types.is_struct(left.type):
+        for ours, theirs in zip(left.flatten(), right.flatten(), strict=True):
+            found = found | unequal(ours, theirs)
+    elif pa.types.is_list(left.type) or pa.types.is_map(left.type):
+        lengths, others = (side.offsets.to_numpy()[1:] - side.offsets.to_numpy()[:-1] for side in (left, right))
+        found = found | (lengths != others)
+        if found.any():  # from the first differing row on, elements do not line up
+            first = int(found.argmax())
+            found[:first] |= unequal(left[:first], right[:first])
+            return found
+        inner = unequal(*(side.values[side.offsets[0].as_py() : side.offsets[-1].as_py()] for side in (left, right)))
+        counts = np.concatenate([[0], inner.cumsum()])
+        starts = left.offsets.to_numpy() - left.offsets[0].as_py()
+        found = found | (counts[starts[1:]] != counts[starts[:-1]])
+    elif pa.types.is_floating(left.type):
+        ours, theirs = (side.fill_null(0).to_numpy(zero_copy_only=False) for side in (left, right))
+        bits = ours.view(f"u{ours.itemsize}") != theirs.view(f"u{ours.itemsize}")
+        found = found | (bits & ~(np.isnan(ours) & np.isnan(theirs)))
+    elif not pa.types.is_null(left.type):
+        found = found | pc.not_equal(left, right).fill_null(False).to_numpy(zero_copy_only=False)
+    return found
 
 
 def records(file: str, step: int, place: str, left: Any, right: Any) -> Iterator[Difference]:
@@ -120,7 +182,7 @@ def tensors(file: str, step: int, left: Path, right: Path) -> Iterator[Differenc
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal; NaN equals NaN."""
+    """Returns whether two values are equal and of one type. NaN equals NaN."""
     both_nan = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
     return both_nan or (left == right and type(left) is type(right))
 

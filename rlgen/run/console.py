@@ -1,4 +1,4 @@
-"""What a person sees: a progress display on a terminal, one plain line a step elsewhere."""
+"""Prints the progress of a run: a progress bar on a terminal, one plain line per step elsewhere."""
 
 import os
 import sys
@@ -7,37 +7,38 @@ from typing import IO, Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from rlgen.metrics import Metric
 from rlgen.redact import printable
 
 
 class Terminal(RichConsole):
-    """Prints texts as they are: no markup, nothing that a terminal would obey. Where nobody can read them nothing ends."""
+    """Prints texts literally, without markup or control sequences. Failed writes to standard output do not end the run."""
 
     def __init__(self, quiet: bool) -> None:
         super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
 
     def say(self, text: str) -> None:
-        """One line, or several."""
+        """Prints one line, or several."""
         try:
             self.print(printable(text))
         except OSError:  # the disk of `rlgen train … > file` is full
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """`rlgen train … | head -1`: the run goes on."""
+        """Stops printing when the reader of standard output is gone (`rlgen train … | head -1`), so that the run goes on."""
         self.quiet = True
         hush(sys.stdout)
 
 
 def hush(stream: IO[str]) -> None:
-    """From here on what is written goes nowhere."""
+    """Redirects a stream to the null device."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
 
 
 class Console:
-    """Prints to standard output, unless it is `quiet`. `metrics.jsonl` is the record; this is a view of it."""
+    """Prints to standard output, unless `quiet`. The record of a run is `metrics.jsonl`; this is only a view of it."""
 
     def __init__(self, steps: int, done: int, quiet: bool) -> None:
         self._steps = steps
@@ -64,25 +65,31 @@ class Console:
             self._progress.stop()
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Prints one line."""
         self._console.say(text)
 
     def step(self, record: dict[str, Any]) -> None:
-        """The line of one step, from its object in metrics.jsonl."""
+        """Prints the line of one step, from its object in metrics.jsonl, and advances the progress bar."""
         self.say(step_line(record, self._steps))
         if self._progress:
-            self._progress.update(self._task, completed=record["step"], description=f"reward {_number(record['reward/mean'])}")
+            self._progress.update(
+                self._task, completed=record[Metric.STEP], description=f"reward {_number(record[Metric.REWARD_MEAN])}"
+            )
 
 
 def step_line(record: dict[str, Any], steps: int) -> str:
-    """`step  12/100  reward 0.531 ±0.50  loss -0.0123  Δ 1.2e-06  12.3 tokens  ...`"""
-    width = len(str(steps))
-    speed = record["tokens/generated"] / record["time/step"]
+    """Returns `step  12/100  reward 0.531 ±0.50  loss -0.0123  Δ 1.2e-06  12.3 tokens  ...`."""
+
+    def shown(metric: Metric, form: str = ".3f") -> str:
+        return _number(record.get(metric), form)
+
+    speed = record[Metric.TOKENS_GENERATED] / record[Metric.TIME_STEP]
     return (
-        f"step {record['step']:>{width}}/{steps}  reward {_number(record['reward/mean'])} ±{_number(record['reward/std'])}"
-        f"  loss {_number(record['loss'], '+.4f')}  grad {_number(record['grad_norm'])}"
-        f"  Δ {_number(record.get('sampler/delta_max'), '.1e')}  length {_number(record['completions/mean_tokens'], '.1f')}"
-        f"  {speed:.0f} tok/s  {record['time/step']:.2f} s"
+        f"step {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
+        f"  reward {shown(Metric.REWARD_MEAN)} ±{shown(Metric.REWARD_STD)}"
+        f"  loss {shown(Metric.LOSS, '+.4f')}  grad {shown(Metric.GRAD_NORM)}"
+        f"  Δ {shown(Metric.SAMPLER_DELTA_MAX, '.1e')}  length {shown(Metric.COMPLETIONS_MEAN_TOKENS, '.1f')}"
+        f"  {speed:.0f} tok/s  {record[Metric.TIME_STEP]:.2f} s"
     )
 
 

@@ -1,11 +1,11 @@
-"""`DIR/NAME/`: one run, and never another's.
+"""Creates, locks, reads and writes the directory `DIR/NAME/` of one run, which no other run shares.
 
 recipe.yaml      verbatim            status.json    state, step, process
 resolved.yaml    every value         metrics.jsonl  one object a step
-provenance.json  versions, hashes    rollouts/      step_000012.jsonl, one object a sample
-nonfinite/       step_000012.jsonl, batches that were not trained on because a number was not finite
+provenance.json  versions, hashes    rollouts/      step_000012.parquet, one row a sample
+nonfinite/       step_000012.json, which numbers were not finite in a step whose update was skipped
 journal/         what was sampled and scored since the last checkpoint, see rollout/journal.py
-logs/            of this attempt and, under attempt_K, of those before
+logs/            of this attempt; those of earlier attempts are under attempt_K
 checkpoints/     step_000020/
 """
 
@@ -36,15 +36,15 @@ from rlgen.redact import printable_json
 from rlgen.run.launch import launched_by
 
 LOCK = ".lock"
-HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what flock says of a lock that another process holds
-RESERVE = 1 << 14  # bytes that are given up for the last words of a run on a full disk
-PATIENCE = 1.0  # seconds that a start waits for the lock: `rlgen status` holds it while it looks, a killed run until it is gone
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # error numbers of flock if another process holds the lock
+RESERVE = 1 << 14  # bytes of a file that is deleted on a full disk, to have room for the last status of a run
+PATIENCE = 1.0  # seconds to wait for the lock: `rlgen status` holds it briefly, and a killed run until its process has exited
 
 
 class RunDirectory:
-    """Paths and records of one run. Holds a lock on the directory as long as it is open.
+    """Paths and records of one run. Holds a lock on the directory until it is closed.
 
-    Of several processes the main one opens it and writes; the others join.
+    The main process opens it with `create` or `reopen` and writes; other processes use `join`, without a lock.
     """
 
     def __init__(self, path: Path, lock: int | None) -> None:
@@ -66,10 +66,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, recipe_text: str, resolved: str) -> "RunDirectory":
-        """A new run. Where a start failed before anything was sampled, it takes that one's place, and keeps its logs.
+        """Creates the directory of a new run. Reuses that of a start that failed before anything was sampled, and keeps its logs.
 
         Raises:
-            UsageError: the directory is taken.
+            UsageError: the directory holds another run, or is in use.
             CheckpointError: it cannot be written.
         """
         with written(path):
@@ -94,10 +94,10 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDirectory":
-        """An earlier run, to go on with.
+        """Opens the directory of an earlier run, to resume it.
 
         Raises:
-            UsageError: there is none, or it is running.
+            UsageError: there is no run, or it is running.
             CheckpointError: it cannot be written.
         """
         if not (path / "resolved.yaml").is_file():
@@ -112,10 +112,10 @@ class RunDirectory:
 
     @classmethod
     def join(cls, path: Path) -> "RunDirectory":
-        """What the main process has opened, for one that only reads, and writes its own log.
+        """Opens the directory that the main process has opened, for a process that only reads it and writes its own log.
 
         Raises:
-            UsageError: this process does not see it.
+            UsageError: this process does not see the directory.
         """
         if not appears(path / "resolved.yaml"):
             raise UsageError(f"{path} is not seen by every process; set run.dir to a folder that all machines share")
@@ -123,19 +123,21 @@ class RunDirectory:
 
     @staticmethod
     def look(path: Path) -> dict[str, Any]:
-        """What the run at `path` says of itself; {}: nothing, or no run is there."""
+        """Returns the contents of status.json of the run at `path`; {} if there is none."""
         file = path / "status.json"
         return read_json(file) if file.is_file() else {}
 
     @staticmethod
     def attempts(path: Path) -> list[dict[str, Any]]:
-        """What `provenance.json` of the run at `path` says of each attempt that has begun to train, the last one last."""
+        """Returns the entries of provenance.json of the run at `path`: one for each attempt that began to train, oldest first."""
         file = path / "provenance.json"
         return read_json(file) if file.is_file() else []
 
     @staticmethod
     def clean(path: Path) -> None:
-        """Deletes what the run in `path` left, and nothing else: links are removed, never followed. The folder and its lock stay.
+        """Deletes the contents of `path`, a folder that holds a run, but keeps the folder and its lock file.
+
+        Removes links without following them. Does nothing if `path` does not exist.
 
         Raises:
             UsageError: `path` is a link, holds no run of rlgen, is in use, or is the home directory or above.
@@ -149,10 +151,10 @@ class RunDirectory:
         lock = _lock(path)
         try:
             with written(path):
-                # First what --resume looks for, last what --clean does: half a deletion can be ended, and not be trained on.
+                # resolved.yaml goes first: half a deletion cannot be resumed. status.json goes last: --clean can be repeated.
                 turn = {"resolved.yaml": 0, "status.json": 2}
                 names = sorted((found.name for found in path.iterdir()), key=lambda name: turn.get(name, 1))
-                # With its file the lock would go: what another start makes meanwhile would be deleted, too.
+                # The lock file stays: without it another run could start here, and its files would be deleted, too.
                 for found in (path / name for name in names if name != LOCK):
                     if found.is_dir() and not found.is_symlink():
                         shutil.rmtree(found)
@@ -162,10 +164,10 @@ class RunDirectory:
             os.close(lock)
 
     def _prepare(self) -> None:
-        """Folders and reserve; and what killed writes left is removed."""
+        """Creates the folders and the reserve file, and removes the temporary files of writes that were killed."""
         with written(self.path):
             mode = self.path.stat().st_mode
-            if mode & 0o007:  # others could plant files
+            if mode & 0o007:  # other users could place files here
                 self.path.chmod(mode & FOLDER_MODE)
             for folder in (self.checkpoints, self.rollouts, self.logs):
                 folder.mkdir(exist_ok=True)
@@ -176,22 +178,23 @@ class RunDirectory:
             write_text(self._reserve, "." * RESERVE)
 
     def cut(self, step: int) -> None:
-        """Moves metrics, rollouts and logs of the attempts before to `logs/attempt_K`, except what belongs to steps 1 to `step`.
+        """Moves the logs of earlier attempts and the metrics of steps after `step` to `logs/attempt_K`.
 
-        They were trained into weights that no longer exist. A run that is resumed trains the later steps again, on the same
-        samples as far as the journal has them, and writes them again. Failed rewards stay: with their samples they are taken from
-        the journal, and do not fail again.
+        Rollouts of steps after `step` become part of the journal; reports of skipped updates of these steps move to
+        `logs/attempt_K`, too. These steps were trained into weights that no longer exist. The resumed run trains them again, on
+        the same samples as far as the journal has them, and writes their records again. Failed rewards stay: their samples are
+        taken from the journal with their rewards, so that they do not fail again.
         """
         before = [path.name.removeprefix("attempt_") for path in self.logs.glob("attempt_*")]
         attempt = self.logs / f"attempt_{max([int(number) for number in before if number.isdecimal()], default=0) + 1}"
         attempt.mkdir()
-        for folder in (self.path, self.rollouts, self.nonfinite, self.failed_rewards):
+        for folder in (self.path, self.rollouts, *self.rollouts.glob("step_*/"), self.nonfinite, self.failed_rewards):
             for left in folder.glob(".?*.?*.[0-9]*"):  # half-written by a process that was killed, see `write_text`
                 left.unlink()
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
         if self.metrics.exists():
-            # A crash may have cut the last line within a character: rewards have the names of functions in any script.
+            # A crash may have cut the last line within a multi-byte character: reward names can be in any script.
             lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             steps = [_step_of(line) for line in lines]
             belongs = [of is not None and of <= step for of in steps]
@@ -203,30 +206,38 @@ class RunDirectory:
         for folder in (self.rollouts, self.nonfinite):
             for file in list(folder.iterdir()) if folder.exists() else ():
                 number = file.stem.removeprefix("step_")
-                if not number.isdecimal() or int(number) > step:
+                if folder == self.rollouts and file.suffix == ".parquet" and number.isdecimal():
+                    if int(number) > step:
+                        self._to_journal(file)
+                elif not number.isdecimal() or int(number) > step:
                     (attempt / folder.name).mkdir(exist_ok=True)
                     shutil.move(file, attempt / folder.name / file.name)
 
+    def _to_journal(self, rollouts: Path) -> None:
+        """Moves the rollouts of a step to the journal, beside those of an earlier attempt: either may be incomplete."""
+        self.journal.mkdir(exist_ok=True)
+        place, again = self.journal / rollouts.name, 0
+        while place.exists():
+            again += 1
+            place = self.journal / f"{rollouts.stem}.{again}.parquet"
+        rollouts.rename(place)
+
     def write_metrics(self, record: dict[str, Any]) -> None:
-        """Appends one step; on disk when this returns."""
+        """Appends the metrics of one step. They are on disk when this returns."""
         append_text(self.metrics, json_line(record))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """One object a step."""
+        """Returns the metrics of all steps, one object per step."""
         if not self.metrics.exists():
             return []
         return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
 
-    def write_rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
-        """One object a sample."""
-        write_text(self.rollouts / f"step_{step:06d}.jsonl", "".join(map(json_line, records)))
-
-    def write_nonfinite(self, step: int, records: list[dict[str, Any]]) -> Path:
-        """A batch that was not trained on: what was not finite, then one object a sample."""
-        path = self.nonfinite / f"step_{step:06d}.jsonl"
+    def write_nonfinite(self, step: int, verdict: dict[str, Any]) -> Path:
+        """Writes which numbers were not finite in a step whose update was skipped, and returns the path of the file."""
+        path = self.nonfinite / f"step_{step:06d}.json"
         with written(self.nonfinite):
             self.nonfinite.mkdir(exist_ok=True)
-        write_text(path, "".join(map(json_line, records)))
+        write_text(path, json_line(verdict))
         return path
 
     def write_status(
@@ -238,13 +249,16 @@ class RunDirectory:
         message: str = "",
         health: Sequence[str] | None = None,
     ) -> None:
-        """`state` is starting, running, done, stopped or failed.
+        """Writes status.json. `state` is starting, running, done, stopped or failed.
+
+        If the disk is full and `exit_code` is given, deletes the reserve file first, so that the last status of a run can be
+        written.
 
         Args:
-            health: rules that are broken, in words; None: those that were told last.
+            health: health rules that are broken, in words; None: those of the last call.
 
         Raises:
-            CheckpointError: the disk is full, and so it was before.
+            CheckpointError: it cannot be written, even without the reserve.
         """
         self._health = self._health if health is None else health
         status = {
@@ -263,14 +277,14 @@ class RunDirectory:
         except CheckpointError:
             if exit_code is None or not self._reserve.exists():
                 raise
-            self._reserve.unlink()  # the last words of a run
+            self._reserve.unlink()
             write_json(self.status_file, status)
 
     def asked_to_save(self) -> bool:
-        """Whether someone has touched `save_now`, which is then gone. It is not opened: a link goes as a link."""
+        """Returns whether the file `save_now` exists, and deletes it without opening it: of a link only the link is removed."""
         try:
             self.save_now.unlink()
-        except OSError:  # it is not there, as always but once
+        except OSError:  # usually it is not there
             return False
         return True
 
@@ -284,7 +298,15 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> int:
-    """The kernel frees the lock when its process dies, however it dies."""
+    """Locks the directory and returns the descriptor of the lock file. The kernel frees the lock when the process dies, however
+    it dies.
+
+    Waits up to `PATIENCE` seconds for another process to free the lock.
+
+    Raises:
+        UsageError: another process holds the lock.
+        CheckpointError: the file cannot be opened, or the file system has no locks.
+    """
     try:
         file = open_plain(path / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
@@ -295,7 +317,7 @@ def _lock(path: Path) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except OSError as error:
-            if error.errno not in HELD:  # the file system has no locks, or not now
+            if error.errno not in HELD:  # the file system does not support locks, or cannot lock now
                 os.close(file)
                 raise unwritable(path / LOCK, error) from error
             if time.monotonic() > deadline:
@@ -305,7 +327,7 @@ def _lock(path: Path) -> int:
 
 
 def _not_to_be_cleaned(path: Path) -> str | None:
-    """Why the contents of `path` must not be deleted."""
+    """Returns the reason why the contents of `path` must not be deleted; None if they may be."""
     if path.is_symlink():
         return "is a link"
     if not path.is_dir():
@@ -317,7 +339,7 @@ def _not_to_be_cleaned(path: Path) -> str | None:
 
 
 def _own_status(path: Path) -> dict[str, Any] | None:
-    """What the run at `path` says of itself; None: no run of rlgen says it."""
+    """Returns the contents of status.json at `path`; None if it is missing, unreadable or not written by rlgen."""
     try:
         status: dict[str, Any] = read_json(path / "status.json")
         return status if {"state", "step", "steps", "exit_code", "pid"} <= status.keys() else None
@@ -326,7 +348,7 @@ def _own_status(path: Path) -> dict[str, Any] | None:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """JSON knows no NaN and no infinity: None stands for them."""
+    """Returns `record` as one line of JSON, with null for NaN and infinity, which JSON does not have."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -335,7 +357,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same with None for every number that is not finite."""
+    """Returns a copy of `value` in which every float that is not finite is None."""
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -344,9 +366,9 @@ def finite(value: Any) -> Any:
 
 
 def _untouched(path: Path) -> bool:
-    """Whether nothing is there but what a dry run leaves, or a start that ended before anything was sampled.
+    """Returns whether `path` holds nothing but the files of a dry run, or of a start that ended before anything was sampled.
 
-    Such a start may have been killed, or failed on its data, model or rewards: then it left a status and logs.
+    Such a start was killed, or failed on its data, model or rewards, and left a status and logs.
     """
     status = _own_status(path)
     plain = ["recipe.yaml", "resolved.yaml"]
@@ -360,7 +382,7 @@ def _untouched(path: Path) -> bool:
 
 
 def _step_of(line: str) -> int | None:
-    """The step of a line of metrics; None for a line that was cut off by a crash."""
+    """Returns the step of a line of metrics.jsonl; None if the line was cut off by a crash."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -1,9 +1,9 @@
-"""Signs of a run that goes wrong: rules over the metrics of its steps. What the recipe says about them is `health`.
+"""Detects runs that go wrong by rules over the metrics of their steps. The section `health` of a recipe sets the rules.
 
-A rule is broken once its value has been beyond the threshold for so many steps in a row, or, of rewards that do not differ, in
-most of so many. Steps that do not measure the value neither count nor end the row: a rule about what a recipe never measures
-stays silent. Everything follows from the metrics alone, so that a run that is resumed, and reads them again, finds what the run
-would have found.
+A rule is broken once its value has been beyond the threshold for `steps` steps in a row; the rule on equal rewards
+(`reward_std`), once it has been so in most of `steps` steps. Steps that do not measure the value are skipped: they neither count
+nor interrupt the row, so a rule about a value that a recipe never measures is never broken. The state depends on the metrics
+alone, so that a resumed run, which reads them again, finds the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,26 +11,28 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from rlgen.errors import DivergedError
+from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe
+from rlgen.recipe.inert import inert
 from rlgen.recipe.models import HealthRule
-from rlgen.recipe.rules import inert
 
 Record: TypeAlias = Mapping[str, Any]  # one object of metrics.jsonl
-Rows: TypeAlias = Mapping[str, tuple[float, ...]]  # by rule that was measured: the values of its last steps, newest last
+Rows: TypeAlias = Mapping[str, tuple[float, ...]]  # by rule: the values of its last measured steps, newest last
 Side: TypeAlias = Literal["above", "at or above", "below", "at or below"]
+Sign: TypeAlias = tuple[Side, Callable[[Record], float | None], str, str]  # `side`, `value`, `what` and `remedy` of a Rule
 BEYOND: dict[Side, Callable[[float, float], bool]] = {
     "above": lambda value, threshold: value > threshold,
     "at or above": lambda value, threshold: value >= threshold,
     "below": lambda value, threshold: value < threshold,
     "at or below": lambda value, threshold: value <= threshold,
 }
-SHOWN = 3  # of the values of a row
-MOSTLY = ("reward_std",)  # broken by most of the steps: a step in which rewards differ now and then changes little
+SHOWN = 3  # number of values that are shown in a message
+MOSTLY = ("reward_std",)  # broken by most of the steps: an occasional step in which rewards differ does not help
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One sign: where its value is in the metrics, which side of the threshold is wrong, and what to do about it."""
+    """One health check: how to read its value from the metrics, which side of the threshold is wrong, and what to do about it."""
 
     name: str
     side: Side
@@ -42,7 +44,7 @@ class Rule:
     remedy: str
 
     def beyond(self, rows: Rows) -> int:
-        """In how many of its last steps."""
+        """Returns in how many of its last steps the value was beyond the threshold."""
         return sum(BEYOND[self.side](value, self.threshold) for value in rows.get(self.name, ()))
 
     def broken(self, rows: Rows) -> bool:
@@ -50,7 +52,7 @@ class Rule:
         return len(rows.get(self.name, ())) == self.steps and self.beyond(rows) >= needed
 
     def words(self, rows: Rows, step: int) -> str:
-        """`entropy of a token 0.004, 0.003, 0.003: below 0.01 for 5 steps, to step 12 (health.entropy); lower ...`"""
+        """Returns `entropy of a token 0.004, 0.003, 0.003: below 0.01 for 5 steps, to step 12 (health.entropy); lower ...`."""
         last = ", ".join(f"{value:.3g}" for value in rows[self.name][-SHOWN:])
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         how_long = f"in {self.beyond(rows)} of {steps}" if self.name in MOSTLY else f"for {steps}"
@@ -59,90 +61,8 @@ class Rule:
 
 
 def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
-    """The rules that apply to this recipe and are not ignored."""
-    limit = recipe.rollout.max_completion_tokens
-    stale = "run `rlgen doctor`: look at sync, head precision and log-prob mode"
-    signs: dict[str, tuple[Side, Callable[[Record], float | None], str, str]] = {
-        "reward": (
-            "at or below",
-            lambda record: None if record.get("reward/mean") is None else abs(record["reward/mean"]),
-            "mean reward",
-            "read rollouts/, see whether the rewards score good answers at all, or take easier prompts",
-        ),
-        "reward_std": (
-            "at or below",
-            lambda record: record.get("reward/std"),
-            "standard deviation of rewards",
-            "the reward is too coarse, or the prompts are too easy or too hard",
-        ),
-        "reward_failed": (
-            "above",
-            failed_rewards,
-            "failed rewards of samples",
-            "the first traceback is in the log",
-        ),
-        "zero_std": (
-            "at or above",
-            lambda record: record.get("groups/zero_std"),
-            "share of groups of equal rewards",
-            "drop prompts that are always or never solved, raise rollout.group_size or rollout.temperature",
-        ),
-        "no_update": (
-            "at or below",
-            lambda record: record.get("updates/done"),
-            "optimizer steps",
-            "no sample taught anything: see groups/zero_std, completions/truncated and reward/unscored",
-        ),
-        "entropy": (
-            "below",
-            lambda record: record.get("entropy"),
-            "entropy of a token",
-            "it collapses: lower optim.learning_rate, widen trainer.clip_high, or set trainer.beta",
-        ),
-        "ref_kl": (
-            "above",
-            lambda record: record.get("kl/ref_k3", record.get("kl/ref_k1")),
-            "KL to the reference",
-            "raise trainer.beta or lower optim.learning_rate",
-        ),
-        "grad_norm": (
-            "above",
-            lambda record: record.get("grad_norm"),
-            "norm of the gradient",
-            "lower optim.learning_rate or optim.max_grad_norm",
-        ),
-        "clipped": (
-            "above",
-            lambda record: record.get("clip/region", record.get("cispo/clipped")),
-            "share of clipped ratios",
-            "lower trainer.updates_per_rollout",
-        ),
-        "truncated": (
-            "above",
-            lambda record: record.get("completions/truncated"),
-            "share of truncated completions",
-            "raise rollout.max_completion_tokens, or add the reward `overlong`",
-        ),
-        "length": (
-            "above",
-            lambda r: None if r.get("completions/mean_tokens") is None else r["completions/mean_tokens"] / limit,
-            "mean length as a share of the limit",
-            "read rollouts/: long answers may be how the reward is won",
-        ),
-        "sampler_delta": (
-            "above",
-            lambda record: record.get("sampler/delta_mean"),
-            "mean difference of engine's and trainer's log-probs",
-            stale,
-        ),
-        "sampler_kl": ("above", lambda record: record.get("sampler/kl"), "KL between engine and trainer", stale),
-        "ess": (
-            "below",
-            lambda record: record.get("is/ess_raw"),  # of capped weights one absurd ratio would leave no trace
-            "effective share of the samples",
-            "lower optim.learning_rate, or look at what parts engine and trainer with `rlgen doctor`",
-        ),
-    }
+    """Returns the rules that apply to this recipe and are not set to ignore."""
+    signs = reward_signs() | update_signs() | completion_signs(recipe.rollout.max_completion_tokens) | sampler_signs()
     useless = {finding.path for finding in inert(recipe)}
     rules = []
     for name, setting in recipe.health:
@@ -163,13 +83,118 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+def reward_signs() -> dict[str, Sign]:
+    """Returns the signs about rewards, by the name of their rule."""
+    return {
+        "reward": (
+            "at or below",
+            lambda record: None if record.get(Metric.REWARD_MEAN) is None else abs(record[Metric.REWARD_MEAN]),
+            "mean reward",
+            "read rollouts/, see whether the rewards score good answers at all, or take easier prompts",
+        ),
+        "reward_std": (
+            "at or below",
+            lambda record: record.get(Metric.REWARD_STD),
+            "standard deviation of rewards",
+            "the reward is too coarse, or the prompts are too easy or too hard",
+        ),
+        "reward_failed": (
+            "above",
+            failed_rewards,
+            "failed rewards of samples",
+            "the first traceback is in the log",
+        ),
+        "zero_std": (
+            "at or above",
+            lambda record: record.get(Metric.GROUPS_ZERO_STD),
+            "share of groups of equal rewards",
+            "drop prompts that are always or never solved, raise rollout.group_size or rollout.temperature",
+        ),
+    }
+
+
+def update_signs() -> dict[str, Sign]:
+    """Returns the signs about the optimizer's updates and the policy, by the name of their rule."""
+    return {
+        "no_update": (
+            "at or below",
+            lambda record: record.get(Metric.UPDATES_DONE),
+            "optimizer steps",
+            f"no sample taught anything: see {Metric.GROUPS_ZERO_STD}, {Metric.COMPLETIONS_TRUNCATED} and"
+            f" {Metric.REWARD_UNSCORED}; `rlgen rewards test RECIPE` finds rewards that give None or the same to every answer",
+        ),
+        "entropy": (
+            "below",
+            lambda record: record.get(Metric.ENTROPY),
+            "entropy of a token",
+            "it collapses: lower optim.learning_rate, widen trainer.clip_high, or set trainer.beta",
+        ),
+        "ref_kl": (
+            "above",
+            lambda record: record.get(Metric.KL_REF_K3, record.get(Metric.KL_REF_K1)),
+            "KL to the reference",
+            "raise trainer.beta or lower optim.learning_rate",
+        ),
+        "grad_norm": (
+            "above",
+            lambda record: record.get(Metric.GRAD_NORM),
+            "norm of the gradient",
+            "lower optim.learning_rate or optim.max_grad_norm",
+        ),
+        "clipped": (
+            "above",
+            lambda record: record.get(Metric.CLIP_REGION, record.get(Metric.CISPO_CLIPPED)),
+            "share of clipped ratios",
+            "lower trainer.updates_per_rollout",
+        ),
+    }
+
+
+def completion_signs(limit: int) -> dict[str, Sign]:
+    """Returns the signs about the lengths of completions, by the name of their rule. `limit`: most tokens of a completion."""
+    return {
+        "truncated": (
+            "above",
+            lambda record: record.get(Metric.COMPLETIONS_TRUNCATED),
+            "share of truncated completions",
+            "raise rollout.max_completion_tokens, or add the reward `overlong`",
+        ),
+        "length": (
+            "above",
+            lambda r: None if r.get(Metric.COMPLETIONS_MEAN_TOKENS) is None else r[Metric.COMPLETIONS_MEAN_TOKENS] / limit,
+            "mean length as a share of the limit",
+            "read rollouts/: long answers may be how the reward is won",
+        ),
+    }
+
+
+def sampler_signs() -> dict[str, Sign]:
+    """Returns the signs about the difference between engine and trainer, by the name of their rule."""
+    stale = "run `rlgen doctor`: look at sync, head precision and log-prob mode"
+    return {
+        "sampler_delta": (
+            "above",
+            lambda record: record.get(Metric.SAMPLER_DELTA_MEAN),
+            "mean difference of engine's and trainer's log-probs",
+            stale,
+        ),
+        "sampler_kl": ("above", lambda record: record.get(Metric.SAMPLER_KL), "KL between engine and trainer", stale),
+        "ess": (
+            "below",
+            lambda record: record.get(Metric.IS_ESS_RAW),  # uncapped: with capped weights a single extreme ratio would not show
+            "effective share of the samples",
+            "lower optim.learning_rate, or look at what parts engine and trainer with `rlgen doctor`",
+        ),
+    }
+
+
 def failed_rewards(record: Record) -> float | None:
-    counts = [value for name, value in record.items() if name.startswith("reward/") and name.endswith("/failed")]
+    counts = [record[key] for key in Family.REWARD_FAILED.keys(record)]
     return sum(counts) if counts else None
 
 
 def rows_after(rows: Rows, rules: Iterable[Rule], record: Record) -> Rows:
-    """The rows once `record` is the newest step."""
+    """Returns the last values of each rule after `record` has been added as the newest step."""
     changed = dict(rows)
     for rule in rules:
         value = rule.value(record)
@@ -180,20 +205,20 @@ def rows_after(rows: Rows, rules: Iterable[Rule], record: Record) -> Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """What the rules find after one step."""
+    """The result of all rules after one step."""
 
     metrics: dict[str, bool]  # {"health/entropy": True}: whether each measured rule is broken
-    broken: tuple[str, ...]  # in words, one rule each
-    news: tuple[str, ...]  # lines for the console: rules that have just been broken, and those that are well again
-    ends: DivergedError | None  # the run, as the recipe wants it
-    saves: bool  # with a checkpoint
+    broken: tuple[str, ...]  # one message per broken rule
+    news: tuple[str, ...]  # lines for the console: rules that broke at this step, and rules that are no longer broken
+    ends: DivergedError | None  # the error to end the run with; None: it goes on
+    saves: bool  # whether to save a checkpoint before the run ends
 
 
 class Health:
-    """The rules of a run and what they have seen.
+    """Checks the rules of a run, and keeps the last values of each.
 
     Args:
-        earlier: the metrics of the steps before, if the run goes on.
+        earlier: metrics of the earlier steps, if the run is resumed.
     """
 
     def __init__(self, rules: tuple[Rule, ...], earlier: Iterable[Record] = ()) -> None:
@@ -203,10 +228,10 @@ class Health:
             self._rows = rows_after(self._rows, rules, record)
 
     def __call__(self, record: Record) -> Checkup:
-        """Takes down the metrics of one more step."""
+        """Adds the metrics of one more step, and returns which rules are broken."""
         before, rows = self._rows, rows_after(self._rows, self._rules, record)
         self._rows = rows
-        step: int = record["step"]
+        step: int = record[Metric.STEP]
         broken = [rule for rule in self._rules if rule.broken(rows)]
         began = [f"health: {rule.words(rows, step)}" for rule in broken if not rule.broken(before)]
         well = [
@@ -222,7 +247,7 @@ class Health:
                 f"health: {words}. To go on all the same, change its threshold or set its action to warn, and start with --resume"
             )
         return Checkup(
-            metrics={f"health/{rule.name}": rule.broken(rows) for rule in self._rules if rule.name in rows},
+            metrics={Family.HEALTH.of(rule.name): rule.broken(rows) for rule in self._rules if rule.name in rows},
             broken=tuple(rule.words(rows, step) for rule in broken),
             news=(*began, *well),
             ends=ends,

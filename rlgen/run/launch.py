@@ -1,4 +1,4 @@
-"""What a launcher asked for, and what it started. Torch-free: it is looked at before anything heavy."""
+"""Compares the processes that a launcher was asked for with those that it started. Imports no torch, as it runs first."""
 
 import os
 import socket
@@ -11,12 +11,12 @@ import psutil
 
 from rlgen.errors import ProcessError
 
-MAIN = "rlgen"  # what a launcher of this run has on its command line
+MAIN = "rlgen"  # name on the command line of a launcher that started this run
 START_ALL = (
     "start them with `torchrun --nproc-per-node {n} -m rlgen train …` (or `accelerate launch --multi_gpu --num_processes {n} -m"
     " rlgen train …`, which starts them on the CPU too)"
 )
-# What `accelerate launch` can be told that would change the training, or would seem to: the recipe says it.
+# Options of `accelerate launch` that would change the training, or seem to: allowed values, and what to do instead.
 ELSEWHERE: dict[str, tuple[Sequence[str], str]] = {
     "ACCELERATE_MIXED_PRECISION": (("no",), "model.dtype says what the forward computes in; use --mixed_precision no"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1",), "micro-batches follow from optim.micro_batch_tokens; leave it out"),
@@ -29,17 +29,17 @@ ELSEWHERE: dict[str, tuple[Sequence[str], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How many processes run, and which one this is."""
+    """The number of processes, and the rank of this one."""
 
     rank: int
     world: int
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Launch":
-        """From the variables that every launcher sets.
+        """Reads rank and world size from the environment variables that every launcher sets.
 
         Raises:
-            ProcessError: some are there and others are not.
+            ProcessError: WORLD_SIZE is above 1 and others of these variables are missing.
         """
         world = int(environment.get("WORLD_SIZE", "1"))
         needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -51,14 +51,14 @@ class Launch:
 
 
 def check_launch(launch: Launch, count: int | None, environment: Mapping[str, str], parents: Sequence[Sequence[str]]) -> None:
-    """Compares what runs with what was asked for.
+    """Checks that the processes that run are those that were asked for.
 
     Args:
-        count: of the recipe, `processes.count`.
-        parents: command lines of the processes above this one, the nearest first.
+        count: `processes.count` of the recipe.
+        parents: command lines of the ancestors of this process, nearest first.
 
     Raises:
-        ProcessError: they differ, or the launcher was told what only the recipe says.
+        ProcessError: the numbers differ, or a launcher option is set that belongs in the recipe.
     """
     for name, (allowed, what_to_do) in ELSEWHERE.items():
         if environment.get(name, allowed[0]).lower() not in allowed:
@@ -76,25 +76,26 @@ def check_launch(launch: Launch, count: int | None, environment: Mapping[str, st
 
 
 def restarted(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun has started these processes before, and they failed."""
+    """Returns whether torchrun has restarted these processes after a failure."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def launched_by() -> list[Any]:
-    """Which process started this one: host, pid, and seconds from its machine's start to its own, as in `processes.born`.
+    """Returns the host, the pid and the start time of the parent process; the last in seconds after its machine started.
 
-    In containers pids repeat: a new launch is likely to have the one that an earlier launch had.
+    The start time is computed as in `processes.born`; None if it cannot be read. It is needed because pids repeat in containers:
+    a new launch is likely to have the pid of an earlier one.
     """
     number = os.getppid()
     try:
         began = round(psutil.Process(number).create_time() - psutil.boot_time(), 2)
-    except (psutil.Error, OSError):  # beyond this container, another user's, or gone
+    except (psutil.Error, OSError):  # outside of this container, another user's, or gone
         began = None
     return [socket.gethostname(), number, began]
 
 
 def parents() -> list[list[str]]:
-    """Command lines of the processes above this one, the nearest first."""
+    """Returns the command lines of the ancestors of this process, nearest first; [] for those that cannot be read."""
     lines = []
     for process in psutil.Process().parents():
         try:
@@ -105,10 +106,10 @@ def parents() -> list[list[str]]:
 
 
 def asked_for(parents: Sequence[Sequence[str]]) -> tuple[str, int] | None:
-    """Name of the launcher that started this run, and how many processes it was asked for; None: there is none that says.
+    """Returns the name of the launcher of this run, and how many processes it was asked for; None if that is unknown.
 
-    Only `accelerate launch` can start fewer than it was asked for. A launcher of another program, one that started this run from
-    within, does not have rlgen on its command line.
+    Only `accelerate launch` can start fewer processes than it was asked for. A launcher that started another program, which then
+    started this run, is skipped: rlgen is not on its command line.
     """
     for line in parents:
         words = list(line)
@@ -116,7 +117,7 @@ def asked_for(parents: Sequence[Sequence[str]]) -> tuple[str, int] | None:
         if not any(name == MAIN or MAIN in Path(word).parts for name, word in zip(names, words, strict=True)):
             continue
         if "torchrun" in names or "torch.distributed.run" in words:
-            return None  # it starts what it is asked for, or fails
+            return None  # torchrun starts as many processes as it is asked for, or fails
         if "accelerate.commands.launch" in words:
             arguments = words[words.index("accelerate.commands.launch") + 1 :]
         elif "accelerate" in names and "launch" in words:
@@ -129,7 +130,7 @@ def asked_for(parents: Sequence[Sequence[str]]) -> tuple[str, int] | None:
 
 
 def accelerate_processes(arguments: Sequence[str]) -> int | None:
-    """`--num_processes` of an `accelerate launch`, or what its configuration file says; None: neither."""
+    """Returns `--num_processes` of an `accelerate launch`, or the number in its configuration file; None if neither is set."""
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 

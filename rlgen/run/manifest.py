@@ -1,7 +1,7 @@
-"""`manifest.json`: what a checkpoint is of, and the size and SHA-256 of each of its files.
+"""Writes and checks `manifest.json`: facts about a checkpoint, and the size and SHA-256 of each of its files.
 
-It is written last: a checkpoint without one was never finished. It has a digest of its own, so that no bit of a checkpoint
-changes unnoticed. It is a guard against faults and not against forgers: nothing that it names is ever unpickled or run.
+It is written last: a checkpoint without one is incomplete. It contains a digest of itself, so that every changed bit of a
+checkpoint is detected. It protects against faults, not against forgery: no file that it names is ever unpickled or executed.
 """
 
 import hashlib
@@ -18,12 +18,12 @@ from rlgen.files import flush, flush_tree, read_json, write_json
 
 FORMAT = 2
 NAME = "manifest.json"
-READERS = 4  # files that are hashed at a time
+READERS = 4  # number of files that are hashed at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """File(size=4096, sha256="9f86d0...")"""
+    """The size in bytes and the hash of one file. File(size=4096, sha256="9f86d0...")"""
 
     size: int
     sha256: str
@@ -31,25 +31,28 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Manifest(step=20, time=1.7e9, rlgen="0.1.0", trainer="grpo", processes=2, model={...}, files={...}, format=2)"""
+    """The contents of manifest.json.
+
+    Manifest(step=20, time=1.7e9, rlgen="0.1.0", trainer="grpo", processes=2, model={...}, files={...}, format=2)
+    """
 
     step: int
     time: float  # seconds since 1970
-    rlgen: str  # version
-    trainer: str | None  # its kind
-    processes: int  # that wrote it
+    rlgen: str  # version of rlgen
+    trainer: str | None  # kind of the trainer
+    processes: int  # number of processes that wrote it
     model: dict[str, Any]  # facts by which two models differ; `lora`: those of an adapter, or None
     files: dict[str, File]  # by path in the folder
     format: int = FORMAT
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Returns the size of all files in bytes."""
         return sum(file.size for file in self.files.values())
 
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> Manifest:
-    """Flushes every file in `folder`, and writes the manifest: the folder is a checkpoint when this returns.
+    """Flushes every file in `folder`, and writes the manifest. The checkpoint is complete when this returns.
 
     Raises:
         OSError, CheckpointError: something cannot be written.
@@ -64,10 +67,10 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What `folder` claims to be.
+    """Reads the manifest of `folder`, and checks its own digest; does not look at the other files.
 
     Raises:
-        DamagedCheckpoint: it is no checkpoint, or was never finished, or the manifest itself is damaged.
+        DamagedCheckpoint: the folder is no checkpoint, is incomplete, or its manifest is damaged.
         CheckpointError: it is of another format.
     """
     try:
@@ -85,7 +88,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_format(folder: Path, found: object) -> None:
-    """Raises CheckpointError unless it is the one that is read here."""
+    """Checks that a checkpoint is of the format that this version reads. None is accepted.
+
+    Raises:
+        CheckpointError: it is of another format.
+    """
     if found != FORMAT and found is not None:
         raise CheckpointError(
             f"{folder} is of checkpoint format {found}, and this rlgen reads {FORMAT}: go on with the rlgen that wrote it, or"
@@ -94,7 +101,7 @@ def check_format(folder: Path, found: object) -> None:
 
 
 def old_format(folder: Path) -> int | None:
-    """Of a checkpoint that was written before there were manifests; None: it is no such one."""
+    """Returns the format of a checkpoint from before manifests were introduced; None if it is not one."""
     try:
         found = read_json(folder / "state" / "state.json")["format"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -103,7 +110,11 @@ def old_format(folder: Path) -> int | None:
 
 
 def damage(folder: Path, manifest: Manifest, hashes: bool) -> list[str]:
-    """What is wrong with the files, each in a few words: missing, of another size, too many; with `hashes`, other bytes."""
+    """Returns what is wrong with the files, in a few words each: missing, unexpected, a link, wrong size, wrong bytes.
+
+    Args:
+        hashes: compare the bytes, too.
+    """
     found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()}
     found.pop(NAME, None)
     wrong = [f"{name} is missing" for name in sorted(manifest.files.keys() - found.keys())]
@@ -124,13 +135,13 @@ def damage(folder: Path, manifest: Manifest, hashes: bool) -> list[str]:
 
 
 def check_files(folder: Path, hashes: bool) -> Manifest:
-    """The manifest of a checkpoint that is what was written.
+    """Checks that the files of a checkpoint are as they were written, and returns its manifest.
 
     Args:
-        hashes: read every byte; otherwise names and sizes alone are compared.
+        hashes: read and hash every byte; otherwise only names and sizes are compared.
 
     Raises:
-        DamagedCheckpoint: it is not; names the files.
+        DamagedCheckpoint: they are not; names the files.
         CheckpointError: it is of another format.
     """
     manifest = read_manifest(folder)
@@ -144,14 +155,14 @@ def check_files(folder: Path, hashes: bool) -> Manifest:
 
 
 def check_model_files(folder: Path) -> None:
-    """Where `folder` is a checkpoint, all that a model is opened from is what was written; the trainer's state is not looked at.
+    """Checks that the model files of `folder` are as they were written, if it is a checkpoint. Ignores the trainer's state.
 
     Raises:
-        DamagedCheckpoint: it is not; names the files.
+        DamagedCheckpoint: they are not; names the files.
         CheckpointError: it is of another format.
     """
     file = folder / NAME
-    if not file.is_file() or b'"rlgen"' not in file.read_bytes():  # others may have a file of that name
+    if not file.is_file() or b'"rlgen"' not in file.read_bytes():  # other tools may use a file of that name
         return
     files = {name: written for name, written in read_manifest(folder).files.items() if not name.startswith("state/")}
     try:
@@ -166,7 +177,7 @@ def check_model_files(folder: Path) -> None:
 
 
 def hashed(folder: Path, names: list[str]) -> dict[str, File]:
-    """Size and hash of each file."""
+    """Returns the size and hash of each file, computed in `READERS` threads."""
     with ThreadPoolExecutor(max_workers=READERS) as readers:
         return dict(zip(names, readers.map(lambda name: hash_file(folder / name), names), strict=True))
 
@@ -178,10 +189,10 @@ def hash_file(path: Path) -> File:
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """Of the manifest itself."""
+    """Returns the SHA-256 of the manifest's own content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """["hidden_size was 64 and is 128", ...]"""
+    """Returns what differs between two mappings, in words: ["hidden_size was 64 and is 128", ...]."""
     return [f"{key} was {before.get(key)} and is {now.get(key)}" for key in {**before, **now} if before.get(key) != now.get(key)]

@@ -1,4 +1,4 @@
-"""Where a run comes from: versions, machine, command, code."""
+"""Collects the versions, machine, command and code revision of a run."""
 
 import importlib.metadata
 import os
@@ -27,7 +27,7 @@ PACKAGES = (
 
 
 def provenance() -> dict[str, Any]:
-    """Facts about this attempt, for `provenance.json`. No environment variables: they hold secrets."""
+    """Returns facts about this attempt, for `provenance.json`. Leaves out environment variables, because they hold secrets."""
     return {
         "rlgen": rlgen.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -51,7 +51,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_revision() -> str | None:
-    """Commit of the working directory, with `+` if files differ from it; None outside a repository."""
+    """Returns the commit of the working directory, with `+` if tracked files differ from it; None outside a repository."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
         changes = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)

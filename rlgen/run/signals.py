@@ -1,7 +1,7 @@
-"""A run that is asked to stop saves the last step that it has trained, and ends.
+"""Handles requests to stop: the run saves the last step that it has trained, and exits.
 
-Asked by SIGINT, SIGTERM or SIGUSR1, by its launcher's end, or in time for `run.must_save_by`. A step whose weights have begun to
-move is finished first; one that only samples and rewards is given up.
+A request is SIGINT, SIGTERM or SIGUSR1, the end of the launcher, or the deadline `run.must_save_by`. A step whose weights have
+begun to change is finished first; a step that is still sampling or computing rewards is abandoned.
 """
 
 import os
@@ -15,32 +15,36 @@ from typing import TYPE_CHECKING
 
 from rlgen.run.deadline import Deadline
 
-if TYPE_CHECKING:  # it brings torch, and signals may come while that is imported
+if TYPE_CHECKING:  # it imports torch, and signals may come during that import
     from rlgen.processes import Processes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-DUE = signal.SIGUSR2  # from the deadline's timer to this process: it interrupts whatever that is waiting for
+DUE = signal.SIGUSR2  # sent by the deadline's timer to this process, to interrupt whatever it is waiting for
 LATE = "for run.must_save_by"
-ECHO_SECONDS = 2.0  # within which a launcher passes on what a terminal has sent to its processes already
+ECHO_SECONDS = 2.0  # a launcher passes on a signal of the terminal within this time
 
 
 class StopNow(KeyboardInterrupt):
-    """Nothing has been trained since the last step. No `Exception`: what lies between must not take it for a failure."""
+    """Raised to stop the run when nothing has been trained since the last step.
+
+    Not an `Exception`, so that code in between does not handle it as a failure.
+    """
 
 
 class StopRequest:
-    """The first signal asks; the second one interrupts at once.
+    """Handles the signals of one process. The first one requests a stop; the second one raises KeyboardInterrupt at once.
 
     Args:
-        launched: a launcher passes on what a terminal has sent to all processes already, and sends SIGTERM to those that are
-            left when one has ended: its signals repeat, and mean no haste. A second SIGINT does that comes seconds later. The
-            launcher kills after 30 seconds. When it is gone itself nobody looks after its processes: they stop, too.
+        launched: whether a launcher started this process. A launcher passes on signals that the terminal has already sent to all
+            processes, and sends SIGTERM to the remaining processes when one has ended; so its repeated signals do not count as a
+            second request. Only a second SIGINT does, if it comes `ECHO_SECONDS` after the first signal or later. The launcher
+            kills after 30 seconds. If the launcher itself is gone, nothing supervises its processes: they stop, too.
     """
 
     def __init__(self, launched: bool) -> None:
         self.launched = launched
-        self.why = ""  # empty: nobody asked
-        self._asked = 0.0  # when the first signal came
+        self.why = ""  # the reason to stop; empty: not requested
+        self._asked = 0.0  # time.monotonic() of the first signal; 0: none came
         self._parent = os.getppid()
         self._at_once = False
         self._deadline: Deadline | None = None
@@ -64,7 +68,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Handles the signals inside the block, and of a launched process until its end."""
+        """Installs the signal handlers for the block. In a launched process they stay installed until it ends."""
         before = {number: signal.signal(number, self.handle) for number in (*SIGNALS, DUE)}
         try:
             yield self
@@ -75,18 +79,18 @@ class StopRequest:
                     signal.signal(number, handler)
 
     def by(self, deadline: Deadline | None) -> None:
-        """Stops in time for it."""
+        """Sets the deadline by which the run must have stopped; None: there is none."""
         self._deadline = deadline
         self._arm()
 
-    def took(self, step: float, update: float, save: float) -> None:
-        """As `Deadline.took`."""
+    def took(self, step: float, update: float, save: float, saving: float | None) -> None:
+        """Records the durations of a step, see `Deadline.took`, and restarts the timer."""
         if self._deadline is not None:
-            self._deadline.took(step, update, save)
+            self._deadline.took(step, update, save, saving)
             self._arm()
 
     def _arm(self) -> None:
-        """Asks to stop when there is just time left for an update and its save."""
+        """Starts a timer that requests a stop when just enough time is left for an update and its save."""
         self._disarm()
         if self._deadline is not None:
             seconds = min(max(0.0, self._deadline.seconds_to_sample()), threading.TIMEOUT_MAX)
@@ -101,15 +105,15 @@ class StopRequest:
             self._timer = None
 
     def _due(self) -> None:
-        with self._timing:  # once disarmed nobody may be listening any more
+        with self._timing:  # once disarmed, the signal handler may be gone
             if self._timer is threading.current_thread():
                 os.kill(os.getpid(), DUE)
 
     def check(self, processes: "Processes", before_step: bool = False) -> None:
-        """Raises StopNow in all processes if one of them was asked to stop. All come here at the same place.
+        """Raises StopNow in all processes if one of them was asked to stop. All processes must call this at the same point.
 
         Args:
-            before_step: the deadline counts, too.
+            before_step: also stop if another step would not end before the deadline.
         """
         if not self.why and self.launched and os.getppid() != self._parent:
             self.why = "because its launcher is gone"
@@ -122,9 +126,10 @@ class StopRequest:
 
     @contextmanager
     def at_once(self, processes: "Processes") -> Iterator[None]:
-        """Inside the block nothing is trained: one process alone raises StopNow wherever it stands.
+        """Lets a signal raise StopNow immediately inside the block, in which nothing may be trained. Applies to a single process
+        only.
 
-        Of several processes, one that left would leave the others waiting: they stop at the next `check`.
+        With several processes, one that left would leave the others waiting in a collective: they stop at the next `check`.
         """
         self._at_once = processes.world == 1
         try:

@@ -1,13 +1,13 @@
-"""What a checkpoint holds of a trainer, as tensors: weights, the optimizer's state, random states; in and out.
+"""Converts the state of a trainer to tensors and back: weights, the optimizer's state, random states.
 
-Nothing here is a pickle: every file is safetensors or JSON. torch's sharded checkpoints have metadata of their own that are
-pickled, unless they are kept as safetensors, as here: each file then says in its header which part of a tensor it holds.
+Nothing here is a pickle: every file is safetensors or JSON. torch's sharded checkpoints pickle their metadata unless they are
+stored as safetensors, as here: the header of each file then says which part of a tensor it holds.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from rlgen.engines.base import model_shape
 from rlgen.errors import CheckpointError
-from rlgen.models.load import model_shape
 from rlgen.models.lora import adapter_tensors, config_of, is_adapted
-from rlgen.models.weights import gone_through, model_tensors, own_tensors, part, part_like, whole
+from rlgen.models.weights import model_tensors, own_tensors, part, part_like
+
+SHARD_FILE = 64 << 20  # bytes
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """What two models, or adapters, must have in common before one's checkpoint is the other's."""
+    """Returns the facts in which two models, or adapters, must agree so that one can load the other's checkpoint."""
     trained = adapter_tensors(model) if is_adapted(model) else own_tensors(model)
     return {
         "architecture": (model.config.architectures or [type(model).__name__])[0],
@@ -47,7 +49,7 @@ def lora_facts(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of all safetensors under `folder`, one at a time."""
+    """Yields the place ("FILE, NAME,") and the tensor of everything in the safetensors files under `folder`, one at a time."""
     for path in sorted(folder.rglob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # no dict
@@ -58,21 +60,13 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def save_weights(model: PreTrainedModel, folder: Path, is_main: bool) -> None:
-    """What `from_pretrained` opens. Sharded weights are put together in the main process's memory."""
-    if not is_sharded(model):
-        if is_main:
-            model.save_pretrained(folder)
-        return
-    weights = ((name, whole(tensor)) for name, tensor in own_tensors(model).items())
-    with gone_through(weights):
-        if is_main:
-            model.save_pretrained(folder, state_dict={name: tensor.cpu() for name, tensor in weights})
-
-
 @torch.no_grad()
 def load_weights(path: Path, model: PreTrainedModel) -> None:
-    """Copies the weights in `path` into `model`, in place: an optimizer keeps its parameters."""
+    """Copies the weights in `path` into `model`, in place, so that the optimizer keeps its parameters.
+
+    Raises:
+        CheckpointError: a weight is missing or has another shape.
+    """
     files = sorted(path.glob("*.safetensors"))
     stored = (item for file in files for item in load_file(file).items())
     saved = dict(model_tensors(model, stored))
@@ -86,21 +80,51 @@ def load_weights(path: Path, model: PreTrainedModel) -> None:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """{"layer.weight/exp_avg": ...}: the optimizer's state by parameter name, for safetensors. Shards stay where they are."""
+    """Returns references to the optimizer's state by parameter name, {"layer.weight/exp_avg": ...}; nothing is copied."""
     return {
-        f"{name}/{key}": value if isinstance(value, DTensor) else torch.as_tensor(value).detach().cpu().contiguous()
+        f"{name}/{key}": torch.as_tensor(value).detach()
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Each process writes its shards, as safetensors. All of them come here."""
-    sharded.save(tensors, storage_writer=sharded.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+def save_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> list[str]:
+    """Writes the shards of `tensors` that this process holds as safetensors, and returns the names of the files.
+
+    Each process derives what it writes from its own shards, without a collective. A tensor that is not sharded is written as it
+    is, so pass it in one process only.
+    """
+    writer = sharded.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_numbers(tensors), save_distributed=True)
+    planner = sharded.DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
+    writer.set_up_storage_writer(rank == 0)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    # The global plan only adds the rank, which is part of the file names; so empty plans stand for the other ranks.
+    plan = writer.prepare_global_plan([sharded.SavePlan([])] * rank + [plan])[rank]
+    writer.write_data(planner.finish_plan(plan), planner).wait()
+    return sorted(path.name for path in folder.glob(f"shard-{rank + 1:05d}-*"))
+
+
+def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Assigns each tensor a file number from 1, with about `SHARD_FILE` bytes per file.
+
+    torch assembles each file in memory while it holds the GIL, so that large files would stop the loop.
+    """
+    numbers, held = {}, 0
+    for name, tensor in tensors.items():
+        held += part(tensor).nbytes
+        numbers[name] = 1 + held // SHARD_FILE
+    # A tensor larger than SHARD_FILE skips numbers: renumber without gaps.
+    dense = {number: place for place, number in enumerate(sorted(set(numbers.values())), 1)}
+    return {name: dense[number] for name, number in numbers.items()}
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """The inverse: each process reads what it holds, whoever wrote it. Raises CheckpointException."""
+    """Loads what `save_shards` has written. Each process reads the shards that it holds now, whichever process wrote them.
+
+    Raises:
+        CheckpointException: a file is damaged or missing.
+    """
     reader = sharded.HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
@@ -108,13 +132,15 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         for key in [key for key in stored if key.startswith(f"{name}/")]:
             scalar = not getattr(stored[key], "size", ())
             tensors[key] = torch.zeros(()) if scalar else torch.zeros_like(parameter, requires_grad=False)
-    # Every process plans for itself, so that a damaged file is this one's error and not a wait for the others.
+    # Without collectives (no_dist), a damaged file is an error in this process and no hang in the others.
     sharded.load(tensors, storage_reader=reader, no_dist=True)
     place_optimizer(tensors, model, optimizer)
 
 
 def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    """The inverse of `optimizer_tensors`, of whole tensors: each process keeps what it holds of them."""
+    """Loads the optimizer's state from unsharded tensors, named as by `optimizer_tensors`. Each process keeps its own shards of
+    them.
+    """
     whole_tensors = dict(tensors)
     for name, parameter in model.named_parameters():
         for key, value in tensors.items():
@@ -126,19 +152,19 @@ def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Opti
 
 
 def place_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    """Gives each parameter its state."""
+    """Assigns each parameter its optimizer state from `tensors`, named as by `optimizer_tensors`."""
     for name, parameter in model.named_parameters():
         prefix = f"{name}/"
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if state:
-            # Step counts stay on the CPU, where the optimizer made them; moments live beside their parameter.
+            # Step counts stay on the CPU, where the optimizer created them; moments go to the device of their parameter.
             optimizer.state[parameter] = {
                 key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
             }
 
 
 def random_tensors() -> dict[str, Tensor]:
-    """The random states of Python, NumPy and torch as tensors."""
+    """Returns the random states of Python, NumPy and torch (CPU and all GPUs) as tensors."""
     version, numbers, gauss = random.getstate()
     numpy_state = numpy.random.get_state(legacy=False)
     words = numpy_state["state"].pop("key")  # the rest is plain numbers
@@ -155,7 +181,7 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def set_random(states: dict[str, Tensor]) -> None:
-    """The inverse of `random_tensors`."""
+    """Restores the random states that `random_tensors` returned."""
     rest = json.loads(bytes(states["rest"].tolist()))
     version, gauss = rest["python"]
     random.setstate((version, tuple(states["python"].tolist()), gauss))
@@ -169,7 +195,7 @@ def set_random(states: dict[str, Tensor]) -> None:
 
 
 def seed_random(place: str) -> None:
-    """Random states from where the run stands, for a process without saved ones."""
+    """Seeds Python, NumPy and torch from `place`, such as "STEP/RANK", in a process that has no saved random states."""
     seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:4])
     random.seed(seed)
     numpy.random.seed(seed)

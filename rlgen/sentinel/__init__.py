@@ -1,1 +1,1 @@
-"""Do engine and trainer compute with the same weights, and do their log-probs mean the same?"""
+"""Checks that engine and trainer compute with the same weights, and that their log-probs are comparable."""

@@ -1,4 +1,4 @@
-"""Weights that are changed for a while: only a sync of *changed* weights is evidence."""
+"""Changes weights temporarily, because only a sync of changed weights shows that weights arrive."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,17 +11,17 @@ from rlgen.models.lora import adapted_layers, adapter_names, adapter_tensors, ba
 from rlgen.models.policy import Policy
 from rlgen.models.weights import own_tensors, part, part_like, whole
 
-NOISE = 0.05  # of a changed tensor, relative to its root mean square
-LEAST = 0.02  # taken for the root mean square of smaller ones: a bias of zeros changes too
+NOISE = 0.05  # standard deviation of the noise, relative to the tensor's root mean square
+LEAST = 0.02  # minimum of that root mean square, so that a bias of zeros changes, too
 
 
 @dataclass(slots=True)
 class Change:
-    """Each call adds noise to the tensors, twice as much as the call before."""
+    """Adds noise to tensors on each call, twice as much as on the call before."""
 
     parameters: Mapping[str, Tensor]
-    saved: Mapping[str, Tensor]  # on the CPU, as they were: what this process holds of each
-    sizes: Mapping[str, float]  # what the noise is relative to
+    saved: Mapping[str, Tensor]  # the original values on the CPU; of sharded tensors, the local shard
+    sizes: Mapping[str, float]  # the scale of the noise by name
     noise: float = NOISE
 
     @torch.no_grad()
@@ -36,7 +36,7 @@ class Change:
 
     @contextmanager
     def put_back(self, *names: str) -> Iterator[None]:
-        """Inside the block, the tensors `names` have their old values."""
+        """Restores the original values of the tensors `names` inside the block."""
         now = {name: part(self.parameters[name]).detach().clone() for name in names}
         fill(self.parameters, {name: self.saved[name] for name in names})
         try:
@@ -46,7 +46,7 @@ class Change:
 
     @contextmanager
     def swapped(self, one: str, other: str) -> Iterator[None]:
-        """Inside the block, two tensors of equal shape have each other's values."""
+        """Exchanges the values of two tensors of equal shape inside the block."""
         now = {name: part(self.parameters[name]).detach().clone() for name in (one, other)}
         fill(self.parameters, {one: now[other], other: now[one]})
         try:
@@ -63,17 +63,17 @@ def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None
 
 @contextmanager
 def changed_weights(policy: Policy) -> Iterator[Change]:
-    """Every tensor of the policy, but those of an adapter, is changed inside the block and restored to the last bit after it."""
-    parameters = own_tensors(policy.model)  # a router's bias is a buffer
+    """Changes every tensor of the policy but those of an adapter inside the block, and restores them bit for bit after it."""
+    parameters = own_tensors(policy.model)  # includes buffers, such as a router's bias
     with changed(parameters, {name: max(size(parameter), LEAST) for name, parameter in parameters.items()}) as change:
         yield change
 
 
 @contextmanager
 def changed_adapter(policy: Policy) -> Iterator[Change]:
-    """The adapter is changed inside the block, so that each product of its factors changes by NOISE of its weight; then restored.
+    """Changes the adapter inside the block: each product of its factors by `NOISE` of its base weight. Then restores it.
 
-    One factor is zero at first: relative to its own size nothing would change.
+    The noise is relative to the base weight, because one factor is zero at first: relative to its own size it would not change.
     """
     parameters, sizes = adapter_tensors(policy.model), {}
     for name, layer in adapted_layers(policy.model).items():
@@ -86,7 +86,7 @@ def changed_adapter(policy: Policy) -> Iterator[Change]:
 
 
 def size(tensor: Tensor) -> float:
-    """Root mean square."""
+    """Returns the root mean square of a tensor; gathers a sharded one, which is a collective."""
     return whole(tensor.detach()).float().square().mean().sqrt().item()
 
 
@@ -103,7 +103,7 @@ def changed(parameters: Mapping[str, Tensor], sizes: Mapping[str, float]) -> Ite
 
 @contextmanager
 def earlier_head(policy: Policy, weight: Tensor) -> Iterator[None]:
-    """Inside the block a tied head multiplies with `weight` [V, H], while the embedding keeps its own."""
+    """Makes a tied head multiply with `weight` [V, H] inside the block, while the embedding keeps its own weight."""
     embedding = policy.model.get_output_embeddings()
     own = embedding.weight
     embedding.weight = torch.nn.Parameter(weight.to(own.device, own.dtype), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Rung 0: do both sides see the same tokens? Nothing is computed with; every answer is compared with its question."""
+"""Implements check 0: engine and trainer see the same tokens. Compares settings, tokenizers and answers, and no log-probs."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -19,10 +19,10 @@ CHAT = [{"role": "user", "content": "Sort 3 1 2, then say: done."}]
 
 
 def contract(probe: Probe) -> Rung:
-    """Compares settings, tokenizers, and six answers with their requests; twice, the second time with stop ids that occur.
+    """Compares settings, tokenizers, and six answers with their requests; then six answers with stop ids that are sure to occur.
 
     Raises:
-        SentinelError: the first difference.
+        SentinelError: names the first difference.
     """
     facts = probe.engine.facts()
     compare_settings(facts.settings, probe.expected)
@@ -40,8 +40,8 @@ def contract(probe: Probe) -> Rung:
     sampling = Sampling(max_tokens=min(TOKENS, probe.sampling.max_tokens), temperature=1.0, stop_ids=probe.sampling.stop_ids)
     answers = probe.engine.generate(requests, sampling)
     check_answers(requests, answers, sampling, probe.version)
-    # Few models end an answer soon: ids that are sure to occur are made stop ids, so that stopping is seen.
-    occurring = {answer.token_ids[len(answer.token_ids) // 2] for answer in answers}
+    # Few models end an answer this early. Ids that have just been sampled become stop ids, so that stopping is tested.
+    occurring = {int(answer.token_ids[len(answer.token_ids) // 2]) for answer in answers}
     sampling = replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *occurring})))
     answers = probe.engine.generate(requests, sampling)
     check_answers(requests, answers, sampling, probe.version)
@@ -55,7 +55,11 @@ def contract(probe: Probe) -> Rung:
 
 
 def compare_settings(theirs: Settings, ours: Settings) -> None:
-    """Those that change what a log-prob means. Raises SentinelError."""
+    """Compares the engine settings that change what a log-prob means.
+
+    Raises:
+        SentinelError: names the first difference.
+    """
     for field in fields(Settings):
         there, here = getattr(theirs, field.name), getattr(ours, field.name)
         if there != here:
@@ -64,10 +68,10 @@ def compare_settings(theirs: Settings, ours: Settings) -> None:
 
 
 def compare_tokenizers(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
-    """The tokenizer beside the engine's weights and that of the trainer: special ids, templates, ids of texts.
+    """Compares the engine's tokenizer with the trainer's: special ids, chat templates, and the ids of `texts`.
 
     Raises:
-        SentinelError: the first difference.
+        SentinelError: names the first difference.
     """
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         there, here = getattr(theirs, name), getattr(ours, name)

@@ -1,5 +1,7 @@
-"""Names the cause of a gap by rescoring: the trainer scores the same ids as each rival would have, and the rival under which
-both sides agree again is the cause. The shape of a gap tells little: raw log-probs at temperature 0.7 have a mean Δ near 0.
+"""Finds the cause of a gap between engine and trainer by rescoring.
+
+The trainer scores the same ids as each possible fault would have made the engine score them; a fault under which both sides agree
+again is the cause. The statistics of a gap alone say little: raw log-probs at temperature 0.7 have a mean Δ near 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +21,9 @@ from rlgen.sentinel.probe import TrainerSide
 from rlgen.types import Sample
 
 TEMPERATURES = tuple(step / 20 for step in range(1, 41))  # 0.05 to 2
-FEW = 4  # samples that a search through many rivals rescores
-SWAPS = 2000  # pairs of tensors that are tried
-OUTLIERS = 0.02  # share of tokens whose kept set cannot be told from a log-prob: equal probabilities at its edge
+FEW = 4  # number of samples that a search through many causes rescores
+SWAPS = 2000  # maximum number of pairs of tensors that are tried
+OUTLIERS = 0.02  # share of tokens to ignore: equal probabilities at the edge of the kept set make its size ambiguous
 
 Cause = tuple[Fault, str]
 ADAPTER_IGNORED: Cause = (
@@ -31,15 +33,17 @@ ADAPTER_IGNORED: Cause = (
 
 
 def explain(trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds) -> Cause | None:
-    """The cause under which the engine's log-probs of `samples` are within the bounds, or None."""
+    """Returns the cause that brings the engine's log-probs of `samples` within the bounds; None if no known cause does."""
     for cause, gap in rivals(trainer, samples, temperature):
-        if trainer.processes.gather([bounds.hold(gap)])[0]:  # the main process's verdict: a last bit may differ
+        if trainer.processes.gather([bounds.hold(gap)])[
+            0
+        ]:  # the main process decides for all: a last bit may differ between processes
             return cause
     return None
 
 
 def rivals(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) -> Iterator[tuple[Cause, Gap]]:
-    """Each cause, with the gap that would be left if it were the true one."""
+    """Yields each possible cause, with the gap that would remain if it were the true one."""
     reported, own = sampler_logp(samples), trainer.logp(samples, temperature)
     if is_adapted(trainer.policy.model):
         with without_adapter(trainer.policy.model):
@@ -48,7 +52,7 @@ def rivals(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) 
     at_others = trainer.logp_at(samples, others)
     for k, other in enumerate(others):
         yield temperature_cause(trainer, samples, temperature, other), between([logp[k] for logp in at_others], reported)
-    # The main process's: were one process to find a rule that another just misses, they would part ways.
+    # The main process decides for all: if only some processes found a rule, their collectives would no longer match.
     if found := trainer.processes.gather([truncation(trainer, samples, reported, temperature)])[0]:
         rule, gap = found
         sentence = f"the engine samples from a truncated distribution ({rule}) and reports its log-probs; switch that off"
@@ -65,7 +69,7 @@ def rivals(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) 
 
 
 def temperature_cause(trainer: TrainerSide, samples: Sequence[Sample], ours: float, theirs: float) -> Cause:
-    """Log-probs are those of temperature `theirs`. Were the tokens sampled at it too?"""
+    """Returns the cause of log-probs at temperature `theirs`: raw log-probs, or sampling at that temperature, too."""
     if theirs == 1.0 and surprise(trainer, samples, ours) < surprise(trainer, samples, theirs):
         return (
             Fault.RAW_LOGPROBS,
@@ -79,27 +83,27 @@ def temperature_cause(trainer: TrainerSide, samples: Sequence[Sample], ours: flo
 
 
 def surprise(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) -> float:
-    """How far the mean log-prob of the sampled ids is from its expectation, were they sampled at `temperature`."""
+    """Returns how far the mean log-prob of the sampled ids is from its expectation under sampling at `temperature`, in nats."""
     gaps = []
     for sample in samples[:FEW]:
         logp_LV = trainer.distributions(sample, temperature)
         expected_L = (logp_LV.exp() * logp_LV).sum(-1)
-        gaps.append(logp_LV.gather(-1, torch.tensor(sample.completion_ids)[:, None])[:, 0] - expected_L)
+        gaps.append(logp_LV.gather(-1, torch.from_numpy(sample.completion_ids).long()[:, None])[:, 0] - expected_L)
     return abs(torch.cat(gaps).mean().item())
 
 
 def truncation(
     trainer: TrainerSide, samples: Sequence[Sample], reported: list[Tensor], temperature: float
 ) -> tuple[str, Gap] | None:
-    """A top-k, top-p or min-p that explains the reported log-probs, and the gap that it leaves.
+    """Returns a top-k, top-p or min-p that explains the reported log-probs, with the gap that remains; None if there is none.
 
-    Whatever the rule, the kept ids are the most probable ones, and a token's gap is the log of their mass. So each token tells
-    how many were kept, and one rule must fit all of them.
+    Under any of these rules the kept ids are the most probable ones, and a token's gap is the log of their total probability. So
+    each token shows how many ids were kept, and one rule must fit all tokens.
     """
     left, count, mass, mass_before, last_kept, first_dropped = [], [], [], [], [], []
     for sample, told_L in zip(samples[:FEW], reported, strict=False):
         logp_LV = trainer.distributions(sample, temperature)
-        logp_L = logp_LV.gather(-1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+        logp_L = logp_LV.gather(-1, torch.from_numpy(sample.completion_ids).long()[:, None])[:, 0]
         ranked_LV = logp_LV.exp().sort(-1, descending=True).values
         mass_LV = ranked_LV.cumsum(-1)
         last_L1 = (mass_LV - (logp_L - told_L).exp()[:, None]).abs().argmin(-1, keepdim=True)
@@ -112,7 +116,7 @@ def truncation(
         last_kept.append(ranked_L / ranked_LV[:, 0])
         first_dropped.append(next_L / ranked_LV[:, 0])
     gap = Gap.of(torch.cat(left))
-    if torch.cat(mass).mean() > 0.999:  # next to nothing is missing
+    if torch.cat(mass).mean() > 0.999:  # almost all of the probability is kept: not truncated
         return None
     if edge(count, OUTLIERS) == edge(count, 1 - OUTLIERS):
         return f"top-k {edge(count, 0.5):.0f}", gap
@@ -128,7 +132,7 @@ def edge(values: list[Tensor], quantile: float) -> float:
 
 
 def matched_rows(own: list[Tensor], reported: list[Tensor]) -> list[Tensor]:
-    """For each row the reported log-probs, among those of its length, that are nearest to the trainer's."""
+    """Returns for each row the reported log-probs, among those of equal length, that are nearest to the trainer's."""
     return [
         min((told for told in reported if len(told) == len(logp)), key=lambda told: (told - logp).abs().max().item())
         for logp in own
@@ -138,10 +142,10 @@ def matched_rows(own: list[Tensor], reported: list[Tensor]) -> list[Tensor]:
 def other_prompts(
     trainer: TrainerSide, samples: Sequence[Sample], own: list[Tensor], reported: list[Tensor], temperature: float
 ) -> Gap:
-    """The gap that is left when the worst rows take the prompts, of all samples, that suit them best."""
+    """Returns the gap that remains if each of the worst rows is scored under whichever prompt of all samples fits it best."""
     off = [(told - logp).abs().max().item() for logp, told in zip(own, reported, strict=True)]
     worst = sorted(range(len(samples)), key=lambda row: -off[row])[:FEW]
-    prompts = list(dict.fromkeys(sample.prompt_ids for sample in samples))
+    prompts = list({sample.prompt_ids.tobytes(): sample.prompt_ids for sample in samples}.values())
     left = []
     for row in worst:
         scored = trainer.logp([replace(samples[row], prompt_ids=prompt) for prompt in prompts], temperature)
@@ -152,15 +156,17 @@ def other_prompts(
 def explain_sync(
     trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds, change: Change
 ) -> Cause | None:
-    """Why samples that were drawn after a sync of changed weights are not theirs: tensors that did not arrive, or changed places.
+    """Returns why samples after a sync of changed weights do not fit them: tensors that did not arrive, or were exchanged.
+
+    Returns None if neither explains it.
 
     Args:
-        change: the trainer's weights as they were before and, in the policy, as they were sent.
+        change: the weights before the change (`saved`) and, in the policy, as they were sent.
     """
     few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
     policy, names = trainer.policy, list(change.parameters)
     head = policy.model.get_output_embeddings().weight
-    # A sharded head is put together by its module, always from its embedding: an earlier one cannot take its place.
+    # The module gathers a sharded head from its own embedding, so that it cannot be replaced by an earlier one.
     tied = policy.model.config.get_text_config().tie_word_embeddings and not isinstance(head, DTensor)
     for name in names:
         if tied and change.parameters[name].data_ptr() == head.data_ptr():
@@ -186,7 +192,10 @@ def named(names: Sequence[str]) -> str:
 
 
 def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds) -> Cause | None:
-    """Why samples that were drawn after a sync of a changed adapter are not theirs: it was left out, in all layers or in some."""
+    """Returns why samples after a sync of a changed adapter do not fit it; None if no cause is found.
+
+    The causes are an engine that ignores the adapter in all layers, or in some.
+    """
     model = trainer.policy.model
     with without_adapter(model):
         if bounds.hold(trainer.gap(samples, temperature)):
@@ -208,7 +217,7 @@ def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], temperature
 def stale_tensors(
     trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds, change: Change
 ) -> list[str]:
-    """The tensors whose old values explain the samples."""
+    """Returns the names of tensors whose old values explain the samples; [] if there are none."""
 
     def left(*names: str) -> Gap:
         with change.put_back(*names):
@@ -218,7 +227,10 @@ def stale_tensors(
 
 
 def explaining(left: Callable[..., Gap], names: Sequence[str], bounds: Bounds) -> list[str]:
-    """The names under which `left(*names)` is within the bounds, taken in the order of how much each helps alone; or none."""
+    """Returns names for which `left(*names)` is within the bounds; [] if there are none.
+
+    Adds the names one by one, in the order of the gap that each leaves alone, and keeps those that reduce it.
+    """
     least = left()
     alone = {name: left(name).mean_delta for name in names}
     stale: list[str] = []

@@ -1,4 +1,7 @@
-"""The ladder: engine and trainer are compared in one thing more with each rung. The first that fails ends the climb."""
+"""Runs the checks of engine and trainer in order, each of which adds one more thing that can differ. The first failure ends them.
+
+The code and its messages call check N rung N.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,9 +16,9 @@ from rlgen.sentinel.verdict import Rung, Verdict
 
 
 def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iterator[Rung]:
-    """Rungs 0 to 4, of an adapted policy one more after rung 3; with `gradient` (see `rungs.loss_split`) the two above them.
+    """Yields checks 0 to 4, with an adapter one more after check 3, and with `gradient` (see `rungs.loss_split`) checks 5 and 6.
 
-    The policy is left as it was and the engine with its weights. A rung that failed is the last.
+    Stops after a failed check. The policy is left unchanged, and the engine holds its weights.
     """
     for step in steps(probe, gradient):
         yield step
@@ -24,9 +27,11 @@ def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iter
 
 
 def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Rung]:
-    yield rungs.caught(0, "contract", lambda: probe.processes.agreed(lambda: contract(probe), talks=probe.seat.shared))
+    yield rungs.caught(
+        0, "contract", lambda: probe.processes.agreed(lambda: contract(probe), waits_for_others=probe.engine_share.shared)
+    )
     first = rungs.caught(1, "same weights", lambda: rungs.numerics(probe))
-    yield first  # the climb ends here unless it measured
+    yield first  # `climb` stops here if the check failed, so that `measured` is set below
     above = probe.bounded(bounds_after(probe.bounds, first.measured["mean_delta"]))
     yield rungs.caught(2, "recipe's temperature", lambda: rungs.recipe_sampling(above))
     yield rungs.caught(3, "changed weights", lambda: rungs.changed_sync(above))
@@ -39,7 +44,7 @@ def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Ru
 
 
 def summary(rungs: Sequence[Rung]) -> str:
-    """`engine and trainer agree: same weights 9.5e-07, changed weights 1.2e-06 (0.84 if they had not arrived)`"""
+    """Returns `engine and trainer agree: same weights 9.5e-07, changed weights 1.2e-06 (0.84 if they had not arrived)`."""
     parts = []
     for rung in rungs:
         power = f" ({rung.power:.2g} if they had not arrived)" if rung.number == 3 and rung.power is not None else ""

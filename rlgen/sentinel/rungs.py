@@ -1,10 +1,13 @@
-"""The rungs that compute: each compares one more thing that can come between engine and trainer (rung 0 is `contract`)."""
+"""Implements checks 1 to 6, each of which compares one more thing that can differ between engine and trainer.
 
-import itertools
+Check 0 is `contract`. The code and its messages call check N rung N.
+"""
+
 import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +22,8 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.types import Prompt, Sample
 
-ATTEMPTS = 3  # to change all weights until it shows, each time twice as much: by 5, 10 and 20 % of their size
-SPLIT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of gradients, relative: the noise of another order of sums
+ATTEMPTS = 3  # further changes of all weights until the gap shows: by 10, 20 and 40 % of their size, after 5 % at first
+SPLIT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # relative distance of gradients: rounding of sums in another order
 UNEXPLAINED = Fault.UNEXPLAINED, "no known cause fits"
 
 
@@ -34,7 +37,14 @@ def judged(
     otherwise: Cause = UNEXPLAINED,
     power: Gap | None = None,
 ) -> Rung:
-    """Within the bounds: ok, if a fault would have shown. Otherwise failed: by `cause` if it finds one."""
+    """Returns the result of a check by its gap: ok, failed, or not measurable.
+
+    Args:
+        sentence: what an ok result means.
+        cause: finds the cause of a gap beyond the bounds.
+        otherwise: the cause if `cause` finds none.
+        power: the gap that the fault would cause. If the bounds would not detect it, the result is not measurable.
+    """
     bounds = probe.bounds
     verdict, fault = Verdict.OK, None
     if not bounds.hold(gap):
@@ -57,7 +67,7 @@ def judged(
 
 
 def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
-    """A rung; one that raises has failed."""
+    """Runs a check, and turns a SentinelError into a failed result."""
     try:
         return rung()
     except SentinelError as error:
@@ -65,7 +75,7 @@ def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
 
 
 def numerics(probe: Probe) -> Rung:
-    """Rung 1: the same weights and ids at temperature 1."""
+    """Check 1: compares log-probs of the same ids under the same weights at temperature 1."""
     samples = probe.sample(1.0, TOKENS)
     return judged(
         1,
@@ -79,14 +89,14 @@ def numerics(probe: Probe) -> Rung:
 
 
 def recipe_sampling(probe: Probe) -> Rung:
-    """Rung 2: at the temperature of the recipe."""
+    """Check 2: compares log-probs at the temperature of the recipe."""
     temperature, scored_at = probe.sampling.temperature, probe.sampling.logp_temperature
     if temperature == 1.0:
         sentence = "The recipe samples at temperature 1, as rung 1 did."
         return Rung(number=2, name="recipe's temperature", verdict=Verdict.NOT_NEEDED, sentence=sentence)
     samples = probe.sample(temperature, FEWER_TOKENS)
     own = probe.trainer.logp(samples, scored_at)
-    # What a faulty engine would report: raw log-probs, or for greedy those of a sure choice.
+    # What a faulty engine would report: raw log-probs or, with greedy sampling, 0.
     faulty = [torch.zeros_like(logp) for logp in own] if temperature == 0 else probe.trainer.logp(samples, 1.0)
     return judged(
         2,
@@ -100,7 +110,10 @@ def recipe_sampling(probe: Probe) -> Rung:
 
 
 def changed_sync(probe: Probe) -> Rung:
-    """Rung 3: every tensor changed, sent, compared; then restored, sent, compared. The engine is left with the run's weights."""
+    """Check 3: changes every tensor, syncs and compares; then restores the weights, syncs and compares again.
+
+    The engine is left with the weights of the run.
+    """
     name, temperature, trainer, bounds = "changed weights", probe.sampling.logp_temperature, probe.trainer, probe.bounds
     if packing(probe.policy.model):
         sentence = "Weights that are held in few bits cannot be changed a little; what the engine holds of them, rung 1 compared."
@@ -135,7 +148,7 @@ def changed_sync(probe: Probe) -> Rung:
 
 
 def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """The samples of that engine of the run which is off by most: one may be wrong and the others well."""
+    """Returns the samples before and after the sync of the engine with the largest gap: one may be wrong and the others right."""
     pairs = list(zip(probe.by_engine(before), probe.by_engine(after), strict=True))
     gaps = [probe.trainer.gap(samples, probe.sampling.logp_temperature) for _, samples in pairs]
     off = [probe.bounds.of(gap) for gap in gaps]
@@ -143,10 +156,10 @@ def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tup
 
 
 def enough(probe: Probe, change: Change, before: list[Sample]) -> Gap:
-    """Changes the weights further until the gap to samples from `before` would be seen.
+    """Changes the weights further until the bounds would detect the gap to the samples `before`, and returns that gap.
 
     Raises:
-        SentinelError: it never is.
+        SentinelError: the gap is still too small after `ATTEMPTS` changes.
     """
     temperature, bounds = probe.sampling.logp_temperature, probe.bounds
     power = probe.trainer.gap(before, temperature)
@@ -165,9 +178,10 @@ def enough(probe: Probe, change: Change, before: list[Sample]) -> Gap:
 
 
 def changed_adapter_sync(probe: Probe) -> Rung:
-    """Rung 3L: the adapter changed, sent and compared; then as it was. What it does in the engine is what it does in the trainer.
+    """Check 3 of an adapter: changes the adapter, syncs and compares; then restores it, syncs and compares again.
 
-    Its effect is that on the log-probs of the sampled ids, against the trainer's base model.
+    Measures the effect of the adapter in trainer and engine, too: the gap between log-probs of the sampled ids and those of the
+    trainer's base model.
     """
     temperature, trainer, bounds = probe.sampling.logp_temperature, probe.trainer, probe.bounds
     cause: Cause | None = None
@@ -201,15 +215,17 @@ def changed_adapter_sync(probe: Probe) -> Rung:
 
 
 def unmoved(before: list[Sample], after: list[Sample]) -> Cause | None:
-    """Does the engine, with the same seeds, answer as if nothing had been sent?"""
-    answers = [[(sample.completion_ids, sample.sampler_logp) for sample in samples] for samples in (before, after)]
+    """Returns a cause if the engine, with the same seeds, gives bit for bit the same answers after the sync; or None."""
+    answers = [
+        [(sample.completion_ids.tobytes(), sample.sampler_logp.tobytes()) for sample in samples] for samples in (before, after)
+    ]
     if answers[0] != answers[1]:
         return None
     return Fault.STALE_WEIGHTS, "the engine answers to the last bit as before: the sync reached none of its weights"
 
 
 def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
-    """Do just the rows differ whose prompts came from the prefix cache?"""
+    """Returns a cause if only rows differ whose prompts came from the prefix cache; or None."""
     fresh = [sample for sample in samples if not sample.cached_tokens]
     if (
         not fresh
@@ -221,7 +237,7 @@ def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
 
 
 def prefix_cache(probe: Probe) -> Rung:
-    """Rung 4: a prompt that is in the cache, after its weights have changed."""
+    """Check 4: samples a prompt that is in the prefix cache after its weights have changed."""
     number, name = 4, "prefix cache"
     facts, temperature, tokens = probe.engine.facts(), probe.sampling.logp_temperature, 8
     if facts.cache_block is None:
@@ -253,20 +269,17 @@ def prefix_cache(probe: Probe) -> Rung:
 
 
 def long_prompt(probe: Probe, length: int) -> Prompt:
-    """Prompts of the run, one after another, cut at `length` ids."""
-    ids: tuple[int, ...] = ()
-    while len(ids) < length:
-        for prompt in probe.prompts:
-            ids += prompt.prompt_ids
-    return Prompt(position=0, row=0, text="", prompt_ids=ids[:length], columns={})
+    """Returns a prompt of `length` ids: the prompts of the probe one after another, repeated if they are too short."""
+    ids = np.concatenate([prompt.prompt_ids for prompt in probe.prompts])
+    return Prompt(position=0, row=0, text="", prompt_ids=np.resize(ids, length), columns={})
 
 
 def paths(probe: Probe) -> Rung:
-    """Rung 5: prefilling what was decoded, and decoding alone what was decoded in a batch."""
+    """Check 5: compares decoding with prefilling the same ids, and decoding in a batch with decoding alone."""
     samples = probe.sample(1.0, FEWER_TOKENS)
     decoded = sampler_logp(samples)
     rows = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
-    prefilled = [torch.tensor(logp, dtype=torch.float64) for logp in probe.engine.prefill_logp(rows)]
+    prefilled = [torch.from_numpy(logp).double() for logp in probe.engine.prefill_logp(rows)]
     gap = between(decoded, prefilled)
     fault: Cause = (Fault.DECODE_PREFILL, "decoding and prefilling the same ids give different log-probs")
     if probe.bounds.hold(gap):
@@ -279,24 +292,30 @@ def paths(probe: Probe) -> Rung:
 
 
 def alone(probe: Probe, row: int, sample: Sample) -> Tensor:
-    """[L] differences of the log-probs of `sample`, drawn once more without neighbours. Up to where the draws part: rounding
-    may tip one, and what follows is another text."""
-    (single,) = probe.sample(1.0, FEWER_TOKENS, [probe.prompts[row]])
-    pairs = zip(sample.completion_ids, single.completion_ids, strict=False)
-    same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    """Samples one prompt again without a batch, and returns [L] differences of the log-probs.
+
+    Compares only tokens before the first that differs: rounding may change a sampled token, and what follows is another text.
+
+    Raises:
+        SentinelError: the first token differs.
+    """
+    single, *_ = probe.sample(1.0, FEWER_TOKENS, [probe.prompts[row]])  # the first engine's, as are the rows
+    shorter = min(len(sample.completion_ids), len(single.completion_ids))
+    differs = (sample.completion_ids[:shorter] != single.completion_ids[:shorter]).nonzero()[0]
+    same = int(differs[0]) if len(differs) else shorter
     if not same:
         sentence = f"prompt {row} alone starts with another token than in a batch, by the same seed"
         raise SentinelError(Fault.BATCH_DEPENDENCE, sentence)
-    one, other = (torch.tensor(s.sampler_logp[:same], dtype=torch.float64) for s in (sample, single))
+    one, other = (torch.from_numpy(s.sampler_logp[:same]).double() for s in (sample, single))
     return one - other
 
 
 def loss_split(gradient: Callable[[int], Tensor], dtype: torch.dtype) -> Rung:
-    """Rung 6: the gradient of one window, whole and in pieces.
+    """Check 6: compares the gradient of one window in one micro-batch with that in many.
 
     Args:
-        gradient: the gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens.
-        dtype: of the forward.
+        gradient: returns the gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens.
+        dtype: dtype of the forward pass.
     """
     whole, split = gradient(1 << 30), gradient(1)
     distance = ((whole - split).norm() / whole.norm().clamp(min=1e-30)).item()

@@ -1,4 +1,4 @@
-"""A weight sync, and the proof that what arrived is what was sent."""
+"""Sends weights to an engine, and checks that what it received is what was sent."""
 
 from collections.abc import Mapping
 
@@ -11,25 +11,25 @@ from rlgen.processes import Processes
 
 
 def send_weights(engine: Engine, model: PreTrainedModel, version: int, processes: Processes, hashed: bool = False) -> None:
-    """Sends every weight of `model` to this process's engine and compares the engine's receipt with what was sent.
+    """Sends every weight of `model` to this process's engine, and compares the engine's receipt with what was sent.
 
-    A receipt is taken before the engine packs its weights: hashes of packed ones are blind. It cannot see what the engine
-    does afterwards; that is what comparing log-probs is for.
+    The engine computes the receipt before it packs its weights, because hashes of packed weights cannot be compared. So the
+    receipt does not show what the engine does with them afterwards; comparing log-probs does.
 
-    All processes do so at the same time, and what goes wrong in one is an error in all.
+    All processes must call this at the same time. An error in one is raised in all.
 
     Args:
-        hashed: compare the bytes too, not names, dtypes and shapes alone.
+        hashed: compare the bytes, too; otherwise only names, dtypes and shapes.
 
     Raises:
-        SentinelError: something is missing, unasked for, changed or exchanged.
+        SentinelError: a tensor is missing, unexpected, changed or exchanged with another.
         EngineError: the engine failed.
     """
 
     def send() -> None:
         sent = Ledger(hashed)
         weights = sent.record(checkpoint_tensors(model))
-        with gone_through(weights):  # what the engine left is recorded as sent
+        with gone_through(weights):  # records tensors that the engine did not read as sent, too
             receipt = engine.sync(weights, version, hashed)
         check_receipt(sent.received, receipt, version, engine.weight_version)
 
@@ -37,7 +37,11 @@ def send_weights(engine: Engine, model: PreTrainedModel, version: int, processes
 
 
 def check_receipt(sent: Mapping[str, str], receipt: Receipt, version: int, echoed: int) -> None:
-    """Raises SentinelError unless `receipt` names what was `sent`."""
+    """Compares the engine's receipt and its version `echoed` with what was `sent`.
+
+    Raises:
+        SentinelError: they differ.
+    """
     where = f"weight sync to version {version}"
     if receipt.version != version or echoed != version:
         raise SentinelError(

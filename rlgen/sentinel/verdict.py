@@ -1,4 +1,4 @@
-"""What a rung of the ladder answers."""
+"""Defines the result of a check."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,13 +11,13 @@ from rlgen.errors import Fault, SentinelError
 class Verdict(StrEnum):
     OK = "ok"
     FAILED = "failed"
-    NOT_MEASURABLE = "not measurable"  # the check could not have seen the fault
+    NOT_MEASURABLE = "not measurable"  # the check could not have detected the fault
     NOT_NEEDED = "not needed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """One step of the ladder.
+    """The result of one check of engine and trainer.
 
     Rung(number=3, name="changed sync", verdict=Verdict.OK, measured={"max_delta": 2e-6}, bound=1e-4, power=0.8, sentence="…")
     """
@@ -27,12 +27,12 @@ class Rung:
     verdict: Verdict
     sentence: str
     measured: Mapping[str, float] = field(default_factory=dict)
-    bound: float | None = None  # of the first measured value
+    bound: float | None = None  # bound of the first measured value
     power: float | None = None  # how far that value would move if the fault were there
-    fault: Fault | None = None  # of a failed one
+    fault: Fault | None = None  # set if the check failed
 
     def error(self) -> SentinelError:
-        """Of a failed rung."""
+        """Returns the error of a failed check."""
         assert self.fault is not None
         return SentinelError(self.fault, self.sentence, f"rung {self.number}, {self.name}")
 
@@ -41,5 +41,5 @@ class Rung:
 
 
 def failed(rungs: Sequence[Rung]) -> Rung | None:
-    """The rung where the climb ended, if one failed."""
+    """Returns the check that failed; None if none did."""
     return next((rung for rung in rungs if rung.verdict is Verdict.FAILED), None)

@@ -1,4 +1,4 @@
-"""Rung 7: every batch of a run, before its weights move."""
+"""Compares engine and trainer on every batch of a run, before its weights change (check 7)."""
 
 import statistics
 from collections import deque
@@ -6,63 +6,81 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from rlgen.errors import EngineError, Fault, SentinelError
+from rlgen.metrics import Metric
 from rlgen.sentinel.bounds import FLOOR, Bounds
 from rlgen.sentinel.diagnose import Cause, explain
-from rlgen.sentinel.gap import compare
+from rlgen.sentinel.gap import Gap, compare
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Verdict
-from rlgen.types import Sample
+from rlgen.types import Sample, Samples
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
-PROBED = 8  # prompts that are answered to compare a sync by
-WORST = 32  # samples of a batch that are looked at for a cause
-MEMORY, LEAST_MEMORY, RISE = 20, 5, 3.0  # batches whose median counts, how many it needs, and how far above it is drift
+PROBED = 8  # number of prompts that are completed to compare after a sync
+WORST = 32  # number of samples of a batch that are used to find a cause
+MEMORY, LEAST_MEMORY, RISE = 20, 5, 3.0  # batches in the median, batches it needs at least, multiple of it that is a drift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """Compares the log-probs of each batch; what a drift leads to is the recipe's choice.
+    """Compares the log-probs of each batch. What happens on a drift is set in the recipe.
 
-    In float32 any gap above the bound is one. In bfloat16 healthy gaps differ from model to model, so a rise to three times
-    the run's own median is one too.
+    In float32 any gap above the bound is a drift. In bfloat16 healthy gaps differ from model to model, so that a rise to `RISE`
+    times the median of this run's own gaps is a drift, too.
     """
 
     probe: Probe
     on_drift: OnDrift
-    sleeps: bool  # whether the engine's weights are gone while the trainer works
-    probe_every: int | None  # syncs after which completions are sampled to be compared; None: the batches themselves are
-    rest: Callable[[], None]  # waits for what the engine is doing in the background
+    sleeps: bool  # whether the engine frees its weights while the trainer works
+    probe_every: int | None  # syncs between two comparisons of new completions; None: only batches are compared
+    rest: Callable[[], None]  # waits until the engine has no work in the background
     say: Callable[[str], None]
     means: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
-    def __call__(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int) -> bool | None:
-        """Whether engine and trainer have drifted apart on `samples`, as far as they are of version `step` - 1.
+    def __call__(self, samples: Samples, logp: Tensor, step: int) -> bool | None:
+        """Returns whether engine and trainer differ on the rows that were sampled by version `step` - 1; None if there are none.
 
-        What earlier weights sampled differs for an honest reason, and tells nothing: None if that is all of them.
+        Rows of earlier weights are left out, because they differ legitimately. So are rows that the policy could not compute
+        (NaN), which say nothing about the engine.
 
         Args:
-            logp: [L] of each sample, by the trainer, at the temperature of the engine's log-probs.
+            samples: those of this process; all processes call this at the same time with theirs.
+            logp: [N] log-probs of the trainer, at the temperature of the engine's log-probs.
 
         Raises:
-            SentinelError: they have, and the recipe says stop.
+            SentinelError: they differ, and the recipe says stop.
         """
-        fresh = [row for row, sample in enumerate(samples) if sample.weight_version == step - 1]
-        if not fresh:
+        delta = torch.where(
+            torch.from_numpy(samples.loss_mask.values),
+            logp.double() - torch.from_numpy(samples.sampler_logp.values).double(),
+            0.0,
+        )
+        row_of = torch.from_numpy(np.repeat(np.arange(len(samples)), samples.completion_ids.lengths))
+        largest = torch.zeros(len(samples), dtype=torch.float64).scatter_reduce(0, row_of, delta.abs(), "amax")
+        unknown = torch.zeros(len(samples)).index_add(0, row_of, delta.isnan().float()) > 0
+        fresh = torch.from_numpy(samples.weight_version == step - 1) & ~unknown
+        total = self.probe.processes.total
+        if not int(total(fresh.sum(), "sum")):
             return None
-        return self.drifted([samples[row] for row in fresh], [logp[row] for row in fresh], step, f"batch of step {step}")
+        sampled = torch.from_numpy(samples.loss_mask.values) & fresh[row_of]
+        gap = Gap.of(delta[sampled], total)
+        rows = torch.where(fresh, largest, -1.0).argsort(descending=True, stable=True)[:WORST].tolist()
+        off = [(largest[row].item(), samples[row]) for row in rows if fresh[row]]
+        return self.drifted(gap, lambda: self.worst(off), step, f"batch of step {step}")
 
     def after_sync(self, step: int) -> dict[str, Any]:
-        """Compares a few completions of the weights that the sync of `step` brought, if it is their turn.
+        """Samples a few completions with the weights of `step`, compares them, and returns metrics; {} if no comparison is due.
 
-        The first sync of a run that is resumed is looked at too, but what is written depends on the step alone.
+        The first sync of a resumed run is always compared, but whether metrics are returned depends on the step alone.
 
         Raises:
-            SentinelError: as for a batch.
+            SentinelError: engine and trainer differ, and the recipe says stop.
         """
         if self.probe_every is None:
             return {}
@@ -73,22 +91,35 @@ class Watch:
         samples = probe.sample(temperature, FEWER_TOKENS, probe.prompts[:PROBED])
         logp = probe.trainer.logp(samples, temperature)
         remembered = tuple(self.means)
-        drifted = self.drifted(samples, logp, step + 1, f"weight sync of step {step}")
+        gap = compare(samples, logp)
+        drifted = self.drifted(gap, lambda: worst(samples, logp), step + 1, f"weight sync of step {step}")
         if due:
-            return {"sentinel/probe_delta": compare(samples, logp).max_delta, "sentinel/drift": drifted}
-        self.means.clear()  # a run that was not resumed has not looked here
+            return {Metric.SENTINEL_PROBE_DELTA: gap.max_delta, Metric.SENTINEL_DRIFT: drifted}
+        self.means.clear()  # an uninterrupted run did not compare here
         self.means.extend(remembered)
         return {}
 
-    def drifted(self, samples: Sequence[Sample], logp: Sequence[Tensor], step: int, where: str) -> bool:
-        """Whether engine and trainer differ on samples of the weights before `step`, and what that leads to."""
-        gap = compare(samples, logp)
+    def worst(self, off: Sequence[tuple[float, Sample]]) -> list[Sample]:
+        """Returns the samples that differ most among those of all processes; the same in every process."""
+        found = sorted(self.probe.processes.gather(off), key=lambda pair: -pair[0])
+        return [sample for _, sample in found[:WORST]]
+
+    def drifted(self, gap: Gap, worst: Callable[[], list[Sample]], step: int, where: str) -> bool:
+        """Returns whether engine and trainer differ by `gap` on samples of the weights before `step`. Warns or raises if they do.
+
+        Args:
+            worst: returns the samples to find a cause with, the same in all processes.
+            where: what was compared, for the message.
+
+        Raises:
+            SentinelError: they differ, and the recipe does not say warn.
+        """
         probe = replace(self.probe, bounds=self.bounds(), version=step - 1)
         self.means.append(gap.mean_delta)
         if probe.bounds.hold(gap):
             return False
         words = probe.bounds.words(gap)
-        cause = explain(probe.trainer, worst(samples, logp), probe.sampling.logp_temperature, probe.bounds)
+        cause = explain(probe.trainer, worst(), probe.sampling.logp_temperature, probe.bounds)
         if self.on_drift == "warn":
             fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run and see `rlgen doctor`")
             self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
@@ -97,14 +128,17 @@ class Watch:
         raise SentinelError(fault, f"{why}. {words}. Nothing was trained on it.", where)
 
     def bounds(self) -> Bounds:
-        """The recipe's; where no single token is bounded, the run's own median tightens them."""
+        """Returns the recipe's bounds; if only the mean is bounded, tightened by the median of this run's own gaps."""
         bounds = self.probe.bounds
         if bounds.by_max or bounds.mean_delta is None or len(self.means) < LEAST_MEMORY:
             return bounds
         return Bounds(None, min(bounds.mean_delta, max(RISE * statistics.median(self.means), FLOOR)))
 
     def look_again(self, probe: Probe) -> Cause:
-        """Climbs again on present weights: does the engine hold them, and does sending them once more help?"""
+        """Finds the cause of a drift with new samples.
+
+        Checks whether the engine holds the current weights, and whether sending them again helps.
+        """
         self.rest()
         temperature = probe.sampling.logp_temperature
         if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
@@ -114,12 +148,12 @@ class Watch:
                 f" those of version {probe.version}, which it names",
             )
         try:
-            if self.sleeps:  # it cannot sample before it has weights
+            if self.sleeps:  # it has no weights to sample with
                 send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
             again = caught(3, "changed weights", lambda: changed_sync(probe))
         except SentinelError as error:
             return error.fault, error.sentence
-        except EngineError as error:  # such as no memory to wake up in, between a backward pass and its step
+        except EngineError as error:  # such as too little free memory, as gradients are allocated
             return Fault.DRIFT, f"the engine could not be looked at again: {error}"
         if again.verdict is not Verdict.FAILED:
             return (
@@ -136,6 +170,6 @@ class Watch:
 
 
 def worst(samples: Sequence[Sample], logp: Sequence[Tensor]) -> list[Sample]:
-    """The samples that differ most: enough to name a cause by."""
+    """Returns the `WORST` samples that differ most, to find a cause with."""
     gaps = [compare([sample], [logp_L]).max_delta for sample, logp_L in zip(samples, logp, strict=True)]
     return [samples[row] for row in sorted(range(len(samples)), key=lambda row: -gaps[row])[:WORST]]

@@ -1,1 +1,1 @@
-"""Trainers: one loop for all, each algorithm two pure hooks."""
+"""Runs the training step: sample, reward, build a window, update, report. One loop serves all algorithms."""

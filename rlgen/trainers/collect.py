@@ -1,101 +1,130 @@
-"""What a step learns from: the answers to its prompts, and their rewards."""
+"""Collects what a step learns from: completions of its prompts, and their rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rlgen.algorithms.base import Algorithm
 from rlgen.data import PromptStream
-from rlgen.engines import Engine
-from rlgen.processes import Processes, Seat
+from rlgen.engines.base import Engine
+from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
+from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.table import RowTable
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopRequest
-from rlgen.trainers.base import Algorithm, Scores
-from rlgen.types import Group, Prompt, Sample
+from rlgen.types import Group, Prompt, Samples
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What was sampled for a step, with its rewards, in the order of the prompts."""
+    """The samples of a step with their rewards."""
 
-    samples: list[Sample]  # to learn from
-    replaced: list[Sample]  # of groups without signal whose places others took
-    dropped: int  # samples that were too old
-    prompts: int  # taken from the data's order
+    table: RowTable  # the rows of all processes, including those of groups that were replaced
+    samples: Samples  # of this process, in the order of their places in the table
+    dropped: int  # samples of all processes that were dropped as too old
+    prompts: int  # number of prompts taken, in the data's order
     epoch: float  # passes over the data before this step
+
+    @property
+    def learned_from(self) -> RowTable:
+        """Returns the rows that are not replaced by those of further prompts."""
+        return self.table.take(~self.table.replaced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """prompts -> rollout -> rewards.
+    """Runs prompts -> rollout -> rewards.
 
-    Of several processes each samples and rewards its share of the prompts, whole groups. Then all have all samples of the step in
-    the same order.
+    With several processes, each samples and scores whole groups of its share of the prompts, and keeps their tokens. Every
+    process has the table of all rows of the step: a few numbers per row.
     """
 
     recipe: RolloutRecipe
     processes: Processes
-    seat: Seat
+    engine_share: EngineShare
     prompts: PromptStream
     engine: Engine
     sampler: Sampler
     scorer: Scorer
+    early: EarlyScoring  # by `scorer`: while others are sampled, if the sampler tells it of groups, else afterwards
     journal: Journal
     algorithm: Algorithm
 
     def __call__(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
-        """Samples the prompts from `position` on; groups without signal give their places to further prompts, if the recipe says.
+        """Samples and scores the prompts of a step, from `position` on.
 
-        All processes see all rewards, and so ask for the same number of further prompts.
+        If the recipe sets `rollout.refill`, further prompts replace groups without signal. All processes see all rewards, and
+        therefore take the same number of further prompts. All must call this together.
         """
-        got = Collected([], [], 0, 0, position / len(self.prompts.entries))
+        try:
+            return self.collected(step, position, clock, stop)
+        except BaseException:  # a stop, too: no reward is computed any more
+            self.early.close()
+            raise
+
+    def collected(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
+        """Samples and scores the prompts of a step, for `__call__`, which closes the scoring after an error."""
+        tables: list[RowTable] = []
+        held: list[Samples] = []
+        taken = too_old = 0
         wanted, left = self.recipe.prompts_per_step, self.recipe.refill
         while wanted:
-            prompts = self.seat.share(self.prompts.take(position + got.prompts, wanted))
-            # After a kill the journal may have all answers of one engine, and another one samples for as long as it takes.
-            replays = step <= self.journal.newest and not self.seat.shared
+            prompts = self.engine_share.share(self.prompts.take(position + taken, wanted))
+            # After a kill the journal may have all answers of one engine, which then waits for another that has to sample.
+            patient = self.engine_share.patient or (step <= self.journal.newest and not self.engine_share.shared)
+            self.early.open(step)
             with clock("generate"):
                 sample = partial(self.sample, step, prompts, not left)
-                groups, dropped = self.processes.agreed(sample, talks=self.seat.shared, patient=replays)
+                groups, dropped = self.processes.agreed(sample, waits_for_others=self.engine_share.shared, patient=patient)
             stop.check(self.processes)
             with clock("reward"):
-                samples = self.rewarded(groups, step)
+                held.append(self.rewarded(groups, step))
             stop.check(self.processes)
-            silent = self.silent(samples) if left else frozenset()
-            got = replace(
-                got,
-                samples=got.samples + [sample for sample in samples if sample.group_id not in silent],
-                replaced=got.replaced + [sample for sample in samples if sample.group_id in silent],
-                dropped=got.dropped + dropped,
-                prompts=got.prompts + wanted,
-            )
-            if left and not silent:
-                self.processes.agreed(self.engine.sleep, talks=self.seat.shared)
+            table = RowTable.gather(held[-1], self.processes, sum(map(len, held[:-1])))
+            silent = self.silent(table) if left else np.zeros(0, dtype=np.int64)
+            tables.append(replace(table, replaced=np.isin(table.group_id, silent)))
+            taken, too_old = taken + wanted, too_old + (dropped if self.engine_share.first else 0)
+            if left and not len(silent):
+                self.processes.agreed(self.engine.sleep, waits_for_others=self.engine_share.shared)
             wanted, left = len(silent), left - 1
-        return got
+        if self.recipe.ahead:
+            self.early.open(step + 1)  # whose groups arrive while this step trains
+        return Collected(
+            table=RowTable.join(tables),
+            samples=Samples.join(held),
+            dropped=sum(self.processes.gather([too_old])),
+            prompts=taken,
+            epoch=position / len(self.prompts),
+        )
 
     def sample(self, step: int, prompts: Sequence[Prompt], last: bool) -> tuple[list[Group], int]:
-        """The groups of `prompts` and the number of samples dropped for their age; after the `last` ones the engine rests."""
+        """Returns the groups of `prompts`, and how many samples were dropped as too old. With `last`, the engine then sleeps."""
         groups, dropped = self.sampler.groups(step, prompts)
         if last:
             self.engine.sleep()
         return groups, dropped
 
-    def silent(self, samples: Sequence[Sample]) -> frozenset[int]:
-        """Groups of which no sample has an advantage: nothing can be learned from them. A KL in the reward is no signal."""
-        signal = self.algorithm.advantages(Scores.of(samples, self.scorer.weights))
-        teaches = (signal.trained & (signal.advantages != 0)).tolist()
-        speaking = {sample.group_id for sample, one in zip(samples, teaches, strict=True) if one}
-        return frozenset(sample.group_id for sample in samples) - speaking
+    def silent(self, table: RowTable) -> NDArray[np.int64]:
+        """Returns the ids of groups in which no trained sample has an advantage, so that nothing can be learned from them.
 
-    def rewarded(self, groups: Sequence[Group], step: int) -> list[Sample]:
-        """All samples of the step with their rewards, in the order of the prompts, from all processes to all."""
+        A KL in the reward does not count as a signal.
+        """
+        signal = self.algorithm.advantages(table.scores(self.scorer.weights))
+        has_gradient = (signal.trained & (signal.advantages != 0)).numpy()
+        return np.setdiff1d(table.group_id, table.group_id[has_gradient])
 
-        def score_own() -> list[Sample]:
-            scored = self.journal.score(step, groups, lambda fresh: self.scorer.score(fresh, step)) if self.seat.speaks else []
-            return [sample for group in scored for sample in group.samples]
+    def rewarded(self, groups: Sequence[Group], step: int) -> Samples:
+        """Returns the samples of this process with their rewards, in the order of the prompts."""
 
-        return [sample for samples in self.processes.together(score_own, patient=True) for sample in samples]
+        def score_own() -> Samples:
+            scored = self.journal.score(step, groups, partial(self.early.result, step)) if self.engine_share.first else []
+            return Samples.of([sample for group in scored for sample in group.samples], list(self.scorer.weights))
+
+        return self.processes.agreed(score_own, patient=True)

@@ -1,5 +1,6 @@
-"""The loop. There is one, for all algorithms and engines."""
+"""Runs the training loop. There is one, for all algorithms and engines."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.engines import Engine
+from rlgen.engines.base import Engine
 from rlgen.errors import CheckpointError, DivergedError, EngineError, SentinelError, Stopped
 from rlgen.models.policy import Policy
 from rlgen.models.weights import bits
@@ -20,27 +21,19 @@ from rlgen.run.clock import Clock
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.run.state import random_tensors, set_random
 from rlgen.sentinel.sync import send_weights
-from rlgen.trainers.collect import Collector
+from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.report import Reporter
 from rlgen.trainers.update import Skipped, Updater
-from rlgen.trainers.window import Window, WindowBuilder
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands between two steps. Progress(step=20, position=160)"""
-
-    step: int = 0  # steps done; also the version of the weights
-    position: int = 0  # prompts taken from the data's order, over all epochs
-    nonfinite: int = 0  # steps in a row, up to this one, without an update because a number was not finite
+from rlgen.trainers.window import WindowBuilder
+from rlgen.types import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """collect (prompts -> rollout -> rewards) -> window -> update -> sync. Each arrow is one call in `run`.
+    """Runs collect (prompts -> rollout -> rewards) -> window -> update -> sync. Each arrow is one call in `run`.
 
-    Of several processes all have all samples of the step in the same order, and what is learned from them does not depend on how
-    many they are.
+    With several processes, every process has the table of all rows of a step, and the tokens of those rows only that it samples
+    or trains. What is learned does not depend on the number of processes.
     """
 
     recipe: Recipe
@@ -56,63 +49,67 @@ class Trainer:
     checkpoints: Checkpoints
     report: Reporter
 
-    def run(self, start: Progress, stop: StopRequest) -> None:
-        """Trains from where `start` is to step `run.steps`.
+    def run(self, start: Position, stop: StopRequest) -> None:
+        """Trains from position `start` to step `run.steps`.
 
         Raises:
-            Stopped: `stop` was requested of one process; a checkpoint of the last step that was trained is written.
-            RlgenError: as its parts raise, in all processes; the last checkpoint stands.
+            Stopped: a process was asked to stop; a checkpoint of the last trained step is written.
+            RlgenError: a part of the step failed; raised in all processes. The last checkpoint is intact.
         """
         recipe, processes, at = self.recipe, self.processes, start
         clock, saving = Clock(), 0.0
         for step in range(start.step + 1, recipe.run.steps + 1):
+            self.saved(False)
             draws = random_tensors()
             try:
                 stop.check(processes, before_step=True)
                 with stop.at_once(processes):
-                    got = self.collect(step, at.position, clock, stop)
+                    got = self.collect(step, at.prompts, clock, stop)
                 collected = clock.seconds
                 with clock("train"):
-                    window, signal, measured = self.windows.build(got.samples, got.epoch)
+                    window, signal, measured = self.windows.build(got.learned_from, got.samples, got.epoch)
                     learned, skipped = self.update(window, step)
                     self.schedule.step()
-            except SentinelError:  # nothing of this step was trained on, nor shall it be when the run goes on
+            except SentinelError:  # nothing of this step was trained on, nor must it be after a resume
+                self.collect.early.close()  # that of the next step too
                 self.distrust(step)
                 set_random(draws)
                 if recipe.sentinel.on_drift == "checkpoint_and_stop" and at != start:
-                    self.save(at)
+                    self.save(at, True)
                 raise
-            except StopNow:  # nor here
+            except StopNow:  # nothing was trained here either
+                self.collect.early.close()
                 set_random(draws)
                 raise self.stopped(at, stop.why) from None
-            at = Progress(step, at.position + got.prompts, at.nonfinite + 1 if skipped else 0)
+            at = Position(step, at.prompts + got.prompts, at.nonfinite + 1 if skipped else 0)
+            with clock("save"):
+                self.report.rollouts(step, got, signal, window, skipped)
             if skipped:
-                self.tolerate(skipped, window, at)
+                self.tolerate(skipped, got, at)
             with clock("generate"):
-                processes.patiently(self.collect.sampler.before_sync)
+                processes.agreed(self.collect.sampler.before_sync, patient=True)
             with clock("sync"):
                 refused, probed = self.sync(step)
-            with clock("save"):
-                self.report.rollouts(step, got, signal, skipped)
             checkup = self.report.metrics(step, got, {**measured, **learned, **probed}, self.engine.weight_version, clock)
             seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
-            # After the metrics: those of a step whose checkpoint is there are there too. Its time counts to the next step.
+            # Saves after the metrics, so that a step with a checkpoint has metrics. The time of the save counts to the next step.
             asked = processes.on_main(self.report.directory.asked_to_save)
             saves = refused or asked or checkup.saves or step == recipe.run.steps or step % recipe.checkpoint.every == 0
             if saves:
                 with clock("save"):
-                    self.save(at)
+                    self.save(at, bool(refused or checkup.ends or step == recipe.run.steps))
             if refused:
                 raise refused
             if checkup.ends:
                 raise checkup.ends
             saving = clock.seconds
-            stop.took(seconds, update, saving if saves else 0.0)
+            stop.took(seconds, update, *self.checkpoints.took())
 
     def sync(self, step: int) -> tuple[EngineError | None, dict[str, Any]]:
-        """Sends the weights of `step`; with what was measured after it.
+        """Sends the weights of `step` to the engine. Returns the engine's error or None, and the metrics measured after the sync.
 
-        An engine that does not confirm them, or has others, ends the run, but the step is trained and is kept.
+        An engine that does not confirm the weights, or has others, ends the run, but the trained step is kept. So its error is
+        returned and not raised: the caller saves first.
         """
         probed: dict[str, Any] = {}
         watch = self.update.watch
@@ -121,11 +118,11 @@ class Trainer:
         def starts() -> None:
             self.journal.starts_from(step, weights, watch.means if watch else ())
 
-        self.processes.agreed(starts)  # first: the engine may answer with these weights as soon as it has them
+        self.processes.agreed(starts)  # before the sync: the engine may sample with these weights as soon as it has them
         try:
             send_weights(self.engine, self.policy.model, step, self.processes)
             if watch is not None and (probed := watch.after_sync(step)):
-                self.processes.agreed(starts)  # with what the sentinel has seen now
+                self.processes.agreed(starts)  # again, with what the sentinel has measured now
         except EngineError as error:
             if isinstance(error, SentinelError):
                 self.distrust(step + 1)
@@ -133,18 +130,23 @@ class Trainer:
         return None, probed
 
     def distrust(self, step: int) -> None:
-        """What was sampled for `step` is not taken again. That the sentinel has caught it is worth more than a disk's refusal."""
+        """Marks the samples for `step` in the journal as not to be reused.
+
+        Ignores errors of the disk: the sentinel's error, which the caller raises, matters more.
+        """
+        with suppress(CheckpointError):
+            self.saved(True)  # completing a save flushes the journal
         with suppress(CheckpointError):
             self.processes.agreed(self.journal.close)
             self.processes.on_main(lambda: self.journal.distrust(step))
 
-    def tolerate(self, skipped: Skipped, window: Window, at: Progress) -> None:
-        """Says that an update was skipped, and keeps its batch.
+    def tolerate(self, skipped: Skipped, got: Collected, at: Position) -> None:
+        """Reports that an update was skipped, and writes which samples caused it.
 
         Raises:
-            DivergedError: in all processes, if it is one more in a row than the recipe tolerates.
+            DivergedError: more updates in a row were skipped than the recipe tolerates; raised in all processes.
         """
-        most, path = self.recipe.optim.max_nonfinite, self.report.nonfinite(at.step, skipped, window)
+        most, path = self.recipe.optim.max_nonfinite, self.report.nonfinite(at.step, skipped, got)
         said = f"step {at.step}: {skipped.words()}: {skipped.consequence()}; the batch is in {path}"
         if at.nonfinite > most:
             raise DivergedError(
@@ -154,24 +156,56 @@ class Trainer:
         self.report.console.say(f"{said}; {at.nonfinite} in a row, {most} are tolerated")
 
     def close(self) -> None:
-        """Ends what runs beside the loop."""
+        """Ends everything that runs beside the loop: writer, rewards, engine, and the save that is going on."""
+        self.report.writer.close()
         try:
             self.collect.scorer.close()
         finally:
-            self.engine.close()
+            try:
+                self.engine.close()
+            finally:
+                if failed := self.checkpoints.close():
+                    self.report.console.say(failed)
 
-    def save(self, at: Progress) -> None:
-        """Unless it is saved already."""
-        if self.processes.on_main(lambda: self.checkpoints.has(at.step)):
-            return
-        self.processes.patiently(partial(self.collect.sampler.settle, at.step))
-        self.checkpoints.save(
-            at.step, at.position, self.policy.model, self.tokenizer, self.update.optimizer, self.schedule, at.nonfinite
-        )
-        self.processes.on_main(lambda: self.journal.drop(0, self.checkpoints.oldest()))
+    def save(self, at: Position, wait: bool) -> None:
+        """Starts to save the position `at`, unless it is saved already. With `wait`, returns when it is saved."""
+        self.saved(True)
+        if not self.processes.on_main(lambda: self.checkpoints.has(at.step)):
+            settle: Callable[[], None] = partial(self.collect.sampler.settle, at.step)
+            if self.processes.world > 1:  # each process has a journal: the thread of the main process knows only its own
+                self.processes.agreed(settle, patient=True)
+                settle = nothing
+            # A run that resumes from it does not write the rollouts of earlier steps again.
+            self.processes.agreed(self.report.writer.wait, patient=True)
+            self.checkpoints.save(
+                at,
+                self.policy.model,
+                self.tokenizer,
+                self.update.optimizer,
+                self.schedule,
+                settle,
+            )
+        if wait:
+            self.saved(True)
 
-    def stopped(self, at: Progress, why: str) -> Stopped:
-        """Saves what was trained last."""
+    def saved(self, wait: bool) -> None:
+        """Deletes from the journal what a newly completed checkpoint makes unneeded.
+
+        Args:
+            wait: wait for the save that is going on.
+
+        Raises:
+            CheckpointError: the save failed; raised in all processes.
+        """
+        if self.checkpoints.complete(wait):
+            self.processes.on_main(lambda: self.journal.drop(0, self.checkpoints.oldest()))
+
+    def stopped(self, at: Position, why: str) -> Stopped:
+        """Saves the last trained step, if there is one, and returns the error to raise."""
         if at.step:
-            self.save(at)
+            self.save(at, True)
         return Stopped(f"stopped {why} after step {at.step} of {self.recipe.run.steps}; go on with --resume")
+
+
+def nothing() -> None:
+    """Does nothing: all that a checkpoint relies on is on disk."""

@@ -1,4 +1,4 @@
-"""What is written and said about a step."""
+"""Writes and prints the records of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,64 +6,87 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rlgen.algorithms.base import Signal
+from rlgen.metrics import Metric
 from rlgen.processes import Processes
 from rlgen.run.clock import Clock
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory, finite
 from rlgen.run.health import Checkup, Health
-from rlgen.run.records import nonfinite_records, rollout_records, sample_metrics, staleness_metrics
-from rlgen.trainers.base import Signal
+from rlgen.run.records import sample_metrics, staleness_metrics
+from rlgen.run.rollouts import Rollout, RolloutWriter
 from rlgen.trainers.collect import Collected
 from rlgen.trainers.update import Skipped
 from rlgen.trainers.window import Window
+from rlgen.types import Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporter:
-    """Called by all processes; the main one writes and prints."""
+    """Records the steps of a run. All processes call its methods; only the main process writes and prints, but for rollouts."""
 
     steps: int  # of the run
     processes: Processes
     directory: RunDirectory
     health: Health
     console: Console
+    writer: RolloutWriter
 
-    def rollouts(self, step: int, got: Collected, signal: Signal, skipped: Skipped | None) -> None:
-        """Writes all samples of a step, in the order of their groups. An update that was skipped has trained on none."""
+    def rollouts(self, step: int, got: Collected, signal: Signal, window: Window, skipped: Skipped | None) -> None:
+        """Queues the samples of a step for the writer. Marks none as trained if the step's first update was skipped.
+
+        Each process writes the rows that it trains, and those that it sampled and no process trains.
+        """
         nothing = skipped is not None and not skipped.update
-        trained = [trains and not nothing for trains in signal.trained.tolist()]
-        learned_from = rollout_records(step, got.samples, signal.advantages.tolist(), trained)
-        others = rollout_records(step, got.replaced, [0.0] * len(got.replaced), [False] * len(got.replaced))
-        records = sorted(learned_from + others, key=lambda record: (record["group_id"], record["sample_index"]))
-        self.processes.on_main(partial(self.directory.write_rollouts, step, records))
+        table, rank = got.table, self.processes.rank
+        trained, advantage = np.zeros(len(table), dtype=bool), np.zeros(len(table))
+        trained[~table.replaced], advantage[~table.replaced] = signal.trained.numpy(), signal.advantages.numpy()
+        others = (table.holder == rank) & ~trained
+        left = got.samples.take(table.place[others])
+        offsets = window.samples.completion_ids.offsets
+        policy_logp = Ragged(window.flat("old_at_sampling").numpy(), np.append(offsets, np.repeat(offsets[-1:], len(left))))
+        self.processes.agreed(
+            partial(
+                self.writer.write,
+                Rollout(
+                    step=step,
+                    samples=Samples.join([window.samples, left]),
+                    policy_logp=policy_logp,
+                    advantage=np.concatenate([signal.advantages[window.rows].numpy(), advantage[others]]),
+                    trained=np.append(np.full(len(window.rows), not nothing), np.zeros(len(left), dtype=bool)),
+                ),
+                always=skipped is not None,
+            )
+        )
 
-    def nonfinite(self, step: int, skipped: Skipped, window: Window) -> Path:
-        """Keeps a batch whose update was skipped, for people to look at."""
-        old_logp = {row: logp.tolist() for row, logp in skipped.old_logp.items()}
-        rows = nonfinite_records(window.samples, window.advantages.tolist(), old_logp, skipped.rows)
-        verdict = {"step": step, **skipped.verdict()}
-        return self.processes.on_main(lambda: self.directory.write_nonfinite(step, [verdict, *rows]))
+    def nonfinite(self, step: int, skipped: Skipped, got: Collected) -> Path:
+        """Writes which numbers of a step were not finite, and returns the file's path. The samples are in the step's rollouts."""
+        table = got.learned_from
+        rows = [[int(table.group_id[row]), int(table.sample_index[row])] for row in sorted(skipped.rows)]
+        verdict = {"step": step, **skipped.verdict(), "rows": rows}
+        return self.processes.on_main(lambda: self.directory.write_nonfinite(step, verdict))
 
     def metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Checkup:
-        """One object in metrics.jsonl, one line on the console, the status, and what the rules of `health` say.
+        """Writes one object to metrics.jsonl, one line to the console, and the status; returns what the health rules found.
 
         Args:
-            version: of the engine's weights.
+            version: weight version of the engine.
         """
         return self.processes.on_main(partial(self._metrics, step, got, measured, version, clock))
 
     def _metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Checkup:
-        samples = got.samples + got.replaced
-        record = {
-            "step": step,
+        record: dict[str, Any] = {
+            Metric.STEP: step,
             **measured,
-            **sample_metrics(samples),
-            **staleness_metrics(samples, step - 1, got.dropped),
-            "groups/replaced": len({sample.group_id for sample in got.replaced}),
-            "weights/version": version,
+            **sample_metrics(got.table),
+            **staleness_metrics(got.table, step - 1, got.dropped),
+            Metric.GROUPS_REPLACED: len(np.unique(got.table.group_id[got.table.replaced])),
+            Metric.WEIGHTS_VERSION: version,
             **clock.metrics(),
         }
-        record = finite(record)  # what the rules see now is what they see again when the run is resumed
+        record = finite(record)  # the rules see the same values when a resumed run reads metrics.jsonl
         checkup = self.health(record)
         self.directory.write_metrics(record | checkup.metrics)
         self.directory.write_status("running", step, self.steps, health=checkup.broken)

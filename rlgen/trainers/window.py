@@ -1,109 +1,176 @@
-"""All rows of one optimizer step, and what is frozen about them."""
+"""Builds the window: all rows of one optimizer step, with the values that stay fixed during it."""
 
-from collections import Counter
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rlgen.algorithms.base import Algorithm, Signal
 from rlgen.errors import DivergedError
-from rlgen.losses.entropy import entropy_kept, entropy_threshold
+from rlgen.losses.correction import Mismatch
+from rlgen.losses.entropy import entropy_kept
 from rlgen.losses.inputs import Totals
 from rlgen.losses.kl import reward_kl
+from rlgen.losses.order import quantile
+from rlgen.metrics import Metric
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import deal, pad_rows
-from rlgen.rollout.score import score
-from rlgen.trainers.base import Algorithm, Scores, Signal
-from rlgen.types import Batch, Sample
+from rlgen.rollout.score import score_own
+from rlgen.rollout.table import RowTable
+from rlgen.types import Batch, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The trained rows of a rollout, all of them in every process; `micro_batches` are those that this process computes.
+    """The trained rows of a rollout that this process computes, and what the loss must know about those of all processes.
 
-    Totals are global: no loss knows how the rows are split into micro-batches and processes.
+    Totals are global: the loss does not depend on how the rows are split into micro-batches and processes. Values per token are
+    flat [N], in the order of the rows of `samples`.
     """
 
-    samples: tuple[Sample, ...]  # [B]
-    advantages: Tensor  # [B] float32
-    pair_id: Tensor  # [B]
-    group_tokens: Tensor  # [B] tokens of the row's whole group
+    samples: Samples  # [b] the rows of this process
+    rows: NDArray[np.int64]  # [b] their places in the table of the step
+    advantages: Tensor  # [b] float32
+    pair_id: Tensor  # [b]
+    group_tokens: Tensor  # [b] tokens of the row's whole group
     totals: Totals
+    positions: int  # tokens of all rows of all processes, prompts included, no padding
     epoch: float  # passes over the data before this step
-    micro_batches: tuple[tuple[int, ...], ...]  # rows of each; empty ones where other processes have more
-    old_logp: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, frozen at the first update
-    old_at_sampling: dict[int, Tensor] = field(default_factory=dict)  # the same at the temperature of sampler_logp
-    ref_logp: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, if there is a reference
-    kept: dict[int, Tensor] = field(default_factory=dict)  # [L] by row, if tokens are selected by entropy
+    micro_batches: tuple[tuple[int, ...], ...]  # rows of each; empty if other processes have more micro-batches
+    # Rows that have no gradient: they run forward for the metrics, and not backward.
+    idle: tuple[tuple[int, ...], ...]
+    frozen: dict[str, Tensor] = field(default_factory=dict)  # [N] by name: `old_logp`, `old_at_sampling`, `ref_logp`, `kept`
+    mismatches: list[Mismatch] = field(default_factory=list)  # of engine and trainer by micro-batch, at the first update
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], signal: Signal, epoch: float, budget: int, processes: Processes) -> "Window":
-        """The rows of `samples` that `signal` trains, dealt to the processes in micro-batches of at most `budget` tokens.
+    def of(
+        cls,
+        table: RowTable,
+        held: Samples,
+        signal: Signal,
+        epoch: float,
+        budget: int,
+        processes: Processes,
+        learns_without_advantage: bool = True,
+    ) -> "Window":
+        """Assigns the rows that `signal` trains to processes, in micro-batches of at most `budget` tokens, and sends them.
+
+        The rows of a group may go to several processes; those of a pair stay together. The tokens of each row are sent once, from
+        the process that sampled it to the one that trains it.
 
         Args:
-            samples: of the whole step, in the same order in every process, and `signal` for each of them. The rows of a group may
-                go to several processes, those of a pair do not.
+            table: rows of the whole step, the same in every process; `signal` has an entry for each of them.
+            held: the samples that this process holds, at `table.place`.
+            learns_without_advantage: whether a row of advantage 0 has a gradient, for example from a KL in the loss.
         """
-        trained = tuple(sample for sample, trains in zip(samples, signal.trained.tolist(), strict=True) if trains)
-        counted = [sample.group_id for sample, counts in zip(samples, signal.counted.tolist(), strict=True) if counts]
-        pair_id = signal.pair_id[signal.trained]
+        trained = signal.trained.nonzero()[:, 0].numpy()
+        lengths: list[int] = table.lengths.tolist()
+        pair_id = signal.pair_id.numpy()
         pairs: dict[int, list[int]] = {}
-        for row, pair in enumerate(pair_id.tolist()):
-            if pair >= 0:
-                pairs.setdefault(pair, []).append(row)
-        units = list(pairs.values()) or [[row] for row in range(len(trained))]
-        lengths = [len(sample.prompt_ids) + len(sample.completion_ids) for sample in trained]
-        of_group: Counter[int] = Counter()
-        for sample in trained:
-            of_group[sample.group_id] += sum(sample.loss_mask)
-        tokens = of_group.total()
+        for row in trained.tolist():
+            if pair_id[row] >= 0:
+                pairs.setdefault(int(pair_id[row]), []).append(row)
+        units = list(pairs.values()) or [[row] for row in trained.tolist()]
+        has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (signal.advantages != 0).numpy()
+        hands = deal([unit for unit in units if has_gradient[unit].any()], lengths, budget, processes.world)
+        idle = deal([unit for unit in units if not has_gradient[unit].any()], lengths, budget, processes.world)
+        trainer = np.full(len(table), -1)
+        for rank in range(processes.world):
+            trainer[[row for rows in (*hands[rank], *idle[rank]) for row in rows]] = rank
+        mine = (trainer == processes.rank).nonzero()[0]
+        at = {row: place for place, row in enumerate(mine.tolist())}
+        of_group = np.zeros(len(table), dtype=np.int64)
+        groups, inverse = np.unique(table.group_id, return_inverse=True)
+        sums = np.bincount(inverse[trained], weights=table.sampled_tokens[trained], minlength=len(groups))
+        of_group[:] = sums[inverse]
+        tokens = int(table.sampled_tokens[trained].sum())
         return cls(
-            samples=trained,
-            advantages=signal.advantages[signal.trained].float(),
-            pair_id=pair_id,
-            group_tokens=torch.tensor([of_group[sample.group_id] for sample in trained]),
+            samples=sent(table, held, trainer, processes),
+            rows=mine,
+            advantages=signal.advantages[mine].float(),
+            pair_id=signal.pair_id[mine],
+            group_tokens=torch.from_numpy(of_group[mine]),
             totals=Totals(
-                sequences=len(counted),
+                sequences=int(signal.counted.sum()),
                 tokens=tokens,
                 kept=tokens,
-                prompts=len(set(counted)),
+                prompts=len(np.unique(table.group_id[signal.counted.numpy()])),
                 pairs=len(pairs),
             ),
+            positions=int(table.lengths[trained].sum()),
             epoch=epoch,
-            micro_batches=tuple(map(tuple, deal(units, lengths, budget, processes.world)[processes.rank])),
+            micro_batches=tuple(tuple(at[row] for row in rows) for rows in hands[processes.rank]),
+            idle=tuple(tuple(at[row] for row in rows) for rows in idle[processes.rank]),
         )
 
-    def select_tokens(self, entropy: Mapping[int, Tensor], share: float) -> "Window":
-        """Keeps the `share` of tokens with the highest entropy; [L] by row, of all rows."""
-        mask = [torch.tensor(sample.loss_mask) for sample in self.samples]
-        values = torch.cat([entropy[row][mask_L] for row, mask_L in enumerate(mask)])
-        threshold = entropy_threshold(values, torch.ones_like(values, dtype=torch.bool), share)
-        kept = {row: entropy_kept(entropy[row], mask_L, threshold) for row, mask_L in enumerate(mask)}
-        count = sum(int(kept_L.sum()) for kept_L in kept.values())
-        return replace(self, kept=kept, totals=replace(self.totals, kept=count))
+    def empty(self) -> Tensor:
+        """Returns zeros, [N] float32, one value per token."""
+        return torch.zeros(len(self.samples.completion_ids.values))
 
-    def freeze_old(self, batch: Batch, logp: Tensor, at_sampling: Tensor) -> None:
-        """Keeps the trainer's log-probs [B, T] from before the first update, at the temperatures of the loss and of sampling."""
-        for row, values, others in zip(batch.rows, logp.detach(), at_sampling, strict=True):
-            self.old_logp[row] = values[: len(self.samples[row].completion_ids)]
-            self.old_at_sampling[row] = others[: len(self.samples[row].completion_ids)]
+    def flat(self, name: str) -> Tensor:
+        """Returns the fixed values `name`, [N]; zeros if this process has no rows."""
+        return self.frozen[name] if name in self.frozen else self.empty()
 
-    @staticmethod
-    def gather(frozen: dict[int, Tensor], batch: Batch) -> Tensor:
-        """[B, T] of what is frozen, for the rows of `batch`; padded with 0 or False."""
-        return pad_rows([frozen[row] for row in batch.rows], 0).to(batch.input_ids.device)
+    def put(self, name: str, batch: Batch, values: Tensor) -> None:
+        """Stores [B, T] values of the rows of `batch` as fixed values `name`."""
+        flat = self.frozen.setdefault(name, self.flat(name))
+        offsets = self.samples.completion_ids.offsets
+        values = values.detach().cpu()
+        for place, row in enumerate(batch.rows):  # no rows if other processes have more micro-batches
+            first, last = offsets[row], offsets[row + 1]
+            flat[first:last] = values[place, : last - first]
 
-    def padded(self, batch_tokens: int) -> int:
-        """Padding positions, of `batch_tokens` positions that all micro-batches of all processes have together."""
-        return batch_tokens - sum(len(s.prompt_ids) + len(s.completion_ids) for s in self.samples)
+    def get(self, name: str, batch: Batch) -> Tensor:
+        """Returns the fixed values `name` of the rows of `batch`, [B, T], padded with 0 or False."""
+        flat, offsets = self.frozen[name], self.samples.completion_ids.offsets
+        rows = [flat[offsets[row] : offsets[row + 1]] for row in batch.rows]
+        return pad_rows(rows, 0).to(batch.input_ids.device)
+
+    def select_tokens(self, share: float, processes: Processes) -> "Window":
+        """Returns a window that trains the `share` of tokens with the highest entropy (`frozen["entropy"]`) of all processes."""
+        entropy, mask = self.flat("entropy"), torch.from_numpy(self.samples.loss_mask.values)
+        kept = entropy_kept(entropy, mask, quantile(entropy[mask], 1.0 - share, processes.total))
+        count = int(processes.total(kept.sum()))
+        self.frozen["kept"] = kept
+        return replace(self, totals=replace(self.totals, kept=count))
+
+
+def sent(table: RowTable, held: Samples, trainer: NDArray[np.int64], processes: Processes) -> Samples:
+    """Sends each row to the process that trains it.
+
+    Args:
+        trainer: [B] rank of that process; -1: no process trains the row.
+
+    Returns:
+        The rows that this process trains, in the order of the table.
+    """
+    own = table.holder == processes.rank
+    parts = [held.take(table.place[own & (trainer == rank)]) for rank in range(processes.world)]
+    if processes.world == 1:
+        return parts[0]
+    packed = [b"" if rank == processes.rank else pickle.dumps(part, protocol=5) for rank, part in enumerate(parts)]
+    received = processes.exchange(packed)
+    rows = Samples.join([parts[rank] if rank == processes.rank else pickle.loads(part) for rank, part in enumerate(received)])
+    # Rows arrive ordered by process; the order of the table does not depend on the number of processes.
+    places = by_holder(table, processes.world)
+    return rows.take(np.argsort(places[trainer[places] == processes.rank], kind="stable"))
+
+
+def by_holder(table: RowTable, world: int) -> NDArray[np.int64]:
+    """Returns the indices of the rows of the table, [B], ordered by the rank of the process that holds their samples."""
+    return np.concatenate([(table.holder == rank).nonzero()[0] for rank in range(world)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowBuilder:
-    """rewards -> window: what the algorithm makes of them, and the reference's log-probs where it needs them."""
+    """Runs rewards -> window: advantages, and log-probs of the reference policy if the algorithm needs them."""
 
     processes: Processes
     algorithm: Algorithm
@@ -112,38 +179,45 @@ class WindowBuilder:
     temperature: float  # of the sampler's log-probs
     budget: int  # tokens of a micro-batch
 
-    def build(self, samples: Sequence[Sample], epoch: float) -> tuple[Window, Signal, dict[str, Any]]:
-        """What to learn from the samples of a step, with the reference's log-probs where the algorithm needs them.
+    def build(self, table: RowTable, held: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any]]:
+        """Returns the window of a step, the signal of its rows, and the metrics that were measured on the way.
 
-        The third is what was measured on the way.
+        Args:
+            table: rows of all processes.
+            held: the samples of this process.
+            epoch: passes over the data before this step.
         """
-        kl = self.kl(samples) if self.algorithm.reference == "reward" else None
-        signal = self.algorithm.advantages(Scores.of(samples, self.weights, kl))
-        window = Window.of(samples, signal, epoch, self.budget, self.processes)
+        kl = self.kl(table, held) if self.algorithm.reference == "reward" else None
+        signal = self.algorithm.advantages(table.scores(self.weights, kl))
+        alone = self.algorithm.learns_without_advantage
+        window = Window.of(table, held, signal, epoch, self.budget, self.processes, alone)
         if self.algorithm.reference == "loss":
-            window.ref_logp.update(enumerate(self.reference_logp(window.samples)))
+            window.frozen["ref_logp"] = self.reference_logp(window.samples, (*window.micro_batches, *window.idle))
         if kl is None:
             return window, signal, {}
-        tokens = sum(sum(sample.loss_mask) for sample in samples)
-        return window, signal, {"kl/ref_k1": kl.sum().item() / tokens if tokens else None}
+        tokens = int(table.sampled_tokens.sum())
+        return window, signal, {Metric.KL_REF_K1: kl.sum().item() / tokens if tokens else None}
 
-    def reference_logp(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """One [L] tensor a sample, at the temperature of the loss."""
-        assert self.reference is not None  # built whenever the algorithm names a use for it
+    def reference_logp(self, samples: Samples, micro_batches: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Returns the reference policy's log-probs, [N] float32, at the temperature of the loss."""
+        assert self.reference is not None  # exists whenever the algorithm uses a reference
         temperature = self.algorithm.loss_temperature or self.temperature
-        return score(self.reference, samples, temperature, self.budget, self.processes)
+        return score_own(self.reference, samples, temperature, self.budget, self.processes, micro_batches)
 
-    def kl(self, samples: Sequence[Sample]) -> Tensor:
-        """[B] sampled KL of each completion to the reference.
+    def kl(self, table: RowTable, held: Samples) -> Tensor:
+        """Returns the sampled KL of each completion to the reference, [B]. Each process computes it for the samples it holds.
 
         Raises:
-            DivergedError: it is not finite: as part of a reward it would pass for a reward that does not apply.
+            DivergedError: a value is not finite. NaN in a reward would otherwise be taken for a reward that does not apply.
         """
-        if not samples:
-            return torch.zeros(0)
-        sampler_logp = pad_rows([torch.tensor(sample.sampler_logp) for sample in samples], 0.0)
-        mask = pad_rows([torch.tensor(sample.loss_mask) for sample in samples], False)
-        kl = reward_kl(sampler_logp, pad_rows(self.reference_logp(samples), 0.0), mask)
+        own = held.take(table.place[table.holder == self.processes.rank])
+        ref_logp = self.reference_logp(own)
+        rows = [slice(first, last) for first, last in pairwise(own.completion_ids.offsets)]
+        mask, sampler = torch.from_numpy(own.loss_mask.values), torch.from_numpy(own.sampler_logp.values)
+        values = [reward_kl(sampler[row][None], ref_logp[row][None], mask[row][None]) for row in rows]
+        gathered = torch.from_numpy(self.processes.gather_rows(torch.cat([torch.zeros(0).double(), *values]).numpy()))
+        kl = torch.empty_like(gathered)
+        kl[torch.from_numpy(by_holder(table, self.processes.world))] = gathered
         if not kl.isfinite().all():
             raise DivergedError("the KL to the reference (trainer.kl k1_in_reward) is not finite: the reference overflows")
         return kl

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from rlgen.cli.app import app
 from rlgen.cli.checkpoints import prune_command, verify_command
 from rlgen.errors import CheckpointError, UsageError
+from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.directory import RunDirectory
 from rlgen.run.manifest import seal
-from rlgen.run.shelf import Shelf
 
 Proof = Callable[[str], None]
 FACTS = {"time": 1.7e9, "rlgen": "0", "trainer": "grpo", "processes": 1, "model": {}}
@@ -44,7 +44,7 @@ def names(run: Path) -> list[str]:
 def test_list_looks_and_verify_reads(run: Path) -> None:
     damage(run, 3)
     (run / "checkpoints" / "step_000002" / "data").unlink()
-    Shelf(run / "checkpoints").set_aside(run / "checkpoints" / "step_000001")
+    CheckpointFolder(run / "checkpoints").set_aside(run / "checkpoints" / "step_000001")
     listed = CliRunner().invoke(app, ["checkpoints", "list", str(run), "--json"])
     assert listed.exit_code == 0
     rows = {row["step"]: row for row in json.loads(listed.stdout)}
@@ -81,9 +81,9 @@ def test_verify_names_all_that_is_damaged(run: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.fault(67)
 def test_prune_keeps_good_ones(run: Path, capsys: pytest.CaptureFixture[str], proof: Proof) -> None:
-    shelf = Shelf(run / "checkpoints")
+    folder = CheckpointFolder(run / "checkpoints")
     damage(run, 4)
-    shelf.set_aside(run / "checkpoints" / "step_000001")
+    folder.set_aside(run / "checkpoints" / "step_000001")
     (run / "checkpoints" / ".writing_000005").mkdir()
     held = RunDirectory.reopen(run)
     with pytest.raises(UsageError, match="in use by a running rlgen"):
@@ -93,7 +93,7 @@ def test_prune_keeps_good_ones(run: Path, capsys: pytest.CaptureFixture[str], pr
     prune_command(run, 1, True)
     report = json.loads(capsys.readouterr().out)
     assert report["kept"] == ["step_000003"] and len(report["removed"]) == 4 and report["freed_bytes"] > 15000
-    assert names(run) == ["set_aside", "step_000003"] and shelf.aside() == []
+    assert names(run) == ["set_aside", "step_000003"] and folder.aside() == []
     damage(run, 3)
     with pytest.raises(CheckpointError, match="has no good checkpoint; nothing was deleted"):
         prune_command(run, 1, False)

@@ -76,7 +76,8 @@ def test_dry_run_writes_the_resolved_recipe_only(
     proof("one file, resolved.yaml; resolving that again gives the same bytes")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["validate", str(ROOT / "recipes" / "demo-grpo.yaml")]])
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", str(ROOT / "recipes" / "smoke.yaml"), "--data", "0"]])
 def test_quick_answers(arguments: list[str]) -> None:
     """Seconds of a core: on a host that has other things to do a command waits."""
     times = []
@@ -93,7 +94,7 @@ def test_quick_answers_import_nothing_heavy() -> None:
 import sys
 from typer.testing import CliRunner
 from rlgen.cli.app import app
-recipe = "{ROOT / "recipes" / "demo-grpo.yaml"}"
+recipe = "{ROOT / "recipes" / "gsm8k-qwen3-0.6b-grpo.yaml"}"
 for arguments in (["--help"], ["validate", recipe], ["show", recipe]):
     assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
 print(sorted({{"torch", "transformers", "vllm", "datasets", "accelerate", "numpy"}} & set(sys.modules)))

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_healthy_pair_gets_seven_verdicts_in_less_than_a_minute_and_a_baseline(
     recipe_file: Path, tmp_path: Path, rlgen: Callable[..., Any]
 ) -> None:

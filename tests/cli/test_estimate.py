@@ -1,7 +1,7 @@
-"""`rlgen estimate` as a user runs it. What it counts is tested in tests/models/test_memory.py."""
+"""`rlgen estimate`. What it counts is tested in tests/models/test_memory.py."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,9 @@ import pytest
 from conftest import RECIPE
 from transformers import CONFIG_MAPPING
 
-from rlgen.cli.estimate import estimate, plan_of, verdict
+from rlgen.cli.estimate import estimate, estimate_command, plan_of, verdict
+from rlgen.errors import SetupError
+from rlgen.models import memory
 from rlgen.recipe import load_recipe
 
 GIB = 1 << 30
@@ -31,14 +33,26 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def overrides(*more: str) -> list[str]:
-    return [item for change in (*SIZES, *more) for item in ("--set", change)]
+@pytest.fixture(scope="module", autouse=True)
+def counted_once() -> Iterator[None]:
+    """What is the same model and size is counted once: it takes seconds."""
+    counts: dict[tuple[Any, ...], memory.Counts] = {}
+    count = memory.count
+
+    def remembered(config: Any, *sizes: Any) -> memory.Counts:
+        key = (json.dumps({**config.to_dict(), "_name_or_path": None}, default=str), *sizes)
+        if key not in counts:
+            counts[key] = count(config, *sizes)
+        return counts[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "count", remembered)
+        yield
 
 
-def test_a_table_from_a_config_alone(rlgen: Callable[..., Any], recipe: Path) -> None:
-    ended = rlgen("estimate", recipe, "--gpu-gib", 80, *overrides())
-    assert ended.returncode == 0, ended.stderr
-    said = ended.stdout
+def test_a_table_from_a_config_alone(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    estimate_command(recipe, SIZES, 80, as_json=False)
+    said = capsys.readouterr().out
     assert "596,049,920 parameters; micro-batches of 21 rows of 1560 tokens" in said
     # 4 and 8 bytes a parameter, and 45 % of the GPU for the engine
     weights = "trainer weights          2.22     2.22      2.22       2.22   2.22"
@@ -47,8 +61,9 @@ def test_a_table_from_a_config_alone(rlgen: Callable[..., Any], recipe: Path) ->
     assert "does not fit" in said and "--set model.gradient_checkpointing=true" in said and "--set engine.sleep=true" in said
 
 
-def test_json_says_all_and_the_settings_help(rlgen: Callable[..., Any], recipe: Path) -> None:
-    first = json.loads(rlgen("estimate", recipe, "--gpu-gib", 80, "--json", *overrides()).stdout)
+def test_json_says_all_and_the_settings_help(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    estimate_command(recipe, SIZES, 80, as_json=True)
+    first = json.loads(capsys.readouterr().out)
     parts = {part for phase in first["phases"].values() for part in phase}
     assert set(first["how"]) == parts and first["fits"] is False and first["peak"]["phase"] == "backward"
     saved = {hint["setting"]: hint["saves"] for hint in first["hints"]}
@@ -86,7 +101,24 @@ def test_what_is_said_without_a_gpu_and_with_too_small_a_cache(recipe: Path) -> 
     assert "the KV cache cannot hold one sequence of full length" in "\n".join(verdict(tight))
 
 
-def test_a_model_without_a_config(rlgen: Callable[..., Any], recipe: Path, tmp_path: Path) -> None:
+def test_launched_servers_are_where_their_gpus_are(recipe: Path) -> None:
+    """On the trainer's GPU unless they have their own; then each GPU of a server has its part beside the table."""
+    here = estimate(load_recipe(recipe, [*SIZES, "engine={kind: server, launch: true, kv_cache_gib: 2.0}"]).recipe, 80 * GIB)
+    colocated = estimate(load_recipe(recipe, [*SIZES, "engine={kind: colocated, kv_cache_gib: 2.0}"]).recipe, 80 * GIB)
+    assert here["phases"] == colocated["phases"] and here["servers"] is None
+    assert not [hint for hint in here["hints"] if "sleep" in hint["setting"]]  # a server cannot
+    own = "engine={kind: server, launch: true, servers: 2, devices: [1, 2, 3, 4], tensor_parallel_size: 2, kv_cache_gib: 2.0}"
+    there = estimate(load_recipe(recipe, [*SIZES, own]).recipe, 80 * GIB)
+    assert "engine weights" not in there["phases"]["generate"] and there["sequences"]["decoded_together"] == 128
+    weights = 2 * colocated["parameters"] // 2  # in bfloat16, half of them on a GPU
+    a_gpu = {"engine weights": weights, "KV cache": 2 * GIB, "engine's own": GIB // 2}
+    assert there["servers"] == {"count": 2, "gpus": ["1", "2", "3", "4"], "a_gpu": a_gpu}
+    assert "launched servers: 2, on GPUs 1, 2, 3, 4, beside this table: 3.06 GiB on each" in verdict(there)
+    url = estimate(load_recipe(recipe, [*SIZES, "engine={kind: server, url: 'http://a:1'}"]).recipe, 80 * GIB)
+    assert url["servers"] is None and "engine weights" not in url["phases"]["generate"]
+
+
+def test_a_model_without_a_config(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "nothing"}')
-    ended = rlgen("estimate", recipe)
-    assert ended.returncode == 3 and "has no config that can be read" in ended.stderr and "Traceback" not in ended.stderr
+    with pytest.raises(SetupError, match="has no config that can be read"):
+        estimate_command(recipe, [], None, as_json=False)

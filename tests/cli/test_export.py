@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, RECIPE, make_sample, open_vllm
+from conftest import CPU, RECIPE, open_vllm
+from helpers.samples import answered, request
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,7 +25,7 @@ from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.rollout.score import score
-from rlgen.types import Request, Sampling
+from rlgen.types import Sampling
 
 Proof = Callable[[str], None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -56,16 +57,13 @@ def gap_to_vllm(policy: Policy, folder: Path) -> float:
     """Between `policy` and vLLM on the exported folder."""
     engine = open_vllm("qwen3", model=str(folder), max_model_len=64, max_num_seqs=8)
     try:
-        asked = [Request(prompt_ids=(10, 20, 30 + index), seed=index) for index in range(8)]
+        asked = [request([10, 20, 30 + index], index) for index in range(8)]
         answers = engine.generate(asked, Sampling(max_tokens=24, temperature=1.0, stop_ids=(257, 259)))
     finally:
         engine.close()
-    samples = [
-        make_sample(prompt_ids=r.prompt_ids, completion_ids=a.token_ids, sampler_logp=a.logp, loss_mask=(True,) * len(a.logp))
-        for r, a in zip(asked, answers, strict=True)
-    ]
+    samples = [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
     logp = score(policy, samples, 1.0, 4096, Processes.alone())
-    return max((torch.tensor(s.sampler_logp) - own).abs().max().item() for s, own in zip(samples, logp, strict=True))
+    return max((torch.from_numpy(s.sampler_logp) - own).abs().max().item() for s, own in zip(samples, logp, strict=True))
 
 
 def test_a_merged_export_is_the_adapted_policy_in_vllm_too(adapter_run: Path, tmp_path: Path) -> None:
@@ -129,6 +127,7 @@ def test_a_written_file_that_differs_is_not_exported(adapter_run: Path, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.fault(72)
 def test_an_interrupted_export_leaves_nothing_that_looks_like_one(adapter_run: Path, tmp_path: Path, proof: Proof) -> None:
     code = f"""

@@ -3,10 +3,10 @@
 import fcntl
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
+from helpers.waiting import HANGS
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
@@ -78,15 +78,24 @@ def test_looking_takes_no_run_its_lock(tmp_path: Path) -> None:
         assert status_of(directory.path)["alive"] is False
 
 
-def test_a_run_starts_while_somebody_looks(tmp_path: Path) -> None:
+def test_a_run_starts_while_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks is done when the run has tried twice to lock its folder."""
     directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
     directory.close()
+    flock, tried = fcntl.flock, []
     with (directory.path / ".lock").open() as other:
-        fcntl.flock(other, fcntl.LOCK_SH)  # as `in_use` does
-        looked = threading.Timer(0.2, fcntl.flock, (other, fcntl.LOCK_UN))
-        looked.start()
+        flock(other, fcntl.LOCK_SH)  # as `in_use` does
+
+        def tries(file: int, how: int) -> None:
+            if len(tried) == 2:
+                flock(other, fcntl.LOCK_UN)
+            tried.append(how)
+            flock(file, how)
+
+        monkeypatch.setattr(fcntl, "flock", tries)
+        monkeypatch.setattr("rlgen.run.directory.PATIENCE", HANGS)
         RunDirectory.reopen(directory.path).close()
-        looked.join()
+    assert tried[:3] == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3
 
 
 def test_where_no_run_is(tmp_path: Path) -> None:

@@ -8,21 +8,25 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import RECIPE, ROOT, make_sample, read_jsonl
+from conftest import RECIPE, ROOT, read_jsonl
+from helpers.rollouts import rollout_rows
+from helpers.samples import make_sample
 
 from rlgen.errors import RewardError
 from rlgen.files import read_json
-from rlgen.redact import printable
+from rlgen.rollout.parquet import Rollout
 from rlgen.run.console import Console, Terminal
-from rlgen.run.directory import RunDirectory
-from rlgen.run.records import rollout_records
+from rlgen.run.rollouts import RolloutWriter
+from rlgen.types import Prompt, Ragged, Samples, ids_of, logp_of
 
 Proof = Callable[[str], None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "40", "PYTHONIOENCODING": "ascii"}
 
 
+@pytest.mark.slow
 @pytest.mark.fault(18)
 def test_a_run_outlives_the_reader_of_its_output_and_an_old_code_page(recipe_file: Path, tmp_path: Path, proof: Proof) -> None:
     recipe_file.write_text(RECIPE + "engine: {kind: transformers}\n")
@@ -51,6 +55,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(recipe_file: Path, argumen
     proof(f"rlgen {' '.join(arguments)}: its reader had gone")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(18)
 def test_output_to_a_full_disk_changes_no_exit_code(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
@@ -127,16 +132,46 @@ HOSTILE = {
 }
 
 
+class Says:
+    """A tokenizer whose ids are places in `HOSTILE`."""
+
+    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [list(HOSTILE.values())[one] for (one,) in ids]
+
+
+class NoPrompts:
+    def at(self, position: int) -> Prompt:
+        return Prompt(position=position, row=0, text=HOSTILE["escapes"], prompt_ids=ids_of((1,)), columns=HOSTILE)
+
+
 @pytest.mark.fault(81)
 def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> None:
-    directory = RunDirectory.create(tmp_path / "run", "", "")
-    samples = [make_sample(sample_index=index, completion=text) for index, text in enumerate(HOSTILE.values())]
-    directory.write_rollouts(1, rollout_records(1, samples, [0.0] * len(samples), [True] * len(samples)))
-    directory.close()
-    file = tmp_path / "run" / "rollouts" / "step_000001.jsonl"
-    assert [record["completion"] for record in read_jsonl(file)] == list(HOSTILE.values())
-    text = file.read_text(encoding="utf-8")
-    assert "עברית" in text and printable(text) == text  # which `cat` may show
+    samples = [make_sample(sample_index=index, completion_ids=(index,), sampler_logp=(0.0,)) for index in range(len(HOSTILE))]
+    count = len(samples)
+    writer = RolloutWriter(
+        folder=tmp_path / "rollouts",
+        rank=0,
+        world=1,
+        prompts=NoPrompts(),
+        tokenizer=Says(),  # type: ignore[arg-type]
+        stop_ids=(),
+        every=1,
+        keep=None,
+        needed=lambda: 0,
+        stamp=lambda rollout: {},
+        on_disk=lambda step, path: None,
+    )
+    empty = Ragged.of([logp_of(())] * count, np.float32)
+    columns = Samples.of(samples, [])
+    nothing = np.zeros(count)
+    writer.write(Rollout(step=1, samples=columns, policy_logp=empty, advantage=nothing, trained=nothing.astype(bool)))
+    writer.wait()
+    writer.close()
+    rows = rollout_rows(tmp_path, 1)
+    assert [row["completion"] for row in rows] == [text.replace("\ud83d", "?") for text in HOSTILE.values()]
+    assert {row["prompt"] for row in rows} == {HOSTILE["escapes"]}
+    expected = {**HOSTILE, "half a character": '"\\ud83d"'}  # UTF-8 has none: as JSON text
+    assert all(rows[0][name] == text for name, text in expected.items())
     proof(f"{', '.join(HOSTILE)}: written and read back")
 
 

@@ -36,23 +36,30 @@ def test_a_small_space_is_used_up_before_anything_repeats():
 
 
 def test_arithmetic_answers_are_the_values_of_the_questions():
-    for row in generate("arithmetic", ArithmeticOptions(size=300, digits=2, terms=4, operators="+-*"), 1):
+    rows = generate("arithmetic", ArithmeticOptions(size=300, digits=2, terms=4, operators="+-*"), 1)
+    assert len(rows) == 300
+    for row in rows:
         question = row["prompt"].removesuffix("=")
         assert str(eval(question)) == row["answer"]
         assert re.fullmatch(r"[1-9]\d([-+*][1-9]\d){3}", question)
 
 
 def test_reverse_and_sort():
-    for row in generate("reverse", ReverseOptions(size=100, min_length=2, max_length=4, alphabet="xyz"), 0):
+    reversed_ = generate("reverse", ReverseOptions(size=100, min_length=2, max_length=4, alphabet="xyz"), 0)
+    sorted_ = generate("sort", SortOptions(size=100), 0)
+    assert len(reversed_) == len(sorted_) == 100
+    for row in reversed_:
         assert re.fullmatch(r"reverse: [xyz]{2,4}", row["prompt"])
         assert row["answer"] == row["prompt"].removeprefix("reverse: ")[::-1]
-    for row in generate("sort", SortOptions(size=100), 0):
+    for row in sorted_:
         assert "".join(sorted(row["prompt"].removeprefix("sort: "))) == row["answer"]
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_countdown_answers_reach_the_target_with_each_number_once(count):
-    for row in generate("countdown", CountdownOptions(size=200, numbers=count, largest=30), 5):
+    rows = generate("countdown", CountdownOptions(size=200, numbers=count, largest=30), 5)
+    assert len(rows) == 200
+    for row in rows:
         assert eval(row["answer"]) == row["target"]
         assert sorted(numbers_in(row["answer"])) == sorted(row["numbers"])
         assert set(row["answer"]) <= set("0123456789()+-*")

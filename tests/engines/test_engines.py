@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_sample, open_transformers, open_vllm, tiny_model
+from conftest import open_transformers, open_vllm, plan_of, tiny_model
+from helpers.samples import answered, request
 
-from rlgen.engines import Engine, vllm_compat
-from rlgen.engines.base import fingerprint
+from rlgen.engines import vllm_compat
+from rlgen.engines.base import Engine, fingerprint
 from rlgen.engines.http import Server
+from rlgen.engines.plan import digest_of
 from rlgen.engines.worker import Worker
 from rlgen.errors import EngineError, SentinelError
 from rlgen.models.policy import Policy
@@ -24,7 +26,7 @@ from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
-from rlgen.types import Completion, Request, Sampling
+from rlgen.types import Completion, Request, Sampling, ids_of
 
 STOPS = (257, 259)
 
@@ -33,22 +35,14 @@ def requests(count: int, longest: int = 30) -> list[Request]:
     """Prompts of unequal lengths, some of them equal."""
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(256) for _ in range(rng.randrange(1, longest))) for _ in range(count - 2)]
-    return [Request(prompt_ids=p, seed=100 + i) for i, p in enumerate([*prompts, prompts[0], prompts[0]])]
+    return [request(ids, 100 + place) for place, ids in enumerate([*prompts, prompts[0], prompts[0]])]
 
 
 def gap(policy: Policy, asked: list[Request], answers: list[Completion], temperature: float) -> float:
     """Largest |engine - trainer| log-prob."""
-    samples = [
-        make_sample(
-            prompt_ids=r.prompt_ids,
-            completion_ids=c.token_ids,
-            sampler_logp=c.logp,
-            loss_mask=(True,) * len(c.token_ids),
-        )
-        for r, c in zip(asked, answers, strict=True)
-    ]
+    samples = [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
     logp = score(policy, samples, temperature, 4096, Processes.alone())
-    return max((torch.tensor(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
+    return max((torch.from_numpy(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
 
 
 def test_each_completion_is_told_of_once_when_it_is_finished(engine: Engine) -> None:
@@ -81,21 +75,22 @@ def test_greedy_takes_the_most_probable_id_and_of_equal_ones_the_lowest(engine: 
     engine.sync(checkpoint_tensors(model), 1)
     asked = requests(16)
     answers = engine.generate(asked, Sampling(max_tokens=12, temperature=0.0, stop_ids=STOPS))
-    for request, answer in zip(asked, answers, strict=True):
+    for one, answer in zip(asked, answers, strict=True):
+        ids = [*one.prompt_ids.tolist(), *answer.token_ids.tolist()]
         with torch.no_grad():
-            logits = model(torch.tensor([request.prompt_ids + answer.token_ids])).logits[0, len(request.prompt_ids) - 1 : -1]
+            logits = model(torch.tensor([ids])).logits[0, len(one.prompt_ids) - 1 : -1]
         best = logits.unflatten(-1, (-1, 4))[..., 0].argmax(-1) * 4
         assert list(answer.token_ids) == best.tolist()
-    assert len({id_ for answer in answers for id_ in answer.token_ids}) > 10
-    assert answers[0].token_ids == answers[-1].token_ids  # one prompt, two seeds
+    assert len({id_ for answer in answers for id_ in answer.token_ids.tolist()}) > 10
+    assert answers[0].token_ids.tolist() == answers[-1].token_ids.tolist()  # one prompt, two seeds
     engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
 
 def test_answers_stand_in_the_order_of_the_requests(engine: Engine) -> None:
     asked = requests(40)
-    assert len({request.prompt_ids for request in asked}) < len(asked)  # some prompts are there more than once
+    assert len({one.prompt_ids.tobytes() for one in asked}) < len(asked)  # some prompts are there more than once
     answers = engine.generate(asked, Sampling(max_tokens=4, temperature=1.0, stop_ids=STOPS))
-    assert [answer.prompt_ids for answer in answers] == [request.prompt_ids for request in asked]
+    assert [answer.prompt_ids.tolist() for answer in answers] == [one.prompt_ids.tolist() for one in asked]
 
 
 def test_no_requests_no_answers(engine: Engine) -> None:
@@ -108,13 +103,13 @@ def test_no_requests_no_answers(engine: Engine) -> None:
 
 def test_prefilling_gives_the_log_probs_of_decoding(engine: Engine) -> None:
     """Also where a single token is the prompt, or the completion."""
-    asked = [Request(prompt_ids=(7,), seed=1), *requests(10, longest=200)]
+    asked = [request([7], 1), *requests(10, longest=200)]
     answers = engine.generate(asked, Sampling(max_tokens=20, temperature=1.0, stop_ids=STOPS))
-    rows = [(answer.prompt_ids, answer.token_ids) for answer in answers] + [((7,), (9,))]
+    rows = [(answer.prompt_ids, answer.token_ids) for answer in answers] + [(ids_of([7]), ids_of([9]))]
     prefilled = engine.prefill_logp(rows)
     assert [len(logp) for logp in prefilled] == [len(ids) for _, ids in rows]
     for answer, logp in zip(answers, prefilled[:-1], strict=True):
-        assert logp == pytest.approx(answer.logp, abs=1e-5)
+        assert logp.tolist() == pytest.approx(answer.logp.tolist(), abs=1e-5)
     with torch.no_grad():
         assert prefilled[-1][0] == pytest.approx(
             tiny_model("qwen3")(torch.tensor([[7]])).logits[0, -1].log_softmax(-1)[9].item(), abs=1e-5
@@ -144,7 +139,7 @@ def test_stop_tokens_are_kept_and_lengths_are_right(engine: Engine) -> None:
     for c in answers:
         assert 1 <= len(c.token_ids) == len(c.logp) <= 6
         assert (c.token_ids[-1] in stops) == (c.finish_reason == "stop")
-        assert not set(c.token_ids[:-1]) & set(stops)
+        assert not set(c.token_ids[:-1].tolist()) & set(stops)
         assert c.finish_reason == "stop" or len(c.token_ids) == 6
 
 
@@ -152,20 +147,21 @@ def test_a_completion_follows_from_its_request_alone(engine: Engine) -> None:
     asked = requests(16, longest=200)
     sampling = Sampling(max_tokens=30, temperature=1.0, stop_ids=STOPS)
     whole = engine.generate(asked, sampling)
-    assert whole[0].token_ids != whole[-1].token_ids  # one prompt, two seeds
+    assert whole[0].token_ids.tolist() != whole[-1].token_ids.tolist()  # one prompt, two seeds
     reversed_ = engine.generate(asked[::-1], sampling)[::-1]
     alone = [engine.generate([request], sampling)[0] for request in asked[:4]]
-    assert [c.token_ids for c in reversed_] == [c.token_ids for c in whole]
-    assert [c.token_ids for c in alone] == [c.token_ids for c in whole[:4]]
+    assert ids(reversed_) == ids(whole) and ids(alone) == ids(whole[:4])
     twice = engine.generate([asked[0], asked[0]], sampling)  # one prompt, one seed
-    assert [c.token_ids for c in twice] == [whole[0].token_ids] * 2
+    assert ids(twice) == ids(whole[:1]) * 2
+
+
+def ids(answers: list[Completion]) -> list[list[int]]:
+    return [answer.token_ids.tolist() for answer in answers]
 
 
 def test_sampling_follows_the_distribution(engine: Engine) -> None:
     prompt = (10, 20, 30)
-    answers = engine.generate(
-        [Request(prompt_ids=prompt, seed=i) for i in range(2000)], Sampling(max_tokens=1, temperature=0.5, stop_ids=())
-    )
+    answers = engine.generate([request(prompt, i) for i in range(2000)], Sampling(max_tokens=1, temperature=0.5, stop_ids=()))
     with torch.no_grad():
         p = (tiny_model("qwen3")(torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
     top = p.argmax().item()
@@ -207,14 +203,16 @@ def test_changed_weights_arrive(engine: Engine) -> None:
 def test_a_sync_empties_the_prefix_cache() -> None:
     """Blocks hold 128 tokens, so only a long prompt can hit the cache."""
     opened, model = open_vllm("qwen3"), tiny_model("qwen3")
-    asked = [Request(prompt_ids=tuple(range(250)) * 2, seed=i) for i in range(4)]
+    asked = [request(tuple(range(250)) * 2, i) for i in range(4)]
     sampling = Sampling(max_tokens=8, temperature=1.0, stop_ids=STOPS)
     opened.generate(asked, sampling)
+    assert all(answer.cached_tokens >= 128 for answer in opened.generate(asked, sampling)), "what a sync must empty"
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     opened.sync(model.named_parameters(), 1)
-    assert gap(Policy(model, torch.float32, True), asked, opened.generate(asked, sampling), 1.0) < 2e-5
+    after = opened.generate(asked[:1], sampling)
+    assert after[0].cached_tokens == 0 and gap(Policy(model, torch.float32, True), asked[:1], after, 1.0) < 2e-5
     opened.close()
 
 
@@ -236,7 +234,7 @@ def test_an_engine_that_answers_for_another_prompt_is_caught(monkeypatch: pytest
     sampling = Sampling(max_tokens=3, temperature=1.0, stop_ids=STOPS)
     answers = opened.generate(requests(4), sampling)
     opened.close()
-    assert [answer.prompt_ids for answer in answers] == [request.prompt_ids for request in requests(4)][::-1]
+    assert [answer.prompt_ids.tolist() for answer in answers] == [one.prompt_ids.tolist() for one in requests(4)][::-1]
     with pytest.raises(SentinelError, match="completion_order"):
         check_answers(requests(4), answers, sampling, version=0)
 
@@ -244,7 +242,7 @@ def test_an_engine_that_answers_for_another_prompt_is_caught(monkeypatch: pytest
 def test_structured_regex() -> None:
     opened = open_vllm("qwen3", structured_outputs=True, max_num_seqs=8)
     sampling = Sampling(max_tokens=8, temperature=1.0, stop_ids=STOPS, regex="[0-9]{3}")
-    texts = [byte_tokenizer().decode(list(c.token_ids[:3])) for c in opened.generate(requests(6), sampling)]
+    texts = [byte_tokenizer().decode(c.token_ids[:3]) for c in opened.generate(requests(6), sampling)]
     assert all(len(text) == 3 and text.isdigit() for text in texts) and len(texts) == 6
     opened.close()
 
@@ -259,6 +257,15 @@ def test_a_server_of_another_vllm(monkeypatch: pytest.MonkeyPatch, proof: Callab
     with pytest.raises(EngineError, match=r"http://here: vLLM .* is installed; rlgen works with 0\.\d+ to 0\.1$"):
         Server("http://here", "token", 5.0).facts()
     proof("a worker that runs a vLLM newer than rlgen knows is asked what it is")
+
+
+def test_an_engine_names_the_plan_that_it_was_started_by(engine: Engine) -> None:
+    """The journal takes no answer of another plan: that of a server comes from the server itself."""
+    plan = engine.facts().plan
+    if engine.abilities.whole_step:  # no vLLM
+        assert plan == digest_of({"attention": "sdpa", "max_num_seqs": 64})
+    else:
+        assert plan == plan_of("qwen3").digest() != plan_of("qwen3", model_impl="transformers").digest()
 
 
 @pytest.mark.gpu

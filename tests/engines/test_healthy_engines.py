@@ -10,53 +10,83 @@ import textwrap
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import psutil
 import pytest
+from helpers.waiting import HANGS
 
-from rlgen.engines import http, transfer
-from rlgen.engines.http import Server
+from rlgen.engines import client, transfer
+from rlgen.engines.client import Line
+from rlgen.engines.http import Reply, Server
 from rlgen.engines.transfer import Outbox
 from rlgen.engines.vllm_compat import process_kept_as_is
 from rlgen.errors import ServerLost
 
 
-class Slow(Server):
-    """Its probes take long, and fail or not."""
+class Probed(Server):
+    """Its probes take some seconds, and fail or not."""
 
-    def __init__(self, healthy: bool, timeout: float) -> None:
+    def __init__(self, healthy: bool, timeout: float, takes: float = 0.0) -> None:
         super().__init__("http://127.0.0.1:1", "token", timeout)
-        self.is_healthy = healthy
+        self.well, self.takes, self.probes = healthy, takes, 0
 
-    async def _healthy(self) -> bool:
-        await asyncio.sleep(0.1)
-        return self.is_healthy
+    async def is_healthy(self, session: Any) -> bool:
+        self.probes += 1
+        if self.takes:
+            await asyncio.sleep(self.takes)
+        return self.well
 
-    def ask(self, *seconds: float) -> None:
-        """Requests that are answered after so many seconds."""
-        asyncio.run(self._together([asyncio.sleep(wait) for wait in seconds]))
+    async def has_begun(self, probe: int) -> None:
+        while self.probes < probe:
+            await asyncio.sleep(0.01)
+
+    async def ask(self, session: Any, method: str, route: str, body: bytes | None, timeout: float | None = None) -> Reply:
+        """A request that is answered when the probe has begun whose number it says."""
+        await self.has_begun(int(body or b"0"))
+        return Reply(200, b"")
+
+    async def asked(self, *probes: int) -> None:
+        async def ask(line: Line, place: int) -> None:
+            await line.post("/any", str(probes[place]).encode())
+
+        await client.each([self], 9, len(probes), ask)
+
+
+NEVER = 10**9
 
 
 def test_a_server_that_answers_while_it_is_probed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PROBE_SECONDS", 0.1)
-    Slow(healthy=False, timeout=60.0).ask(0.55, 0.57)  # the third probe fails at 0.6
+    monkeypatch.setattr(client, "PROBE_SECONDS", 0.1)
+    third = client.MISSED_PROBES
+    asyncio.run(Probed(healthy=False, timeout=HANGS, takes=0.1).asked(third, third))  # answered while the third probe fails
     with pytest.raises(ServerLost, match="does not answer its health probe"):
-        Slow(healthy=False, timeout=60.0).ask(30.0)
+        asyncio.run(Probed(healthy=False, timeout=HANGS, takes=0.1).asked(NEVER))
 
 
 def test_a_server_is_not_blamed_for_the_time_in_which_all_processes_were_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PROBE_SECONDS", 0.1)
+    """By a clock that goes on by itself, as it does while a process is stopped."""
+    monkeypatch.setattr(client, "PROBE_SECONDS", 0.1)
 
-    async def stop() -> None:
-        time.sleep(2.0)
+    class Loop(asyncio.SelectorEventLoop):
+        stopped = 0.0
 
-    async def stopped() -> None:
-        server = Slow(healthy=True, timeout=1.5)
-        await server._together([asyncio.gather(asyncio.sleep(2.5), stop())])
+        def time(self) -> float:
+            return super().time() + self.stopped
 
-    asyncio.run(stopped())
+    async def stop(server: Probed, loop: Loop) -> None:
+        await server.has_begun(2)  # the request is under way
+        loop.stopped += 5 * HANGS
+
+    async def stopped(server: Probed) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Loop)
+        await asyncio.gather(server.asked(4), stop(server, loop))
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(stopped(Probed(healthy=True, timeout=HANGS)))
     with pytest.raises(ServerLost, match="still says that it is healthy"):
-        Slow(healthy=True, timeout=0.5).ask(30.0)
+        asyncio.run(Probed(healthy=True, timeout=0.5).asked(NEVER))
 
 
 def test_the_environment_never_loses_what_the_process_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +127,7 @@ def test_a_folder_that_cannot_be_removed_does_not_keep_the_run_from_its_end(monk
         outbox.close()
     assert outbox._guard.poll() is None  # it removes the folder when this process is gone
     remove(outbox._place)
-    outbox._guard.wait(5.0)
+    outbox._guard.wait(HANGS)
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -106,7 +136,7 @@ class Answering(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["token_ids"]
         time.sleep(0.2)
-        choice = {"token_ids": ids, "finish_reason": "stop", "weight_versions": []}
+        choice = {"token_ids": ids, "finish_reason": "stop", "weight_versions": [], "logprobs": None}
         self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps({"choices": [choice], "prompt_token_ids": ids}).encode())
 
     def log_message(self, *_: object) -> None:
@@ -117,19 +147,21 @@ def test_more_samples_than_files_may_be_open() -> None:
     """A server that cannot be connected to would be restarted."""
     asks = """
         import asyncio, resource, sys
+        from rlgen.engines import client
         from rlgen.engines.http import Server, connections
-        from rlgen.types import Request, Sampling
+        from rlgen.types import Request, Sampling, ids_of
         resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))
-        requests = {place: Request(prompt_ids=(place,), seed=0) for place in range(200)}
+        requests = {place: Request(prompt_ids=ids_of((place,)), seed=0) for place in range(200)}
         sampling, came = Sampling(temperature=1.0, max_tokens=1, stop_ids=()), {}
-        server = Server(sys.argv[1], "token", 60.0)
-        asyncio.run(server.sample(requests, sampling, "salt", lambda label: 0, came.__setitem__, connections()))
-        print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE), all(came[k].token_ids == (k,) for k in requests))
+        server = Server(sys.argv[1], "token", float(sys.argv[2]))
+        asyncio.run(client.sample([server], requests, sampling, "salt", lambda *_: 0, came.__setitem__, connections()))
+        print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE), all(came[k].token_ids.tolist() == [k] for k in requests))
     """
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         server.socket.listen(256)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        asked = subprocess.run([sys.executable, "-c", textwrap.dedent(asks), url], capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "-c", textwrap.dedent(asks), url, str(HANGS)]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
         server.shutdown()
     assert asked.stdout == "32 (64, 64) True\n", asked.stderr[-2000:]

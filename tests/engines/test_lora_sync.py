@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, open_vllm, tiny_model
+from helpers.slow import slow_but
 from parity import BOUND, LEAST, POWER, prompts
 
 from rlgen.models.lora import adapted_layers, add_adapter, factors, without_adapter
@@ -19,7 +20,7 @@ from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
 from rlgen.sentinel.gap import compare
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import Sample, Sampling
+from rlgen.types import Sample, Samples, Sampling
 
 SYNCS, LOOKED_AT = 200, (1, 2, 50, 100, 199, 200)
 SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
@@ -58,12 +59,13 @@ def gap_to_base(policy: Policy, samples: list[Sample]) -> float:
 
 def learn(policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Sample]) -> None:
     """A step towards what was sampled first: every factor moves, in steps of the size that training takes."""
-    logp = policy(collate(samples, [0, 1], CPU), (1.0,)).logp
+    logp = policy(collate(Samples.of(samples, ()), [0, 1], CPU), (1.0,)).logp
     (-logp.mean()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_two_hundred_syncs_leave_the_base_alone_and_move_the_engine() -> None:
     policy, engine = adapted("qwen3"), open_vllm("qwen3", max_model_len=80, max_num_seqs=16)
     try:
@@ -94,7 +96,7 @@ def test_two_hundred_syncs_leave_the_base_alone_and_move_the_engine() -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", slow_but(CHOSEN, "qwen3-untied"))
 def test_merged_weights_arrive(name: str) -> None:
     policy, engine = adapted(name), open_vllm(name, max_model_len=80, max_num_seqs=16)
     try:

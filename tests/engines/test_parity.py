@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.slow import slow_but
 from parity import BOUND, LEAST, POWER, measure
 
 from rlgen.engines import vllm_compat
@@ -26,7 +27,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", slow_but(CHOSEN, "qwen3-tied", "gpt2-tied", "qwen3_moe-untied"))
 def test_changed_weights_arrive(name: str) -> None:
     found = measure(name)
     assert found.gap <= BOUND
@@ -35,6 +36,7 @@ def test_changed_weights_arrive(name: str) -> None:
     assert found.least >= LEAST * BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, patch", [("qwen3-tied", "repack_heads"), ("mixtral-untied", "forget_expert_kernels")])
 def test_the_fault_that_a_patch_cures_is_still_there(name: str, patch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_compat, patch, lambda model: None)
@@ -42,6 +44,7 @@ def test_the_fault_that_a_patch_cures_is_still_there(name: str, patch: str, monk
     assert found.start <= BOUND < 0.1 < found.changed
 
 
+@pytest.mark.slow
 def test_experts_in_the_trainers_layout_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were they sent as transformers holds them, not as a checkpoint does, the comparison would show it."""
     monkeypatch.setattr("rlgen.sentinel.sync.checkpoint_tensors", lambda model: weights.own_tensors(model).items())

@@ -17,16 +17,20 @@ import httpx
 import psutil
 import pytest
 import torch
-from conftest import ROOT, open_vllm, tiny_model
+from conftest import ROOT, open_vllm, plan_of, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlgen.engines import client
+from rlgen.engines.answer import ROUTE, read_answer
 from rlgen.engines.base import fingerprint
 from rlgen.engines.gate import Gate
+from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, ServerProcess, claim, flags, reason
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors
+from rlgen.types import Completion, Request, Sampling, ids_of
 
 Proof = Callable[[str], None]
 
@@ -40,11 +44,8 @@ rewards: [{use: exact_match}]
 rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
 engine: {kind: server, launch: true, transfer: nccl, devices: "0"}  # NCCL itself needs GPUs; files are taken all the same
 """
-PLAN = ServerPlan(
-    model="tiny", revision=None, dtype="float32", fp32_head=True, max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1,
-    gpu_memory_utilization=None, tensor_parallel_size=1, host="127.0.0.1", port=0, model_impl="auto", quantization=None,
-    enforce_eager=None, extra={}, nccl=False, devices=None,
-)  # fmt: skip
+ENGINE = plan_of("qwen3", model="tiny", max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1)
+PLAN = ServerPlan(engine=ENGINE, host="127.0.0.1", port=0, nccl=False, devices=None)
 
 
 def tree(pid: int) -> list[psutil.Process]:
@@ -243,6 +244,45 @@ def test_an_unknown_method_does_not_end_the_server(serving: Serving) -> None:
     serving.sample([1])
 
 
+def test_arrays_and_json_are_the_same_answers(serving: Serving) -> None:
+    url, token = str(serving.client.base_url).rstrip("/"), serving.token_file.read_text()
+    server, sampling = Server(url, token, 60.0), Sampling(max_tokens=10, temperature=1.0, stop_ids=tuple(range(230, 260)))
+    requests = {place: Request(prompt_ids=ids_of(range(3, 5 + place)), seed=place) for place in range(12)}
+
+    def sample(salt: str) -> list[Completion]:
+        came: dict[int, Completion] = {}
+        labels: list[str] = []
+        version_of = lambda label, _: labels.append(label) or 7  # type: ignore[func-returns-value]  # noqa: E731
+        asyncio.run(client.sample([server], requests, sampling, salt, version_of, came.__setitem__, 5))
+        assert len(set(labels)) == 1 and {answer.weight_version for answer in came.values()} == {7}
+        return [came[place] for place in requests]
+
+    as_json = sample("a")
+    server.look()
+    assert server.arrays
+    as_arrays = sample("b")
+    for one, other, request in zip(as_json, as_arrays, requests.values(), strict=True):
+        assert one.prompt_ids.tolist() == other.prompt_ids.tolist() == request.prompt_ids.tolist()
+        assert list(one.token_ids) == list(other.token_ids) and list(one.logp) == list(other.logp), "to the last bit"
+        assert one.finish_reason == other.finish_reason and one.cached_tokens == other.cached_tokens
+    assert len({len(one.token_ids) for one in as_arrays}) > 3 and {one.finish_reason for one in as_arrays} == {"stop", "length"}
+
+
+def test_the_route_of_arrays_refuses_what_it_cannot_answer(serving: Serving) -> None:
+    asked = {"token_ids": [3, 4], "sampling_params": {"max_tokens": 4, "logprobs": 0, "detokenize": False}, "cache_salt": "a"}
+    wrong = [
+        ({"token_ids": "none"}, "Expected `array`"),
+        ({"sampling_params": {"max_tokens": 0, "logprobs": 0}}, "max_tokens must be at least 1"),
+        ({"sampling_params": {"no_such": 1}}, "no_such"),
+        ({"token_ids": [3] * 500}, "76"),
+    ]
+    for change, words in wrong:
+        answer = serving.client.post(ROUTE, json={**asked, **change})
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    good = serving.client.post(ROUTE, json=asked)
+    assert good.status_code == 200 and len(read_answer(good.content, True, "url", lambda label: 0).token_ids) >= 1
+
+
 # --- what it refuses and opens -----------------------------------------------------------------------------------------------
 
 
@@ -251,7 +291,7 @@ def test_no_route_answers_without_the_token(serving: Serving, proof: Proof) -> N
     paths = serving.client.get("/openapi.json").json()["paths"]
     routes = [(method, path) for path, methods in paths.items() for method in methods]
     routes += [("get", path) for path in ("/openapi.json", "/docs", "/redoc", "/metrics", "/metrics/", "/no/such/route")]
-    routes += [("options", "/collective_rpc"), ("head", "/health")]
+    routes += [("options", "/collective_rpc"), ("head", "/health"), ("post", ROUTE), ("get", ROUTE)]
     known = {"/health", "/ping", "/load", "/version", "/collective_rpc", "/pause", "/inference/v1/generate", "/weight_info"}
     assert known <= set(paths) and len(routes) > 30
     wrong = ["", "Bearer", "Bearer wrong", serving.client.headers["Authorization"] + "x", "Basic " + TOKEN]
@@ -357,6 +397,7 @@ def test_arguments_become_flags() -> None:
 # --- how it ends -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_early_says_why(rlgen: Any, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE)
     done = rlgen("serve", tmp_path / "r.yaml", "--port", 0, "--set", "engine.extra={no_such_argument: 1}")
@@ -444,6 +485,7 @@ def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path, proof: Proof) 
     proof("SIGKILL to the owner of a real vLLM server of two workers")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(41)
 def test_a_server_that_finds_no_memory_says_what_helps(tmp_path: Path, proof: Proof) -> None:
     log = tmp_path / "server.log"

@@ -16,48 +16,32 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import plan_of, tiny_model
 
-from rlgen.engines import server as server_module
-from rlgen.engines.base import Receipt
+from rlgen.engines import client
+from rlgen.engines import fleet as fleet_module
+from rlgen.engines.base import Receipt, model_shape
+from rlgen.engines.fleet import Fleet, Member, Supervisor
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, new_token
-from rlgen.engines.server import Member, ServerEngine, Supervisor
+from rlgen.engines.server import ServerEngine
 from rlgen.engines.transfer import Outbox
 from rlgen.errors import EngineError, RlgenError, ServerLost
-from rlgen.models.load import model_shape
-from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors
-from rlgen.types import Completion, Request, Sampling
+from rlgen.types import Completion, Request, Sampling, ids_of
 
 Proof = Callable[[str], None]
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 TIMEOUT = 6.0  # seconds without an answer
 SAMPLING = Sampling(max_tokens=128, temperature=1.0, stop_ids=tuple(range(240, 258)))  # of very unequal lengths
-REQUESTS = [Request(prompt_ids=tuple(range(3, 5 + place % 7)), seed=1000 + place) for place in range(48)]
+REQUESTS = [Request(prompt_ids=ids_of(range(3, 5 + place % 7)), seed=1000 + place) for place in range(48)]
 
 
 def plan(port: int = 0) -> ServerPlan:
-    return ServerPlan(
-        model=str(build_tiny("qwen3")),
-        revision=None,
-        dtype="float32",
-        fp32_head=True,
-        max_model_len=256,
-        max_num_seqs=8,  # most requests wait: what happens when some have answered happens long before the last has
-        kv_cache_gib=None,
-        gpu_memory_utilization=None,
-        tensor_parallel_size=1,
-        host="127.0.0.1",
-        port=port,
-        model_impl="auto",
-        quantization=None,
-        enforce_eager=None,
-        extra={},
-        nccl=False,
-        devices=None,
-    )
+    # Most requests wait: what happens when some have answered happens long before the last has.
+    engine = plan_of("qwen3", max_model_len=256, max_num_seqs=8)
+    return ServerPlan(engine=engine, host="127.0.0.1", port=port, nccl=False, devices=None)
 
 
 class Bench:
@@ -84,7 +68,7 @@ class Bench:
         if not all(process.is_running() for process in self.supervisor.processes()) or not self.supervisor.processes():
             self.supervisor.restart()  # a test before this one left it dead
         at = Server(url or self.supervisor.url, token or self.token, TIMEOUT)
-        return ServerEngine(
+        fleet = Fleet(
             members=[Member(at, self.supervisor if supervised else None)],
             shape=model_shape(self.model.config),
             in_flight=in_flight,
@@ -92,6 +76,7 @@ class Bench:
             carrier=Outbox(None),
             say=self.said.append,
         )
+        return ServerEngine(fleet)
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -128,7 +113,7 @@ def undisturbed(bench: Bench) -> list[Completion]:
     engine.sync(checkpoint_tensors(bench.model), 1)
     answers = engine.generate(REQUESTS, SAMPLING)
     close(engine)
-    assert len({answer.token_ids for answer in answers}) == len(REQUESTS)
+    assert len({answer.token_ids.tobytes() for answer in answers}) == len(REQUESTS)
     return answers
 
 
@@ -144,7 +129,7 @@ def engine(bench: Bench, undisturbed: list[Completion]) -> Iterator[ServerEngine
 def close(engine: ServerEngine) -> None:
     """All but the server, which other tests go on with."""
     engine._background.shutdown(wait=False, cancel_futures=True)
-    engine._carrier.close()
+    engine._keeper.close()
 
 
 def after(seconds: float, action: Callable[[], None]) -> None:
@@ -180,7 +165,7 @@ def test_a_wrong_token(bench: Bench, proof: Proof) -> None:
 @pytest.mark.fault(50)
 def test_a_server_of_another_model(bench: Bench, proof: Proof) -> None:
     shape = model_shape(tiny_model("llama").config)
-    error = failure(lambda: ServerEngine._examined(Server(bench.supervisor.url, bench.token, TIMEOUT), shape), within=5)
+    error = failure(lambda: Fleet._examined(Server(bench.supervisor.url, bench.token, TIMEOUT), shape), within=5)
     assert error.exit_code == 6 and "model_type is qwen3 there, llama here" in str(error)
     proof("a qwen3 server asked as for a llama")
 
@@ -213,19 +198,19 @@ def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: l
 @pytest.mark.fault(51)
 def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     arrived: list[int] = []
-    sample = Server.sample
+    sample = client.sample
 
-    async def killing(self: Server, requests: Any, sampling: Any, salt: str, version_of: Any, hand_over: Any, most: int) -> None:
+    async def killing(servers: Any, requests: Any, sampling: Any, salt: str, version_of: Any, hand_over: Any, most: int) -> None:
         def one_more(place: int, answer: Completion) -> None:
             hand_over(place, answer)
             arrived.append(place)
             if len(arrived) == 5:
                 bench.kill()
 
-        await sample(self, requests, sampling, salt, version_of, one_more, most)
+        await sample(servers, requests, sampling, salt, version_of, one_more, most)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "sample", killing)
+        patch.setattr(client, "sample", killing)
         assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert engine.recoveries == 1
     assert arrived.index(arrived[-1]) >= 5 and len(set(arrived)) == len(REQUESTS)  # what had arrived was not asked again
@@ -292,7 +277,7 @@ def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed
         return folder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module.Outbox, "write", cutting)
+        patch.setattr(fleet_module.Outbox, "write", cutting)
         error = failure(lambda: engine.sync(checkpoint_tensors(bench.model), 2), within=10)
     assert type(error) is EngineError and "bytes, but" in str(error) and "model-00000.safetensors" in str(error)
     assert engine.weight_version == 1  # the server goes on with the weights it had, and says so
@@ -333,22 +318,22 @@ def test_weights_change_under_requests_that_are_being_answered(bench: Bench, und
         engine.sync(checkpoint_tensors(bench.model), 2)
         assert not pending.done()  # nobody waited for them
         begun = pending.result()
-        assert [answer.prompt_ids for answer in begun] == [request.prompt_ids for request in REQUESTS]
+        assert [answer.prompt_ids.tolist() for answer in begun] == [request.prompt_ids.tolist() for request in REQUESTS]
         assert min(answer.weight_version for answer in begun) == 1 and engine.recoveries == 0
         assert all(len(answer.logp) == len(answer.token_ids) for answer in begun)
         later = engine.generate(REQUESTS[:8], SAMPLING)
         assert {answer.weight_version for answer in later} == {2}
         assert_log_probs(bench, later)
-    assert [answer.logp for answer in later] != [answer.logp for answer in undisturbed[:8]]
+    assert [answer.logp.tolist() for answer in later] != [answer.logp.tolist() for answer in undisturbed[:8]]
     close(engine)
 
 
 def assert_log_probs(bench: Bench, answers: list[Completion]) -> None:
     """Those of the weights that `bench.model` has."""
     for answer in answers:
-        ids = torch.tensor([answer.prompt_ids + answer.token_ids])
+        ids = torch.tensor([[*answer.prompt_ids.tolist(), *answer.token_ids.tolist()]])
         with torch.no_grad():
             logp = bench.model(ids).logits[0].float().log_softmax(-1)
         first = len(answer.prompt_ids)
         own = [logp[first - 1 + at, token].item() for at, token in enumerate(answer.token_ids)]
-        assert own == pytest.approx(answer.logp, abs=1e-5)
+        assert own == pytest.approx(answer.logp.tolist(), abs=1e-5)

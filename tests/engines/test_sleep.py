@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
+from helpers.samples import request
 from torch import Tensor, nn
 
 from rlgen.engines import vllm_compat
@@ -18,17 +20,19 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.engines.vllm_compat import LEAST_SHARE, open_llm
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.weights import checkpoint_tensors
+from rlgen.opening.data import open_data
+from rlgen.opening.pair import open_pair
+from rlgen.opening.probe import probe_of
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
+from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.rungs import changed_sync
 from rlgen.sentinel.verdict import Verdict
 from rlgen.sentinel.watch import Watch
-from rlgen.trainers import sides as sides_module
-from rlgen.trainers.sides import Sides, load_data, open_sides
-from rlgen.types import Completion, Request, Sampling
+from rlgen.types import Completion, Samples, Sampling
 
 SAMPLING = Sampling(max_tokens=3, temperature=1.0, stop_ids=(259,))
-ASKED = [Request(prompt_ids=(1, 2), seed=0)]
+ASKED = [request([1, 2], 0)]
 
 
 class Model(nn.Linear):
@@ -212,7 +216,7 @@ def test_what_vllm_is_told_about_memory(open_recorded: Any, cache: float | None,
 
 
 @pytest.fixture
-def sleepy(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sides, list[str]]:
+def sleepy(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, list[str]]:
     """Both sides of a recipe, with an engine that sleeps as vLLM does: it loses its weights and cannot sample without."""
     generate, sync, calls = TransformersEngine.generate, TransformersEngine.sync, []
 
@@ -235,19 +239,19 @@ def sleepy(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sides, l
     monkeypatch.setattr(TransformersEngine, "sleep", sleep)
     monkeypatch.setattr(TransformersEngine, "sync", waking_sync)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}"]).recipe
-    return open_sides(recipe, load_data(recipe), None, Processes.alone(), recipe_file.parent, print), calls
+    pair = open_pair(recipe, open_data(recipe), None, Processes.alone(), recipe_file.parent, print)
+    return probe_of(recipe, pair), calls
 
 
-def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Sides, list[str]]) -> None:
+def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Probe, list[str]]) -> None:
     """So that a tensor which sleeping loses and no sync brings back shows at the start."""
-    sides, calls = sleepy
-    assert changed_sync(sides.probe).verdict is Verdict.OK
+    probe, calls = sleepy
+    assert changed_sync(probe).verdict is Verdict.OK
     assert calls == ["generate", "sleep", "sync", "generate", "sleep", "sync", "generate"]
 
 
-def test_a_drift_is_looked_at_by_a_woken_engine(sleepy: tuple[Sides, list[str]]) -> None:
-    sides, calls = sleepy
-    probe = sides.probe
+def test_a_drift_is_looked_at_by_a_woken_engine(sleepy: tuple[Probe, list[str]]) -> None:
+    probe, calls = sleepy
     watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, rest=lambda: None, say=print)
     with torch.no_grad():  # the engine misses an update that it names
         for parameter in probe.engine._model.parameters():
@@ -256,20 +260,19 @@ def test_a_drift_is_looked_at_by_a_woken_engine(sleepy: tuple[Sides, list[str]])
     probe.engine.sleep()
     calls.clear()
     with pytest.raises(SentinelError, match=r"agrees once version 0 is sent again") as caught:
-        watch(samples, probe.trainer.logp(samples, 1.0), 1)
+        watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, 1.0)), 1)
     assert caught.value.fault is Fault.STALE_WEIGHTS and calls[:2] == ["sync", "generate"]
 
 
 def test_a_drift_is_named_even_if_the_engine_cannot_wake(
-    sleepy: tuple[Sides, list[str]], monkeypatch: pytest.MonkeyPatch
+    sleepy: tuple[Probe, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between a backward pass and its step there may be no memory to wake up in."""
-    sides, _ = sleepy
-    probe = sides.probe
+    probe, _ = sleepy
     watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, rest=lambda: None, say=print)
-    samples = [  # off by what no known cause explains
-        replace(sample, sampler_logp=tuple(value - 0.1 * place for place, value in enumerate(sample.sampler_logp)))
-        for sample in probe.sample(1.0, 12)
+    off = np.float32(-0.1) * np.arange(12, dtype=np.float32)  # what no known cause explains
+    samples = [
+        replace(sample, sampler_logp=sample.sampler_logp + off[: len(sample.sampler_logp)]) for sample in probe.sample(1.0, 12)
     ]
     probe.engine.sleep()
 
@@ -278,30 +281,5 @@ def test_a_drift_is_named_even_if_the_engine_cannot_wake(
 
     monkeypatch.setattr(TransformersEngine, "sync", no_memory)
     with pytest.raises(SentinelError, match="could not be looked at again: vLLM did not take") as caught:
-        watch(samples, probe.trainer.logp(samples, 1.0), 1)
+        watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, 1.0)), 1)
     assert caught.value.fault is Fault.DRIFT
-
-
-def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's start-up check sees the policy alone, in a resumed run as in a fresh one."""
-    order: list[str] = []
-    build, copied = sides_module.build_engine, sides_module.copy.deepcopy
-
-    def named(name: str, function: Any) -> Any:
-        return lambda *arguments: (order.append(name), function(*arguments))[1]
-
-    class Loaded(Exception):
-        pass
-
-    def loaded(*_: Any) -> None:
-        order.append("checkpoint")
-        raise Loaded
-
-    monkeypatch.setattr(sides_module, "build_engine", named("engine", build))
-    monkeypatch.setattr(sides_module, "copy", SimpleNamespace(deepcopy=named("reference", copied)))
-    monkeypatch.setattr(sides_module, "check_fit", lambda *_: None)
-    monkeypatch.setattr(sides_module.Checkpoints, "load", loaded)
-    recipe = load_recipe(recipe_file, ["engine={kind: transformers}", "trainer={kind: grpo, beta: 0.1}"]).recipe
-    with pytest.raises(Loaded):
-        open_sides(recipe, load_data(recipe), Path("checkpoint"), Processes.alone(), recipe_file.parent, print)
-    assert order == ["engine", "reference", "checkpoint"]

@@ -2,21 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from rlgen.algorithms.base import Algorithm
+from rlgen.algorithms.registry import build_algorithm
 from rlgen.losses.correction import importance_weight
 from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import LossInputs, Stats, Totals
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
-from rlgen.trainers.base import Algorithm
-from rlgen.trainers.registry import build_algorithm
 
 LOG_PROBS = ("old_logp", "sampler_logp", "ref_logp")
 FIELDS = ("policy_logp", *LOG_PROBS, "entropy", "mask", "kept", "advantages", "weight", "group_tokens", "pair_id")
-GRPO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo")
+GRPO_LOSSES = get_args(GRPORecipe.model_fields["loss"].annotation)
 
 
 def grpo(**fields: Any) -> Algorithm:

@@ -12,21 +12,25 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeAlias
 
+import loss_cases
 import torch
-from loss_cases import ALGORITHMS
+from helpers.samples import make_sample
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from rlgen.algorithms.base import Algorithm
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
 from rlgen.models.weights import part, whole
 from rlgen.processes import Processes
 from rlgen.rollout.score import score
-from rlgen.trainers.base import Algorithm, Scores, Signal
+from rlgen.rollout.table import RowTable
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
-from rlgen.types import Sample
+from rlgen.types import Sample, Samples
 
+# Without a KL, rows without advantage go through no backward pass.
+ALGORITHMS = {**loss_cases.ALGORITHMS, "no kl": loss_cases.grpo(beta=0.0)}
 ONE = Processes.alone()
 VOCABULARY, MAX_TOKENS = 40, 12
 DTYPES = (torch.float64, torch.float32)
@@ -37,6 +41,7 @@ BUDGET = 60  # of tokens in a micro-batch
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 1, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 7)
 LENGTHS = (3, 9, 5, 4, 1, 6, 12, 7, 2, 8, 5, 5, 10, 3, 1, 4, 6, 11, 2, 9, 7, 5)
 ALL, FEW = range(len(GROUPS)), range(5, 7)  # rows; the few are one pair, for three processes
+Dealt: TypeAlias = dict[str, list["Window"]]  # by loss: the window of each process
 Found: TypeAlias = dict[tuple[str, torch.dtype, bool, int], Tensor]  # by loss, dtype, whether sharded, and number of rows
 
 
@@ -103,7 +108,7 @@ def samples() -> tuple[Sample, ...]:
         ids = torch.randint(0, VOCABULARY, (1 + row % 3 + length,), generator=generator).tolist()
         own = torch.rand(length, generator=generator) < (0.0 if row in (3, 16) else 0.9)
         rows.append(
-            Sample(
+            make_sample(
                 group_id=group,
                 sample_index=GROUPS[:row].count(group),
                 prompt_ids=tuple(ids[:-length]),
@@ -111,9 +116,7 @@ def samples() -> tuple[Sample, ...]:
                 sampler_logp=(0.0,) * length,
                 loss_mask=tuple(own.tolist()),
                 finish_reason="length" if row % 6 == 1 else "stop",
-                weight_version=0,
                 seed=row,
-                completion="",
                 rewards={"reward": rewards[row]},
                 reward=rewards[row],
             )
@@ -122,7 +125,7 @@ def samples() -> tuple[Sample, ...]:
         policy_logp = score(policy_of(torch.float64, seed=0), rows, 1.0, BUDGET, ONE)
     noise = [0.7 * torch.randn(len(logp), generator=generator, dtype=torch.float64) for logp in policy_logp]
     return tuple(
-        replace(row, sampler_logp=tuple((logp + of_row).tolist()))
+        replace(row, sampler_logp=(logp + of_row).float().numpy())
         for row, logp, of_row in zip(rows, policy_logp, noise, strict=True)
     )
 
@@ -138,20 +141,17 @@ def reference_logp(dtype: torch.dtype) -> list[Tensor]:
         return [logp.to(dtype) for logp in score(reference, samples(), 1.0, BUDGET, ONE)]
 
 
-def signal_of(algorithm: Algorithm, rows: Sequence[int]) -> Signal:
-    """What these rows are to teach."""
-    chosen = [replace(samples()[row], rewards={"one": samples()[row].reward}) for row in rows]
-    return algorithm.advantages(Scores.of(chosen, {"one": 1.0}))
-
-
 def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], processes: Processes = ONE) -> Window:
-    signal = signal_of(algorithm, rows)
-    window = Window.of([samples()[row] for row in rows], signal, 0.0, BUDGET, processes)
+    """The window of a process that has sampled every `world`-th of these rows."""
+    held = Samples.of([samples()[row] for row in rows[processes.rank :: processes.world]], ["reward"])
+    table = RowTable.gather(held, processes)
+    signal = algorithm.advantages(table.scores({"reward": 1.0}))
+    window = Window.of(table, held, signal, 0.0, BUDGET, processes, algorithm.learns_without_advantage)
     if algorithm.reference == "loss":
-        trained = [row for row, trains in zip(rows, signal.trained.tolist(), strict=True) if trains]
-        window.ref_logp.update(enumerate(reference_logp(dtype)[row] for row in trained))
+        own = [reference_logp(dtype)[seed] for seed in window.samples.seed.tolist()]  # the seed is the row's number
+        window.frozen["ref_logp"] = torch.cat([torch.zeros(0, dtype=dtype), *own])
     # A window keeps them in float32; comparing in float64 would see that.
-    return replace(window, advantages=signal.advantages[signal.trained].to(dtype))
+    return replace(window, advantages=signal.advantages[window.rows].to(dtype))
 
 
 def gradients(
@@ -188,15 +188,18 @@ def main(output: str) -> None:
     torch.set_num_threads(1)
     processes = Processes.open(timeout=60)
     found: Found = {}
+    dealt: Dealt = {}
     for name, algorithm in ALGORITHMS.items():
         # Two processes share what there is; of three some have nothing.
         of_this_world = [(torch.float64, True, ALL)] if processes.world == 2 else [(torch.float64, s, FEW) for s in (False, True)]
         for dtype, sharded, rows in [*((dtype, False, ALL) for dtype in DTYPES), *of_this_world]:
             with default_dtype(dtype):
                 window = window_of(algorithm, dtype, rows, processes)
+                if rows is ALL and name in ("dapo", "no kl", "sigmoid"):
+                    dealt[name] = processes.gather([window])
                 found[name, dtype, sharded, len(rows)] = gradients(algorithm, dtype, window, processes, sharded)
     if processes.is_main:
-        torch.save(found, output)
+        torch.save((found, dealt), output)
     processes.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from loss_cases import tensor
 
-from rlgen.losses.correction import MISMATCH, Correction, importance_weight, mismatch
+from rlgen.losses.correction import MISMATCH, Correction, Mismatch, importance_weight
 
 NAN = math.nan
 OLD, SAMPLER = tensor([[-1.0, -2.0, -0.5]]), tensor([[-1.2, -1.5, -1.5]])
@@ -72,7 +72,7 @@ def test_a_constant_shift_scales_the_ratio():
 
 
 def measured(correction: Correction, old=OLD, sampler=SAMPLER, mask=MASK):
-    return mismatch(old, sampler, importance_weight(old, sampler, mask, correction), mask, correction)
+    return Mismatch.of(old, sampler, importance_weight(old, sampler, mask, correction), mask, correction).metrics()
 
 
 def test_mismatch():
@@ -147,7 +147,10 @@ def test_p999_is_the_nearest_rank():
     old = torch.zeros(1, 2000, dtype=torch.float64)
     sampler = -torch.arange(1, 2001, dtype=torch.float64)[None] / 1000
     found = measured(NONE, old, sampler, torch.ones(1, 2000, dtype=torch.bool))
-    assert (found["sampler/delta_p999"], found["sampler/delta_max"]) == (1.998, 2.0)  # rank 1998 of 2000
+    assert (found["sampler/delta_p999"], found["sampler/delta_max"]) == (
+        torch.tensor(1.998).item(),
+        2.0,
+    )  # rank 1998 of 2000, as float32
 
 
 def test_an_empty_window_measures_nothing():

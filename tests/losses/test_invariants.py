@@ -6,7 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import ALGORITHMS, FIELDS, LOG_PROBS, case, grpo, prepared, random_window, take, tensor, value_and_gradient
+from loss_cases import (
+    ALGORITHMS,
+    FIELDS,
+    GRPO_LOSSES,
+    LOG_PROBS,
+    case,
+    grpo,
+    prepared,
+    random_window,
+    take,
+    tensor,
+    value_and_gradient,
+)
 from torch.testing import assert_close
 
 from rlgen.losses.inputs import LossInputs, Mean, Totals
@@ -140,7 +152,7 @@ def test_float32_agrees_with_float64_and_stays_float32(name):
     assert_close(single_gradient.double(), gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["dapo", "cispo", "sapo", "vespo", "gspo", "gspo_token", "luspo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("name", GRPO_LOSSES)
 def test_on_policy_all_variants_have_the_policy_gradient(name):
     # r = 1, w = 1: every variant's slope is -A c; vespo's phi(1) = 1, sapo's gate has slope 1
     algorithm = grpo(loss=name, beta=0.0)

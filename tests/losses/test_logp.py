@@ -82,6 +82,7 @@ def test_no_positions_give_a_gradient_of_zero() -> None:
     assert (weight.grad == 0).all()
 
 
+@pytest.mark.slow
 def test_memory_is_at_most_an_eighth_of_the_full_computation() -> None:
     """`make head-memory` on a smaller vocabulary, by chunks of the same share of the tokens."""
     sizes = ["--tokens=2048", "--vocabulary=32768", "--hidden=64", "--chunk=110", "--repeats=1"]

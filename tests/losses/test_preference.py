@@ -9,11 +9,11 @@ import torch
 from loss_cases import case, random_window, tensor, value_and_gradient
 from torch.testing import assert_close
 
+from rlgen.algorithms.base import Scores
+from rlgen.algorithms.online_dpo import OnlineDPO
 from rlgen.losses.inputs import Totals
 from rlgen.losses.preference import dpo_loss, select_pairs
 from rlgen.recipe.trainers import OnlineDPORecipe
-from rlgen.trainers.base import Scores
-from rlgen.trainers.online_dpo import OnlineDPO
 
 NAN = math.nan
 close = partial(assert_close, rtol=1e-9, atol=1e-12)

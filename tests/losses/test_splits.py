@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import split_worker
 import torch
-from loss_cases import ALGORITHMS
-from split_worker import ALL, DTYPES, FEW, GROUPS, Found, default_dtype, gradients, relative_error, window_of
+from split_worker import ALGORITHMS, ALL, DTYPES, FEW, GROUPS, Dealt, Found, default_dtype, gradients, relative_error, window_of
 from torch import Tensor
 
-from rlgen.processes import Processes
 from rlgen.trainers.window import Window
 
 every_loss = pytest.mark.parametrize("name", ALGORITHMS)
@@ -40,20 +38,27 @@ def whole(name: str, dtype: torch.dtype, rows: Sequence[int] = ALL) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def of_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Found], dict[int, Dealt]]:
     """Gradients of every loss by number of processes; starting them is what takes time."""
-    found = {}
+    found, dealt = {}, {}
     for processes in PROCESSES:
         output = tmp_path_factory.mktemp("gradients") / "gradients.pt"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [*launcher, str(Path(split_worker.__file__)), str(output)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        launched = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-        assert launched.returncode == 0, launched.stderr
-        found[processes] = torch.load(output)
-    return found
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+        assert ended.returncode == 0, ended.stderr
+        found[processes], dealt[processes] = torch.load(output, weights_only=False)
+    return found, dealt
 
 
+@pytest.fixture(scope="module")
+def of_processes(launched: tuple[dict[int, Found], dict[int, Dealt]]) -> dict[int, Found]:
+    return launched[0]
+
+
+@pytest.mark.slow
 @every_loss
 @in_both_dtypes
 def test_processes_change_nothing(name: str, dtype: torch.dtype, of_processes: dict[int, Found]) -> None:
@@ -61,12 +66,14 @@ def test_processes_change_nothing(name: str, dtype: torch.dtype, of_processes: d
         assert relative_error(found[name, dtype, False, len(ALL)], whole(name, dtype)) <= BOUND[dtype], processes
 
 
+@pytest.mark.slow
 @every_loss
 def test_sharded_weights_change_nothing(name: str, of_processes: dict[int, Found]) -> None:
     gradient = of_processes[2][name, torch.float64, True, len(ALL)]
     assert relative_error(gradient, whole(name, torch.float64)) <= BOUND[torch.float64]
 
 
+@pytest.mark.slow
 @every_loss
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_processes_without_rows_change_nothing(name: str, sharded: bool, of_processes: dict[int, Found]) -> None:
@@ -94,7 +101,7 @@ def in_micro_batches(window: Window, count: int) -> Window:
     units = [[row for row, of_row in enumerate(pairs) if of_row == pair] for pair in dict.fromkeys(pairs) if pair >= 0]
     units = units or [[row] for row in range(len(pairs))]
     parts = [*units[: count - 1], [row for unit in units[count - 1 :] for row in unit]]
-    return replace(window, micro_batches=tuple(map(tuple, parts)))
+    return replace(window, micro_batches=tuple(map(tuple, parts)), idle=())
 
 
 def test_the_losses_differ() -> None:
@@ -107,24 +114,39 @@ def test_the_losses_differ() -> None:
 
 def test_the_rows_are_as_their_comment_says() -> None:
     rows = split_worker.samples()
-    assert [row for row, sample in enumerate(rows) if not any(sample.loss_mask)] == [3, 4, 16]
+    assert [row for row, sample in enumerate(rows) if not sample.loss_mask.any()] == [3, 4, 16]
     assert len({GROUPS[row] for row in FEW}) == 1 and len(FEW) < max(PROCESSES)
 
 
-def test_groups_are_dealt_to_several_processes_and_pairs_to_one() -> None:
-    for world in PROCESSES:
-        for name in ("dapo", "sigmoid"):
-            windows = [window_of(ALGORITHMS[name], torch.float64, ALL, process(rank, world)) for rank in range(world)]
-            hands = [[row for rows in window.micro_batches for row in rows] for window in windows]
-            assert sorted(row for hand in hands for row in hand) == list(range(len(windows[0].samples)))
-            assert len({len(window.micro_batches) for window in windows}) == 1
-            if name == "dapo":
-                groups = [{windows[0].samples[row].group_id for row in hand} for hand in hands]
-                assert groups[0] & groups[1]
+@pytest.mark.slow
+def test_groups_are_dealt_to_several_processes_and_pairs_to_one(launched: tuple[dict[int, Found], dict[int, Dealt]]) -> None:
+    for dealt in launched[1].values():
+        for name, hands in dealt.items():
+            every = sorted(hand.rows[row] for hand in hands for rows in (*hand.micro_batches, *hand.idle) for row in rows)
+            assert every == sorted(row for hand in hands for row in hand.rows) and len(set(every)) == len(every)
+            assert len({len(hand.micro_batches) for hand in hands}) == 1 == len({len(hand.idle) for hand in hands})
+            assert all(len(hand.rows) for hand in hands)
+            if name != "sigmoid":
+                assert set(hands[0].samples.group_id) & set(hands[1].samples.group_id)
             else:
-                pairs = [{int(windows[0].pair_id[row]) for row in hand} for hand in hands]
-                assert all(hands) and not set.intersection(*pairs)
+                pairs = [set(hand.pair_id.tolist()) for hand in hands]
+                assert not set.intersection(*pairs)
 
 
-def process(rank: int, world: int) -> Processes:
-    return replace(split_worker.ONE, rank=rank, world=world)
+@pytest.mark.slow
+def test_each_row_comes_with_its_own_tokens(launched: tuple[dict[int, Found], dict[int, Dealt]]) -> None:
+    for dealt in launched[1].values():
+        for hands in dealt.values():
+            for window in hands:
+                for row in range(len(window.samples)):
+                    sent, sampled = window.samples[row], split_worker.samples()[int(window.samples.seed[row])]
+                    assert replace(sent, completion="x") == sampled
+
+
+@pytest.mark.slow
+def test_rows_without_advantage_go_through_no_backward_pass(launched: tuple[dict[int, Found], dict[int, Dealt]]) -> None:
+    """A group of equal rewards (rows 10 to 12) and an unscorable row."""
+    for dealt in launched[1].values():
+        idle = {int(hand.samples.seed[row]) for hand in dealt["no kl"] for rows in hand.idle for row in rows}
+        learning = {int(hand.samples.seed[row]) for hand in dealt["no kl"] for rows in hand.micro_batches for row in rows}
+        assert {7, 10, 11, 12} <= idle and not idle & learning

@@ -11,13 +11,13 @@ from loss_cases import case, grpo, prepared, random_window, tensor, value_and_gr
 from torch import Tensor
 from torch.testing import assert_close
 
+from rlgen.algorithms.registry import build_algorithm
 from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import LossInputs, Stats, Totals
 from rlgen.losses.kl import KL, reward_kl
 from rlgen.losses.policy import Aggregation, Objective, policy_loss, row_coefficient
 from rlgen.losses.variants import Cispo, Clip, Sapo, Terms, Variant, Vespo
 from rlgen.recipe.trainers import RLOORecipe
-from rlgen.trainers.registry import build_algorithm
 
 NAN = math.nan
 LN2 = math.log(2)

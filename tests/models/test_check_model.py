@@ -9,20 +9,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU, make_sample
+from conftest import CPU
+from helpers.samples import make_sample
 from transformers import AutoTokenizer, Gemma3TextConfig, GPT2Config, MambaConfig, Qwen3Config
 
 from rlgen.errors import DataError, RecipeError, RlgenError, SetupError
 from rlgen.models.load import cached_model, check_model, load_model, load_tokenizer, locate, positions
 from rlgen.models.tiny import build_tiny, byte_tokenizer
+from rlgen.opening.data import open_data
 from rlgen.recipe import load_recipe
 from rlgen.rollout.batch import collate
-from rlgen.trainers.sides import load_data
+from rlgen.types import Samples
 
 Proof = Callable[[str], None]
 
@@ -36,7 +37,7 @@ def model(tmp_path: Path) -> Path:
 def check(folder: Path) -> str:
     """What is said of a model before its weights are read."""
     with pytest.raises(SetupError) as error:
-        check_model(str(folder), None, load_tokenizer(locate(str(folder)), None), 76)
+        check_model(str(folder), None, load_tokenizer(locate(str(folder)), None))
     assert error.value.exit_code == 3 and "\n" not in str(error.value)
     return str(error.value)
 
@@ -82,9 +83,9 @@ def test_a_tokenizer_with_more_ids_than_the_model(model: Path, proof: Proof) -> 
 @pytest.mark.fault(12)
 def test_rows_that_are_longer_than_the_model(model: Path, recipe_file: Path, proof: Proof) -> None:
     at = f"model.path={model}"
-    load_data(load_recipe(recipe_file, [at, "rollout.max_completion_tokens=4032"]).recipe)  # and 64 are 4096
+    open_data(load_recipe(recipe_file, [at, "rollout.max_completion_tokens=4032"]).recipe)  # and 64 are 4096
     with pytest.raises(RecipeError) as caught:
-        load_data(load_recipe(recipe_file, [at, "rollout.max_completion_tokens=4033"]).recipe)
+        open_data(load_recipe(recipe_file, [at, "rollout.max_completion_tokens=4033"]).recipe)
     said = str(caught.value)
     assert caught.value.exit_code == 2 and "data.max_prompt_tokens + rollout.max_completion_tokens = 4097" in said
     assert said.endswith(f"model.path {model} has 4096 positions; lower one of them: 4096 together at most")
@@ -128,10 +129,10 @@ def test_padding_never_hides_the_end_of_a_completion(model: Path, pad: str | Non
     loaded = load_tokenizer(str(model), None)
     end = loaded.eos_token_id
     assert loaded.pad_token_id == (end if pad else None)
-    check_model(str(model), None, loaded, 76)
+    check_model(str(model), None, loaded)
     long = make_sample(completion_ids=(7, end, 8, 9, end), sampler_logp=(-0.5,) * 5, loss_mask=(True,) * 5)
-    short = replace(make_sample(), completion_ids=(7, 8, end))
-    batch = collate([long, short], [0, 1], CPU)
+    short = make_sample(completion_ids=(7, 8, end))
+    batch = collate(Samples.of([long, short]), [0, 1], CPU)
     assert batch.mask.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
     assert batch.completion_ids[batch.mask].tolist() == [7, end, 8, 9, end, 7, 8, end]
     proof(f"pad {pad}: every end is trained on")
@@ -143,19 +144,11 @@ def test_a_chat_without_a_template_is_refused(model: Path, recipe_file: Path, pr
     tokenizer.chat_template = None
     (model / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(model)
-    with pytest.raises(DataError, match="has no chat template; take an instruction-tuned model, or prompts as text") as error:
-        load_data(load_recipe(recipe_file, [f"model.path={model}"]).recipe)
+    with pytest.raises(
+        DataError, match="has no chat template; take an instruction-tuned model, or prompts as text with"
+    ) as error:
+        open_data(load_recipe(recipe_file, [f"model.path={model}"]).recipe)
     proof(str(error.value))
-
-
-@pytest.mark.fault(21)
-def test_fewer_rows_than_a_step_asks_for(recipe_file: Path, proof: Proof) -> None:
-    said = r"3 read, 0 empty, .* 3 used: less than rollout.prompts_per_step 4.* set it to 3 or less"
-    with pytest.raises(DataError, match=said) as e:
-        load_data(load_recipe(recipe_file, ["data.limit=3"]).recipe)
-    assert e.value.exit_code == 4
-    load_data(load_recipe(recipe_file, ["data.limit=3", "rollout.prompts_per_step=3"]).recipe)
-    proof(str(e.value))
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -193,6 +186,7 @@ for status in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault(25, 38)
 @pytest.mark.parametrize("statuses", [(404, 401, 403), pytest.param((429, 503), marks=pytest.mark.slow)])
 def test_a_hub_that_refuses(tmp_path: Path, statuses: tuple[int, ...], proof: Proof) -> None:

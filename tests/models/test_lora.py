@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, make_sample, tiny_model
+from conftest import CPU, save, tiny_model
+from helpers.samples import make_sample
 from peft import PeftModel
 
 from rlgen.errors import CheckpointError, Fault, SentinelError, SetupError
@@ -28,11 +29,12 @@ from rlgen.models.lora import (
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import build_tiny, byte_tokenizer
 from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors, own_tensors
+from rlgen.opening.policy import checkpoint_activations
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.trainers.sides import checkpoint_activations
+from rlgen.types import Position, Samples
 
 SMALL = LoraRecipe(rank=4, alpha=8.0)
 # Plain, packed and transposed projections; experts that are no linear layers, and a shared one that is.
@@ -85,7 +87,9 @@ def tiny(name: str) -> list[torch.Tensor]:
 
 def test_a_merged_tensor_is_the_textbooks_and_new() -> None:
     model = adapted()
-    for name, layer in adapted_layers(model).items():
+    layers = adapted_layers(model)
+    assert len(layers) == 28
+    for name, layer in layers.items():
         (first, second), weight = factors(layer), base_weight(layer)
         sent = dict(weights.merged_tensors(model))[name]
         assert torch.allclose(sent, weight + 8.0 / 4 * (second @ first), atol=1e-7)
@@ -168,7 +172,7 @@ def test_without_adapter_is_undone_whatever_happens_and_may_be_nested() -> None:
 
 
 def batch() -> Any:
-    return collate([make_sample(), make_sample(prompt_ids=(9, 8, 7))], [0, 1], CPU)
+    return collate(Samples.of([make_sample(), make_sample(prompt_ids=(9, 8, 7))]), [0, 1], CPU)
 
 
 def gradients(policy: Policy, reference: Policy | None) -> dict[str, torch.Tensor]:
@@ -206,7 +210,7 @@ def test_activations_can_be_computed_again_over_a_frozen_base() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral", "glm4_moe"])
 def test_peft_opens_a_saved_adapter(name: str, tmp_path: Path) -> None:
     model = adapted(name)
-    save_adapter(model, tmp_path, base_digest(model))
+    save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     opened = PeftModel.from_pretrained(tiny_model(name), str(tmp_path))
     assert torch.equal(logits(opened), logits(model))
@@ -229,7 +233,7 @@ def test_peft_opens_a_saved_adapter(name: str, tmp_path: Path) -> None:
 )
 def test_an_adapter_of_another_shape_is_refused(recipe: LoraRecipe, words: str, tmp_path: Path) -> None:
     model = adapted()
-    save_adapter(model, tmp_path, base_digest(model))
+    save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
     other = tiny_model("qwen3")
     add_adapter(other, recipe, 0)
     before = {name: tensor.clone() for name, tensor in adapter_tensors(other).items()}
@@ -241,7 +245,7 @@ def test_an_adapter_of_another_shape_is_refused(recipe: LoraRecipe, words: str, 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     model = adapted()
-    save_adapter(model, tmp_path, base_digest(model))
+    save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
     own_tensors(model)["model.norm.weight"][0] += 1e-6
     with pytest.raises(CheckpointError, match=r"adapts other weights than model\.path has now"):
         load_adapter(tmp_path, model, base_digest(model))
@@ -264,7 +268,13 @@ def learn(model: Any, optimizer: Any, schedule: Any, steps: int) -> None:
 def test_going_on_from_an_adapter_equals_never_stopping(tmp_path: Path) -> None:
     whole = parts()
     learn(*whole, 3)
-    path = Checkpoints(tmp_path, 2, Processes.alone(), base_digest(whole[0])).save(3, 24, whole[0], byte_tokenizer(), *whole[1:])
+    path = save(
+        Checkpoints(tmp_path, 2, Processes.alone(), base_digest(whole[0])),
+        Position(3, 24),
+        whole[0],
+        byte_tokenizer(),
+        *whole[1:],
+    )
     assert not (path / "model.safetensors").exists()
     learn(*whole, 2)
     again = parts()
@@ -276,12 +286,14 @@ def test_going_on_from_an_adapter_equals_never_stopping(tmp_path: Path) -> None:
 
 def test_one_kind_of_checkpoint_is_not_taken_for_the_other(tmp_path: Path) -> None:
     model, optimizer, schedule = parts()
-    adapter = Checkpoints(tmp_path / "a", 2, Processes.alone()).save(1, 8, model, byte_tokenizer(), optimizer, schedule)
+    adapter = save(
+        Checkpoints(tmp_path / "a", 2, Processes.alone()), Position(1, 8), model, byte_tokenizer(), optimizer, schedule
+    )
     plain = tiny_model("qwen3")
     full = torch.optim.AdamW(plain.parameters())
     with pytest.raises(CheckpointError):
         Checkpoints.load(adapter, plain, full, schedule, Processes.alone())
-    whole = Checkpoints(tmp_path / "b", 2, Processes.alone()).save(1, 8, plain, byte_tokenizer(), full, schedule)
+    whole = save(Checkpoints(tmp_path / "b", 2, Processes.alone()), Position(1, 8), plain, byte_tokenizer(), full, schedule)
     with pytest.raises(CheckpointError, match="holds no adapter"):
         Checkpoints.load(whole, model, optimizer, schedule, Processes.alone())
 
@@ -289,11 +301,11 @@ def test_one_kind_of_checkpoint_is_not_taken_for_the_other(tmp_path: Path) -> No
 def test_a_changed_base_is_not_saved_over(tmp_path: Path) -> None:
     model, optimizer, schedule = parts()
     checkpoints = Checkpoints(tmp_path, 2, Processes.alone(), base_digest(model))
-    checkpoints.save(1, 8, model, byte_tokenizer(), optimizer, schedule)
+    save(checkpoints, Position(1, 8), model, byte_tokenizer(), optimizer, schedule)
     weight = own_tensors(model)["model.layers.3.mlp.down_proj.weight"]
     weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(10.0))  # one bit
     with pytest.raises(SentinelError) as caught:
-        checkpoints.save(2, 16, model, byte_tokenizer(), optimizer, schedule)
+        save(checkpoints, Position(2, 16), model, byte_tokenizer(), optimizer, schedule)
     assert caught.value.fault is Fault.BASE_CHANGED and caught.value.exit_code == 6
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from helpers.slow import slow_but
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -33,7 +34,7 @@ from rlgen.models.memory import (
 )
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import build_tiny
-from rlgen.trainers.sides import checkpoint_activations
+from rlgen.opening.policy import checkpoint_activations
 from rlgen.types import Batch
 
 ROWS, PROMPT, LENGTH = 4, 32, 128
@@ -105,7 +106,7 @@ def test_a_config_is_enough_and_says_when_it_is_not(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", slow_but(["qwen3", "gpt2", "gemma2", "mixtral"], "qwen3", "mixtral"))
 def test_kept_bytes_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
     counts = counted(name, dtype=dtype)
     # Experts have no fake float32; what stands in for it is more. Checkpoints are small, so that constants show.
@@ -133,7 +134,7 @@ def really_kept(policy: Policy) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(["qwen3", "gpt2"], "gpt2"))
 def test_activations_grow_with_tokens(name: str) -> None:
     one, two = counted(name, rows=4), counted(name, rows=8)
     longer = counted(name, rows=4, length=2 * LENGTH)
@@ -142,7 +143,7 @@ def test_activations_grow_with_tokens(name: str) -> None:
         assert large == pytest.approx(2 * small, rel=0.02) and long == pytest.approx(2 * small, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", slow_but(["qwen3", "gpt2", "gemma2"], "qwen3"))
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_estimated_peaks_are_those_of_the_allocator(name: str, checkpointing: bool, dtype: torch.dtype) -> None:

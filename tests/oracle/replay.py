@@ -10,16 +10,19 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from helpers.samples import make_sample
 from torch import Tensor
 
+from rlgen.algorithms.base import Signal
+from rlgen.algorithms.registry import build_algorithm
 from rlgen.models.policy import PolicyScores
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
-from rlgen.trainers.registry import build_algorithm
+from rlgen.rollout.table import RowTable
 from rlgen.trainers.update import Part, Updater
 from rlgen.trainers.window import Window, WindowBuilder
-from rlgen.types import Batch, Sample
+from rlgen.types import Batch, Ragged, Samples
 
 ROWS, WIDTH, GROUP = 24, 8, 4
 MAX_TOKENS = 10
@@ -134,8 +137,15 @@ class OfflineWindows(WindowBuilder):
             rollout=rollout,
         )
 
-    def reference_logp(self, samples: Sequence[Sample]) -> list[Tensor]:
-        return [self.rollout.ref_logp[sample.prompt_ids[0], : len(sample.completion_ids)] for sample in samples]
+    def built(self) -> tuple[Window, Signal]:
+        """What is learned from the rollout."""
+        held = samples_of(self.rollout)
+        return self.build(RowTable.gather(held, self.processes), held, epoch=0.0)[:2]
+
+    def reference_logp(self, samples: Samples, micro_batches: Sequence[Sequence[int]] | None = None) -> Tensor:
+        rows, lengths = samples.prompt_ids.values.tolist(), samples.completion_ids.lengths.tolist()
+        of_rows = [self.rollout.ref_logp[row, :length] for row, length in zip(rows, lengths, strict=True)]
+        return torch.cat([torch.zeros(0), *of_rows])
 
 
 def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int = 120) -> Outcome:
@@ -143,9 +153,9 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
     dtype = rollout.old_logp.dtype
     with default_dtype(dtype):
         windows = OfflineWindows.of(recipe, rollout, micro_batch_tokens)
-        window, signal, _ = windows.build(samples_of(rollout), epoch=0.0)
+        window, signal = windows.built()
         # A window keeps them in float32; comparing in float64 would see that.
-        window = replace(window, advantages=signal.advantages[signal.trained].to(dtype))
+        window = replace(window, advantages=signal.advantages[window.rows].to(dtype))
         replay = Replay([rollout.old_logp, rollout.policy_logp][: recipe.updates_per_rollout], rollout.entropy)
         updater = RecordedUpdater(
             processes=Processes.alone(),
@@ -165,29 +175,30 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
 
 
 @cache
-def samples_of(rollout: Rollout) -> list[Sample]:
+def samples_of(rollout: Rollout) -> Samples:
     sums: list[float | None] = [None] * len(rollout.lengths)
     for group in set(rollout.group_ids):
         rows = [row for row, of_row in enumerate(rollout.group_ids) if of_row == group]
         for row, total in zip(rows, weighted_sums([rollout.rewards[row] for row in rows], WEIGHTS), strict=True):
             sums[row] = total
-    return [
-        Sample(
+    samples = [
+        make_sample(
             group_id=rollout.group_ids[row],
             sample_index=rollout.group_ids[:row].count(rollout.group_ids[row]),
             prompt_ids=(row,),
-            completion_ids=tuple(ids),
-            sampler_logp=tuple(rollout.sampler_logp[row, : len(ids)].tolist()),
-            loss_mask=tuple(rollout.mask[row, : len(ids)].tolist()),
+            completion_ids=ids,
+            sampler_logp=rollout.sampler_logp[row, : len(ids)].tolist(),
+            loss_mask=rollout.mask[row, : len(ids)].tolist(),
             finish_reason="length" if rollout.truncated[row] else "stop",
-            weight_version=0,
-            seed=0,
-            completion="",
             rewards=rollout.rewards[row],
             reward=sums[row],
         )
         for row, ids in enumerate(rollout.completions)
     ]
+    columns = Samples.of(samples)
+    # A run has them in float32; comparing in float64 would see that.
+    exact = torch.cat([rollout.sampler_logp[row, :length] for row, length in enumerate(rollout.lengths)])
+    return replace(columns, sampler_logp=Ragged(exact.numpy(), columns.completion_ids.offsets))
 
 
 def random_rollout(pattern: str, dtype: torch.dtype, **changes: Any) -> Rollout:

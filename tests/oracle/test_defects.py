@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import relative_error
-from replay import ROWS, OfflineWindows, Outcome, Rollout, random_rollout, rlgen_outcome, samples_of
+from replay import ROWS, OfflineWindows, Outcome, Rollout, random_rollout, rlgen_outcome
 from torch import Tensor
 from torch.testing import assert_close
 from trl_oracle import GRPO, RLOO, OnlineDPO
@@ -37,7 +37,7 @@ def rewards(*first: float | None) -> tuple[dict[str, float | None], ...]:
 
 
 def advantages(recipe: TrainerRecipe, of: Rollout) -> Tensor:
-    return OfflineWindows.of(recipe, of, 120).build(samples_of(of), epoch=0.0)[1].advantages
+    return OfflineWindows.of(recipe, of, 120).built()[1].advantages
 
 
 def grpo(**fields: Any) -> GRPORecipe:

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
-from rlgen.recipe.load import MAX_BYTES
 from rlgen.recipe.models import Recipe
+from rlgen.recipe.source import MAX_BYTES
 
 SECONDS, MIB = 2.0, 300.0
 Proof = Callable[[str], None]

@@ -10,7 +10,7 @@ from conftest import RECIPE
 
 from rlgen.errors import RecipeError
 from rlgen.recipe import LoadedRecipe, dump_recipe, load_recipe
-from rlgen.recipe.rules import RENAMED
+from rlgen.recipe.hints import RENAMED
 
 Proof = Callable[[str], None]
 KEY = "sk-" + "planted0" * 4

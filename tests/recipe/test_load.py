@@ -10,12 +10,13 @@ import yaml
 from conftest import RECIPE, ROOT
 from pydantic import BaseModel
 
+from rlgen.algorithms.registry import TRAINERS
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
+from rlgen.recipe.inert import inert
 from rlgen.recipe.models import TASKS, Recipe
-from rlgen.recipe.rules import inert, servers
+from rlgen.recipe.rules import servers
 from rlgen.recipe.yaml import parse, scalar
-from rlgen.trainers.registry import TRAINERS
 
 Proof = Callable[[str], None]
 
@@ -225,6 +226,13 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine={kind: server, launch: true, transfer: nccl}", 'set engine.devices to its number, such as "1"'),
         ("engine={kind: server, launch: true, transfer: ipc}", "'ipc' is not one of files, nccl"),
         ("engine={kind: server, launch: true, devices: '1, 2'}", "engine.devices"),
+        ("engine={kind: server, launch: true, servers: 2, devices: [1, 1]}", "engine.devices names 1 twice"),
+        ("engine={kind: server, launch: true, servers: 2, devices: [1, 2, 3]}", "needs as many as the others"),
+        ("engine={kind: server, launch: true, tensor_parallel_size: 2, devices: '1'}", "name 2 GPUs"),
+        ("engine={kind: server, launch: true, servers: 3, port: 65534}", "engine.servers 3 would need port 65536"),
+        ("engine={kind: server, url: 'http://a:1', servers: 2}", "engine.servers has no effect beside engine.url"),
+        ("engine={kind: server, launch: true, extra: {data_parallel_size: 2}}", "set engine.servers to their number"),
+        ("engine={kind: colocated, extra: {data_parallel_size: 2}}", "start more processes"),
         ("engine={kind: server, url: 'http://a:1', devices: '1'}", "engine.devices has no effect beside engine.url"),
         (
             "engine={kind: server, url: 'http://a:1', transfer: nccl, restarts: 1}",

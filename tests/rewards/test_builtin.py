@@ -161,6 +161,7 @@ def test_overlong_falls_over_the_buffer():
 
 
 def test_every_built_in_is_finite_and_fast_for_any_text():
+    """In CPU time, and 200 times what it takes: what takes quadratic time would take hours."""
     calls = {
         "exact_match": lambda text: exact_match(text, "52"),
         "numeric_match": lambda text: numeric_match(text, "52"),
@@ -174,7 +175,7 @@ def test_every_built_in_is_finite_and_fast_for_any_text():
         for name, call in calls.items():
             start = time.process_time()
             assert math.isfinite(call(text)), name
-            assert time.process_time() - start < 2, (name, text[:20], len(text))
+            assert time.process_time() - start < 20, (name, text[:20], len(text))
 
 
 def test_what_was_written_as_a_number_is_read_back():

@@ -1,15 +1,7 @@
-import subprocess
-import sys
-import textwrap
-import time
-from contextlib import ExitStack
-from mmap import mmap
-
 import pytest
 from scoring import group, opened, scorer
 
 from rlgen.errors import RewardError
-from rlgen.rewards.worker import Present
 
 __all__ = ["opened", "scorer"]
 
@@ -83,31 +75,10 @@ def test_finish_reasons_may_be_asked_for_in_the_plural(scorer):
     assert values(build.score([group("a", "b")], 1)) == [1.0, 0.0]
 
 
-def test_a_call_has_never_begun_before_it_did(tmp_path):
-    """A worker says in shared memory where it is. Here call k begins at k: read at whatever instant, it has not begun earlier."""
-    says = """
-        import sys
-        from itertools import count
-        from mmap import mmap
-        from types import SimpleNamespace
-        from rlgen.rewards import worker
-        with open(sys.argv[1], "r+b") as file:
-            present = worker.Present.from_buffer(mmap(file.fileno(), 0))
-        worker.time = SimpleNamespace(monotonic=count(1).__next__)
-        for call in count(1):
-            present.begin(call)
-    """
-    place = tmp_path / "present"
-    place.write_bytes(bytes(Present(0.0, 0)))
-    with place.open("r+b") as file:
-        present = Present.from_buffer(mmap(file.fileno(), 0))
-    seen: set[int] = set()
-    reads, deadline = 0, time.monotonic() + 60
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(says), place]) as process, ExitStack() as last:
-        last.callback(process.kill)
-        while (len(seen) < 10_000 or reads < 200_000) and time.monotonic() < deadline:
-            call, since = present.read()
-            assert since in (call, call + 1)
-            seen.add(call)
-            reads += 1
-    assert len(seen) >= 10_000
+def test_calls_of_either_kind_follow_each_other_in_one_worker(scorer):
+    """The one worker leaves its event loop for each plain call, which is sent as soon as the last async one is answered."""
+    build = scorer(
+        "async def f(completion): return 1.0\ndef g(completion): return 2.0\n", "f", "g", scoring={"workers": 1, "concurrency": 2}
+    )
+    for step in range(100):
+        assert values(build.score([group("a", "b")], step)) == [3.0, 3.0]

@@ -10,20 +10,23 @@ import tempfile
 import threading
 import time
 from contextlib import closing
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import FileIO
 from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
-from scoring import group, opened, scorer, totals
+from helpers.waiting import HANGS, until
+from scoring import SOME_FAIL, alive, gone, group, opened, overdue, scorer, totals, without_haste
 
 from rlgen.errors import CheckpointError, RewardError
+from rlgen.processes import Processes
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
+from rlgen.rewards import pool
 from rlgen.rewards.score import open_scorer
-from rlgen.rewards.worker import NO_CALL
+from rlgen.rollout.table import RowTable
 from rlgen.run.records import sample_metrics
+from rlgen.types import Samples
 
 __all__ = ["opened", "scorer"]
 
@@ -32,7 +35,7 @@ import ctypes, os, re, signal, sys, time
 
 def f(completion):
     if completion == "sleep":
-        time.sleep(1000)
+        time.sleep(100_000)
     if completion == "power":
         9**9**9**9
     if completion == "regex":
@@ -53,19 +56,19 @@ def f(completion):
         raise KeyboardInterrupt
     if completion == "close":
         os.closerange(3, 100)
-        time.sleep(1000)
+        time.sleep(100_000)
     if completion == "spoil":
         for descriptor in range(3, 100):
             try:
                 os.write(descriptor, b"nonsense\\n")
             except OSError:
                 pass
-        time.sleep(1000)
+        time.sleep(100_000)
     if completion == "recurse":
         return f(completion)
     return float(len(completion))
 """
-LIMIT = 1.0
+LIMIT = 1.0  # seconds that a call which hangs is given
 # name -> cause, a part of the message, whether it is killed at the deadline
 FAULTS = {
     "sleep": ("timeout", "rewards.py:6", True),
@@ -90,17 +93,22 @@ def misbehaving(tmp_path_factory):
     folder = tmp_path_factory.mktemp("misbehaving")
     (folder / "rewards.py").write_text(MISBEHAVING)
     entry = RewardRecipe(use=f"{folder}/rewards.py:f", timeout=LIMIT, on_error="skip", max_error_fraction=1.0)
-    scorer = open_scorer([entry], {"answer"}, 20, ScoringRecipe(workers=1), folder / "rewards.log", folder / "failed")
-    yield scorer
-    scorer.close()
+    with pytest.MonkeyPatch.context() as patch:
+        without_haste(patch)
+        overdue(patch, lambda completion: LIMIT if FAULTS.get(completion, ("", "", False))[2] else None)
+        scorer = open_scorer([entry], {"answer"}, 20, ScoringRecipe(workers=1), folder / "rewards.log", folder / "failed")
+        yield scorer
+        scorer.close()
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.fault(NUMBERS.get(name, 32))) for name in FAULTS], ids=list(FAULTS)
 )
-def test_a_call_that_misbehaves_costs_that_call_only(misbehaving, proof, name):
+def test_a_call_that_misbehaves_costs_that_call_only(misbehaving, monkeypatch, proof, name):
     cause, part, hangs = FAULTS[name]
-    pool, before = misbehaving.pool, (misbehaving.pool.killed, misbehaving.pool.lost)
+    workers, before = misbehaving.pool, (misbehaving.pool.killed, misbehaving.pool.lost)
+    if name in ("close", "spoil"):  # it goes on without its line
+        monkeypatch.setattr(pool, "ENDING", 0.1)
     start = time.monotonic()
     (scored,) = misbehaving.score([group("a", "bb", name, "dddd", "eeeee")], 1)
     seconds = time.monotonic() - start
@@ -108,9 +116,8 @@ def test_a_call_that_misbehaves_costs_that_call_only(misbehaving, proof, name):
     said = scored.samples[2].reward_errors["f"]
     assert said.startswith(f"{cause}: ") and part in said
     assert [sample.reward_errors for sample in scored.samples if sample.sample_index != 2] == [{}] * 4
-    assert (pool.killed - before[0], pool.lost - before[1]) == (int(hangs), int(cause == "died"))
-    # When exactly it was killed is looked at below; a busy host is slow to start another worker.
-    assert (LIMIT if hangs else 0) <= seconds < LIMIT + 5
+    assert (workers.killed - before[0], workers.lost - before[1]) == (int(hangs), int(cause == "died"))
+    assert (LIMIT if hangs else 0) <= seconds < HANGS
     # What is asked next is answered.
     assert totals(misbehaving.score([group("a", "bb")], 2)) == [[1.0, 2.0]]
     proof(f"{name}: {cause} {part!r}; 4 of 4 others kept, {seconds:.1f} s")
@@ -120,12 +127,12 @@ def test_a_call_that_misbehaves_costs_that_call_only(misbehaving, proof, name):
 @pytest.mark.parametrize("name", ["sleep", "power"])
 def test_a_hanging_call_is_killed_at_its_deadline(misbehaving, proof, name):
     late = []
-    while not late or (late[-1] > 0.5 and len(late) < 3):  # a busy host may be slow to look once, not each time
-        asks, calls = misbehaving.calls([group("a", name)], 1)
+    for _ in range(3):
+        asks, calls = misbehaving.calls_of(group("a", name), 1, 0)
         seconds = {asks[outcome.id].samples[0].completion: outcome.seconds for outcome in misbehaving.pool.run(calls)}
         late.append(seconds[name] - LIMIT)
-    assert min(late) >= 0 and late[-1] <= 0.5, late
-    proof(f"killed {late[-1]:.2f} s after the deadline")
+    assert min(late) >= 0 and max(late) < HANGS, late
+    proof(f"killed {min(late):.2f} s after the deadline")
 
 
 @pytest.mark.fault(31)
@@ -139,7 +146,7 @@ def test_while_a_call_hangs_those_beside_it_and_the_trainer_go_on(scorer, proof)
             time.sleep(0.03)
             return 1.0
     """
-    build = scorer(source, {"use": "f", "timeout": 100.0}, scoring={"workers": 2})
+    build = scorer(source, {"use": "f", "timeout": 2 * HANGS}, scoring={"workers": 2})
     build.score([group(*"a" * 20)], 1)  # two workers are there, and know how long a call takes
     ticks, ended = [time.monotonic()], threading.Event()
 
@@ -149,7 +156,7 @@ def test_while_a_call_hangs_those_beside_it_and_the_trainer_go_on(scorer, proof)
 
     def score(first):
         """Seconds of twenty calls, and of all until they are answered."""
-        asks, calls = build.calls([group(first, *"a" * 20)], 2)
+        asks, calls = build.calls_of(group(first, *"a" * 20), 2, 0)
         start = time.monotonic()
         with closing(build.pool.run(calls)) as outcomes:
             done = list(islice((one for one in outcomes if asks[one.id].samples[0].completion == "a"), 20))
@@ -162,28 +169,12 @@ def test_while_a_call_hangs_those_beside_it_and_the_trainer_go_on(scorer, proof)
     ended.set()
     thread.join()
     late = max(after - before for before, after in pairwise(ticks))
-    # The deadline is 100 s away; two busy cores delay a call by some tenths.
-    assert len(usual) == len(beside) == 20 and max(beside) < max(usual) + 2 and hanging < seconds + 10 and late < 2
+    assert len(usual) == len(beside) == 20 and max(hanging, late) < HANGS, "none of them waits for the deadline"
     proof(f"20 calls beside it took {hanging:.1f} s (without it {seconds:.1f} s); the trainer's longest pause was {late:.2f} s")
 
 
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids, within=5.0):
-    deadline = time.monotonic() + within
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
-
-
 @pytest.mark.fault(32)
-def test_a_fork_bomb_ends_with_its_worker(scorer, tmp_path, proof):
+def test_a_fork_bomb_ends_with_its_worker(scorer, tmp_path, monkeypatch, proof):
     source = f"""
         import os, time
 
@@ -194,14 +185,22 @@ def test_a_fork_bomb_ends_with_its_worker(scorer, tmp_path, proof):
                         if child % 2:
                             os.setsid()
                         open("{tmp_path}/pid" + str(os.getpid()), "w").close()
-                        time.sleep(100)
-                time.sleep(100)
+                        time.sleep(100_000)
+                time.sleep(100_000)
             return 1.0
     """
-    build = scorer(source, {"use": "f", "timeout": 1.0, "on_error": "skip", "max_error_fraction": 1.0})
-    assert totals(build.score([group("a", "bomb", "c")], 1)) == [[1.0, None, 1.0]]
-    children = [int(path.name.removeprefix("pid")) for path in tmp_path.glob("pid*")]
-    assert len(children) == 50 and gone(children)
+
+    def children():
+        return [int(path.name.removeprefix("pid")) for path in tmp_path.glob("pid*")]
+
+    overdue(monkeypatch, lambda completion: 0.0 if completion == "bomb" and len(children()) == 50 else None)
+    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0})
+    try:
+        assert totals(build.score([group("a", "bomb", "c")], 1)) == [[1.0, None, 1.0]]
+        assert len(children()) == 50 and gone(children()) and build.pool.killed == 1
+    finally:
+        for pid in filter(alive, children()):
+            os.kill(pid, signal.SIGKILL)
     proof("50 children forked, half of them in sessions of their own; all are gone")
 
 
@@ -218,6 +217,7 @@ def test_a_child_that_comes_back_answers_nothing(scorer, tmp_path, proof):
     """
     build = scorer(source)
     assert totals(build.score([group("a", "bb", "ccc")], 1)) == [[1.0, 2.0, 3.0]]
+    until(lambda: len(list(tmp_path.glob("pid*"))) == 3)
     children = [int(path.name.removeprefix("pid")) for path in tmp_path.glob("pid*")]
     assert gone(children)
     proof(f"{len(children)} forked children returned from the call and ended")
@@ -234,7 +234,8 @@ def test_memory_is_limited(scorer, proof):
 
 
 @pytest.mark.fault(32)
-def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, proof):
+def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, monkeypatch, proof):
+    monkeypatch.setattr("rlgen.rewards.process.CLOSING", HANGS)
     source = """
         import os, sys
 
@@ -254,13 +255,12 @@ def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, proof):
 
 
 def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlgen.rewards.pool.LONGEST_LOG", 1000)
+    monkeypatch.setattr("rlgen.rewards.process.LONGEST_LOG", 1000)
+    monkeypatch.setattr("rlgen.rewards.process.CLOSING", HANGS)
     log = tmp_path / "rewards.log"
     build = scorer("def f(completion):\n    print(completion * 50)\n    return 1.0\n", output=log)
     build.score([group(*"abcdefghijklmnopqrstuvwxyz")], 1)
-    deadline = time.monotonic() + 20
-    while "z" * 50 not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: "z" * 50 in log.read_text())
     build.score([group("y")], 2)
     build.close()
     text = log.read_text()
@@ -268,7 +268,7 @@ def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
 
 
 @pytest.mark.fault(32)
-def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, proof):
+def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, monkeypatch, proof):
     source = f"""
         import os, subprocess
 
@@ -276,27 +276,30 @@ def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, proof):
             if completion == "much":
                 os.system("yes 0123456789 2>/dev/null | head -c 1100000")
             if completion == "killed":
-                os.system("echo before it was killed; sleep 1000")
+                os.system("echo before it was killed; sleep 100000")
             if completion == "stray":  # out of reach: neither the group nor the mark of its worker
-                subprocess.run("env -i setsid sleep 1000 & echo $! > {tmp_path}/stray", shell=True)
+                subprocess.run("env -i setsid sleep 100000 & echo $! > {tmp_path}/stray", shell=True)
             return 1.0
     """
-    build = scorer(source, {"use": "f", "timeout": 10.0, "on_error": "skip", "max_error_fraction": 1.0}, output=tmp_path / "log")
+    log = tmp_path / "log"
+    overdue(monkeypatch, lambda completion: 0.0 if completion == "killed" and "it was killed" in log.read_text() else None)
+    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, output=log)
     assert totals(build.score([group("much", "stray")], 1)) == [[1.0, 1.0]]
-    build.pool._sources = [replace(build.pool._sources[0], timeout=0.5)]
     assert totals(build.score([group("killed", "a")], 2)) == [[None, 1.0]]
+    until(lambda: log.read_text().count("0123456789\n") == 100_000)
     stray, start = int((tmp_path / "stray").read_text()), time.monotonic()
     build.close()
     seconds = time.monotonic() - start
     assert alive(stray)
     os.kill(stray, signal.SIGKILL)
-    text = (tmp_path / "log").read_text()
-    assert (text.count("0123456789\n"), text.count("before it was killed\n")) == (100_000, 1) and seconds < 5
+    text = log.read_text()
+    assert (text.count("0123456789\n"), text.count("before it was killed\n")) == (100_000, 1) and seconds < HANGS
     proof(f"1.1 MB by a program, a line of a worker that was killed; a stray kept the pipe and {seconds:.1f} s of the end")
 
 
 @pytest.mark.fault(32)
-def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(scorer, tmp_path, proof):
+def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(scorer, tmp_path, monkeypatch, proof):
+    monkeypatch.setattr("rlgen.rewards.process.CLOSING", HANGS)
     source = """
         import os, subprocess
 
@@ -307,7 +310,7 @@ def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(sc
     """
     entry = {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}
     build = scorer(source, entry, scoring={"workers": 1}, output=tmp_path / "rewards.log")
-    printed = build.pool._printed
+    printed = build.pool._printer.process
     printed.kill()
     os.waitid(os.P_PID, printed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody was told
     assert totals(build.score([group("exit", "by a program")], 1)) == [[None, 0.0]]
@@ -336,10 +339,10 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
     code = (
         "from rlgen.recipe.models import RewardRecipe, ScoringRecipe\nfrom rlgen.rewards.score import open_scorer\n"
         f"scorer = open_scorer([RewardRecipe(use='{tmp_path}/rewards.py:f')], set(), 20, ScoringRecipe())\n"
-        "from rlgen.rewards.worker import Call\nlist(scorer.pool.run([Call(0, 0, {'completion': ''}, None)]))\n"
+        "from rlgen.rewards.worker import RewardCall\nlist(scorer.pool.run([RewardCall(0, 0, {'completion': ''}, None)]))\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANGS
     while not (workers := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]):
         assert trainer.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -357,8 +360,8 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
         ("import sys\nsys.exit(0)\n", ["SystemExit", "rewards.py:2"]),
         ("x = 1\ndef f(:\n", ["SyntaxError", "rewards.py:2"]),
         ("import no_such_module\n", ["no_such_module", "rewards.py:1"]),
-        ("import time\n\ntime.sleep(1000)\n", ["did not end within 1.5 s", "rewards.py:3", "scoring.import_timeout"]),
-        ("x = 1\nx = 9**9**9**9\n", ["did not end within 1.5 s", "rewards.py:2"]),
+        ("import time\n\ntime.sleep(100_000)\n", ["did not end within 10 s", "rewards.py:3", "scoring.import_timeout"]),
+        ("x = 1\nx = 9**9**9**9\n", ["did not end within 10 s", "rewards.py:2"]),
         ("import os\nos._exit(0)\n", ["ended with exit code 0"]),
         ("import ctypes\nctypes.string_at(0)\n", ["SIGSEGV", "rewards.py:2"]),
         ("def g(completion): return 1.0\n", ["has no function `f`", "there are g"]),
@@ -366,13 +369,11 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
     ids=["sys.exit", "syntax", "missing", "sleep", "power", "_exit", "segfault", "other"],
 )
 def test_an_import_that_fails_or_never_ends(scorer, proof, source, parts):
-    start = time.monotonic()
+    hangs = "did not end" in parts[0]  # a busy machine has time to start Python
     with pytest.raises(RewardError) as caught:
-        scorer(source, scoring={"import_timeout": 1.5})
+        scorer(source, scoring={"import_timeout": 10.0 if hangs else HANGS})
     assert caught.value.exit_code == 5 and all(part in str(caught.value) for part in parts)
-    seconds = time.monotonic() - start
-    assert seconds < 1.5 + 5, "a busy host is slow to start a worker"
-    proof(f"{source.splitlines()[-1]}: {parts[0]}, {seconds:.1f} s")
+    proof(f"{source.splitlines()[-1]}: {parts[0]}")
 
 
 def test_a_file_that_changes_under_a_run_is_noticed(scorer, tmp_path):
@@ -398,32 +399,34 @@ def starting(scorer, tmp_path):
         if word == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if word == "hang":
-            time.sleep(1000)
+            time.sleep(100_000)
 
         def f(completion):
             if completion == "exit":
                 os._exit(1)
-            deadline = time.monotonic() + 20
-            while completion == "wait" and len(list(folder.glob("start*"))) < 4 and time.monotonic() < deadline:
+            deadline = time.monotonic() + {HANGS}
+            wanted = {{"wait": 4, "more": len(list(folder.glob("start*"))) + 1}}.get(completion, 0)
+            while len(list(folder.glob("start*"))) < wanted and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if completion in ("wait", "slow"):
+            if completion == "wait":
                 time.sleep(1.0)
             return 1.0
     """
 
     def build(plan, **scoring):
         (tmp_path / "plan").write_text(plan)
-        return scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring=scoring)
+        entry = {"use": "f", "timeout": 2 * HANGS, "on_error": "skip", "max_error_fraction": 1.0}
+        return scorer(source, entry, scoring=scoring)
 
     return build
 
 
 @pytest.mark.fault(27)
 def test_an_import_that_worked_before_is_tried_again(starting, caplog, proof):
-    build = starting("ok kill hang ok kill kill ok", workers=1, import_timeout=2.0)
+    build = starting("ok kill hang ok kill kill ok", workers=1, import_timeout=10.0)
     assert totals(build.score([group("exit", "b", "exit", "c")], 1)) == [[None, 1.0, None, 1.0]]
     said = [record.getMessage() for record in caplog.records if record.name == "rlgen.rewards.pool"]
-    assert len(said) == 4 and "was killed by SIGKILL" in said[0] and "did not end within 2 s" in said[1]
+    assert len(said) == 4 and "was killed by SIGKILL" in said[0] and "did not end within 10 s" in said[1]
     proof("two starts failed, then one was ready, twice: killed, and hanging in the import")
 
 
@@ -441,10 +444,10 @@ def test_additional_workers_that_cannot_import_stop_no_other(starting, tmp_path,
     build = starting("ok kill", workers=3)
     assert totals(build.score([group("wait", *"a" * 11)], 1)) == [[1.0] * 12]
     starts = len(list(tmp_path.glob("start*")))
-    assert 4 <= starts <= 7 and len(build.pool._workers) == 1
+    assert 4 <= starts <= 7 and sum(worker.ready for worker in build.pool._workers) == 1
     (tmp_path / "plan").write_text("ok")
-    build.score([group("slow", *"a" * 11)], 2)
-    assert len(build.pool._workers) > 1
+    build.score([group("more", *"a" * 11)], 2)
+    assert len(list(tmp_path.glob("start*"))) > starts
     proof(f"{starts - 1} additional workers were killed in the import while one worked; in the next step they started")
 
 
@@ -465,11 +468,8 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_reward(scorer, monk
     assert "Cannot allocate memory" in caplog.text
     with pytest.raises(RewardError, match=r"rewards: no process can be started: .*Resource temporarily unavailable; .*ulimit"):
         build.score([group("exit", "b")], 2)
-    assert len(os.listdir("/proc/self/fd")) == len(files) - 3  # the worker's line, its stack and its memory
+    assert len(os.listdir("/proc/self/fd")) == len(files) - 2  # the worker's line and its stack
     proof("five forks failed: after two a worker started, after three the run ended; no file was left open")
-
-
-SOME_FAIL = "def f(completion):\n    if completion[0] == 'x':\n        raise ValueError('no ' + completion)\n    return 1.0\n"
 
 
 @pytest.mark.fault(28)
@@ -483,7 +483,7 @@ def test_zero_only_where_it_is_written(scorer, proof):
     assert [bool(errors) for errors in said] == [False, True, False] * 2
     assert said[1] == said[4] and said[1]["f"].startswith("error: ValueError: no x (")
     assert not zero.samples[1].failed and skip.samples[1].failed
-    metrics = sample_metrics(skip.samples)
+    metrics = sample_metrics(RowTable.gather(Samples.of(skip.samples), Processes.alone()))
     assert (metrics["reward/f/failed"], metrics["reward/f/errors"], metrics["reward/f/timeouts"]) == (1, 1, 0)
     assert (metrics["reward/unscored"], metrics["reward/f/mean"]) == (1, 1.0)
     proof("raised on 1 of 3: counted once, None under skip, 0 under zero, both with the error in the record")
@@ -569,13 +569,13 @@ class Judge(BaseHTTPRequestHandler):
         kind = self.path.strip("/").partition("?")[0]
         self.server.asked.append(kind)
         if kind == "hang":
-            self.server.release.wait(10)
+            self.server.release.wait()
         again = kind == "later" or (kind == "soon" and self.server.asked.count(kind) < 3)
         status = {"500": 500, "429": 429}.get(kind, 429 if again else 200)
         body = {"nonsense": b'{"score": "rather good"}', "json": b"{not json"}.get(kind, b'{"score": 0.5}')
         self.send_response(status)
         if status == 429:
-            self.send_header("Retry-After", "0.2" if kind == "soon" else "1000")
+            self.send_header("Retry-After", "0.2" if kind == "soon" else "100000")
         self.end_headers()
         self.wfile.write(body)
 
@@ -605,7 +605,7 @@ def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proo
 
         async def f(completion):
             scheme = "https" if completion == "tls" else "http"
-            answer = await client.get(scheme + "://{url}/" + completion, timeout=60)
+            answer = await client.get(scheme + "://{url}/" + completion, timeout=100_000)
             answer.raise_for_status()
             score = answer.json()["score"]
             if not isinstance(score, float):
@@ -613,10 +613,8 @@ def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proo
             return score
     """
     kinds = ["fine", "500", "429", "json", "nonsense", "tls", "hang", "good"]
-    build = scorer(source, {"use": "f", "timeout": 4.0, "on_error": "skip", "max_error_fraction": 1.0})
-    start = time.monotonic()
+    build = scorer(source, {"use": "f", "timeout": 10.0, "on_error": "skip", "max_error_fraction": 1.0})
     (scored,) = build.score([group(*kinds)], 1)
-    assert time.monotonic() - start < 15
     assert [sample.reward for sample in scored.samples] == [0.5, *[None] * 6, 0.5]
     said = {sample.completion: sample.reward_errors.get("f", "") for sample in scored.samples}
     for kind, part in {
@@ -625,7 +623,7 @@ def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proo
         "json": "error: JSONDecodeError",
         "nonsense": "error: ValueError: the judge said 'rather good'",  # in the record, as it came
         "tls": "error: ConnectError",
-        "hang": "timeout: no answer within 4 s",
+        "hang": "timeout: no answer within 10 s",
     }.items():
         assert said[kind].startswith(part), said[kind]
     assert "planted-secret" not in "".join(said.values()) and "[redacted]" in said["500"]
@@ -645,14 +643,16 @@ def test_a_function_tries_again_by_itself_within_its_timeout(scorer, judge, proo
                 await asyncio.sleep(float(answer.headers["Retry-After"]))
             return answer.json()["score"]
     """
-    build = scorer(source, {"use": "f", "timeout": 3.0, "on_error": "skip", "max_error_fraction": 1.0})
-    start = time.monotonic()
-    (scored,) = build.score([group("soon", "later")], 1)
-    assert time.monotonic() - start < 10 and build.pool.killed == 0
-    assert [sample.reward for sample in scored.samples] == [0.5, None]
-    assert scored.samples[1].reward_errors["f"].startswith("timeout: no answer within 3 s (")
+    patient, hurried = (
+        scorer(source, {"use": "f", "timeout": seconds, "on_error": "skip", "max_error_fraction": 1.0})
+        for seconds in (HANGS, 5.0)
+    )
+    assert totals(patient.score([group("soon")], 1)) == [[0.5]]
+    (scored,) = hurried.score([group("later")], 1)
+    assert scored.samples[0].reward_errors["f"].startswith("timeout: no answer within 5 s (")
     assert (judge.asked.count("soon"), judge.asked.count("later")) == (3, 1)
-    proof("Retry-After 0.2: answered at the third try; Retry-After 1000: cancelled at the timeout of 3 s")
+    assert patient.pool.killed == hurried.pool.killed == 0
+    proof("Retry-After 0.2: answered at the third try; Retry-After 100000: cancelled at the timeout of 5 s")
 
 
 @pytest.mark.fault(30, 31)
@@ -681,18 +681,30 @@ def test_an_event_loop_that_is_stuck_is_killed_and_the_others_are_asked_again(sc
     proof(f"{build.pool.killed} loops killed: one blocked, one deaf to its cancellation")
 
 
-def test_slow_calls_are_spread_over_workers(scorer):
-    source = "import os, time\ndef f(completion):\n    time.sleep(0.1)\n    return float(os.getpid())\n"
-    build = scorer(source, scoring={"workers": 3})
+def test_slow_calls_are_spread_over_workers(scorer, tmp_path, monkeypatch):
+    source = f"""
+        import os, time
+        from pathlib import Path
+
+        def f(completion):
+            Path("{tmp_path}/ran_" + str(os.getpid())).touch()
+            while len(list(Path("{tmp_path}").glob("ran_*"))) < 2:  # until another worker has begun
+                time.sleep(0.01)
+            return float(os.getpid())
+    """
+    build = scorer(source, {"use": "f", "timeout": HANGS}, scoring={"workers": 3})
     (scored,) = build.score([group(*"abcdefghijkl")], 1)
     assert 2 <= len({sample.reward for sample in scored.samples}) <= 3
+    monkeypatch.setattr(pool, "GROW_AFTER", HANGS)
     quick = scorer("import os\ndef f(completion): return float(os.getpid())\n", scoring={"workers": 3})
     (scored,) = quick.score([group(*"abcdefghijkl")], 1)
-    assert len({sample.reward for sample in scored.samples}) == 1, "quick ones are not worth a second process"
+    assert len({sample.reward for sample in scored.samples}) == len(quick.pool._workers) == 1, (
+        "quick ones are not worth a second process"
+    )
 
 
 def test_closing_leaves_no_process(scorer):
-    build = scorer("import os, threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
+    build = scorer("import os, threading, time\nthreading.Thread(target=time.sleep, args=(100_000,)).start()\n"
                    "def f(completion): return float(os.getpid())\n")  # fmt: skip
     pid = int(totals(build.score([group("a")], 1))[0][0])
     assert alive(pid)
@@ -723,8 +735,3 @@ def test_arguments_of_any_kind_reach_the_function(scorer):
     answer = [date(2024, 1, 1), Decimal("1.5"), None, {"a": b"\x00"}, "\ud800"]
     build = scorer("def f(completion, answer): return float([type(a).__name__ for a in answer] == completion.split())")
     assert totals(build.score([group("date Decimal NoneType dict str", answer=answer)], 1)) == [[1.0]]
-
-
-def test_between_chunks_there_is_no_present_call(misbehaving):
-    misbehaving.score([group("a")], 1)
-    assert misbehaving.pool._workers[0].present.call == NO_CALL

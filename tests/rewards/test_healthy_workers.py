@@ -1,125 +1,147 @@
 """Reward workers that are well, on a machine that stops processes between any two instructions: none of them is killed."""
 
-import json
 import os
 import signal
-import socket
+import subprocess
+import sys
+import textwrap
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from scoring import group, opened, scorer, totals
+from helpers.waiting import HANGS, until
+from scoring import group, opened, overdue, scorer, totals
 
-from rlgen.rewards import pool
-from rlgen.rewards.pool import Limits, Pool, Queue, Worker
-from rlgen.rewards.worker import NO_CALL, Call, Chunk, Present, Source
+from rlgen.rewards import pool, process
+from rlgen.rewards.pool import Pool
+from rlgen.rewards.process import RewardWorker
 
 __all__ = ["opened", "scorer"]
 
-CALLS = tuple(Call(number, 0, {}, None) for number in range(3))
 
+def test_the_time_of_a_call_counts_from_its_own_beginning(scorer, monkeypatch):
+    """Calls that are sent together take longer than one of them may, and than a worker has to begin. So in the next step.
 
-@pytest.fixture
-def asked():
-    """A pool, and a worker that is at a chunk of three calls; the other end of its line."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        worker = Worker(process=None, line=ours, present=Present(0.0, NO_CALL), stack=None, mark="", started=0.0, ready=True)
-        worker.ask(Chunk(CALLS, side_by_side=False))
-        yield Pool([Source("exact_match", 60.0)], Limits(workers=1, memory=1, import_timeout=1.0), None), worker, theirs
-
-
-def ago(worker, seconds):
-    """As if everything so far had been so long ago."""
-    worker.asked -= seconds
-    worker.heard -= seconds
-    worker.present.since -= seconds
-
-
-def is_overdue(workers, worker):
-    return workers._deadline(worker, worker.began) < time.monotonic()
-
-
-def test_a_worker_between_two_calls_of_a_chunk_that_takes_long_is_not_overdue(asked):
-    workers, worker, theirs = asked
-    worker.present.begin(0)
-    ago(worker, pool.PATIENCE + 1)
-    theirs.sendall(json.dumps({"done": 0, "values": [1.0], "seconds": 21.0}).encode() + b"\n")
-    assert [outcome.id for outcome in workers._heard(worker)] == [0]
-    assert not worker.began
-    assert not is_overdue(workers, worker)
-    ago(worker, pool.PATIENCE + 1)
-    assert is_overdue(workers, worker)
-
-
-def test_a_worker_that_has_just_ended_a_chunk_that_took_long_is_not_overdue(asked):
-    """The last answers are on their way, and the trainer looked just before they came."""
-    workers, worker, _ = asked
-    worker.present.begin(1)
-    ago(worker, pool.PATIENCE + 1)
-    worker.present.begin(NO_CALL)
-    assert not is_overdue(workers, worker)
-
-
-def test_a_worker_that_has_not_left_its_last_chunk_is_not_overdue_in_the_next(asked):
-    """Ids begin anew with each step: its last call may have had the id of one that it is asked for now."""
-    workers, worker, _ = asked
-    worker.present.begin(0)
-    worker.present.since -= 100
-    assert not worker.began
-    assert not is_overdue(workers, worker)
-
-
-def test_the_call_that_was_overdue_is_to_blame_and_not_the_one_after_it(scorer):
-    """The overdue one may end, and the next begin, while the trainer looks."""
-    build = scorer("def f(completion): return 1.0\n")
-    workers = build.pool
-    worker, queue = workers._workers[0], Queue([], [False], [0.0])
-    worker.chunk, worker.waiting = Chunk(CALLS, side_by_side=False), {call.id: call for call in CALLS}
-    now = time.monotonic()
-    worker.present = SimpleNamespace(read=iter([(0, now - 100), (1, now), (1, now)]).__next__, since=now)
-    (outcome,) = workers._overdue(worker, queue)
-    assert (outcome.id, outcome.values.cause) == (0, "timeout")
-    assert [call.id for chunk in queue.chunks for call in chunk.calls] == [1, 2]
-
-
-def test_time_in_which_all_processes_were_stopped_is_nobodys(scorer, monkeypatch):
-    """As by a scheduler that suspends a job: the trainer wakes up when the deadline of the call is over."""
-    build = scorer(
-        """
+    By a clock on which each call takes 300 s more than it does.
+    """
+    source = """
         import time
 
         def f(completion):
-            for _ in range(8):
-                time.sleep(0.1)
+            time.sleep(float(completion))
             return 1.0
-        """,
-        {"use": "f", "timeout": 1.5},
+    """
+    build = scorer(source, {"use": "f", "timeout": 600.0}, scoring={"workers": 1})
+    build.score([group("0")], 1)  # it is known as a quick one: what follows is sent at once
+    clock, passed, put, looks = time.monotonic, [0.0], Pool._put, []
+
+    def takes(of, outcome):
+        put(of, outcome)
+        passed[0] += 300.0
+
+    def looking(of, worker, now, look=Pool._look_at):
+        looks.append(len(worker.calls))
+        look(of, worker, now)
+
+    for module in (pool, process):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock() + passed[0], sleep=time.sleep))
+    monkeypatch.setattr(pool, "PATIENCE", 600.0)
+    monkeypatch.setattr(Pool, "_put", takes)
+    monkeypatch.setattr(Pool, "_look_at", looking)
+    for step in (2, 3):
+        assert totals(build.score([group(*["0.05"] * 8)], step)) == [[1.0] * 8]
+    assert (build.pool.killed, build.pool.lost) == (0, 0)
+    assert {1, 2, 3} <= set(looks), "they were looked at between the calls"
+
+
+def test_the_call_that_was_overdue_has_failed_and_not_the_one_after_it(scorer, monkeypatch, tmp_path):
+    """The overdue one may end, and the next begin, while the trainer looks where it hangs."""
+    source = f"""
+        import time
+        from pathlib import Path
+
+        def f(completion):
+            if completion == "late":
+                while not Path("{tmp_path}/looked").exists():
+                    time.sleep(0.01)
+            if completion == "next" and not Path("{tmp_path}/next").exists():
+                Path("{tmp_path}/next").touch()
+                time.sleep(100_000)
+            return 1.0
+    """
+    overdue(monkeypatch, lambda completion: 1.0 if completion == "late" else None)
+    build = scorer(source, {"use": "f", "timeout": 1.0, "on_error": "skip", "max_error_fraction": 1.0}, scoring={"workers": 1})
+    build.score([group("a")], 1)
+    look = RewardWorker.place_while_it_hangs
+
+    def looks(worker, file):
+        (tmp_path / "looked").touch()
+        until((tmp_path / "next").exists)
+        return look(worker, file)
+
+    monkeypatch.setattr(RewardWorker, "place_while_it_hangs", looks)
+    (scored,) = build.score([group("late", "next", "c")], 2)
+    assert totals([scored]) == [[None, 1.0, 1.0]]
+    assert scored.samples[0].reward_errors["f"].startswith("timeout: no answer within 1 s")
+    assert (build.pool.killed, build.pool.lost) == (1, 0)
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_time_in_which_all_processes_were_stopped_is_nobodys(tmp_path, prefix):
+    """As by a scheduler that suspends a job: the trainer wakes up when the deadline of the call is over."""
+    (tmp_path / "rewards.py").write_text(
+        textwrap.dedent(
+            f"""
+            import os, time
+            from pathlib import Path
+
+            {prefix}def f(completion):
+                Path("{tmp_path}/began").write_text(str(os.getpid()))
+                os.rename("{tmp_path}/began", "{tmp_path}/pid")
+                while not os.path.exists("{tmp_path}/go"):
+                    time.sleep(0.01)
+                return 1.0
+            """
+        )
     )
-    worker, look = build.pool._workers[0], pool.wait
-    stops = iter([False, True])
+    trains = """
+        import sys
+        sys.path[:0] = sys.argv[1:3]
+        from scoring import group, totals
+        from rlgen.recipe.models import RewardRecipe, ScoringRecipe
+        from rlgen.rewards.score import open_scorer
 
-    def stopped(lines, timeout):
-        if next(stops, False):
-            os.kill(worker.process.pid, signal.SIGSTOP)
-            time.sleep(2.0)
-            os.kill(worker.process.pid, signal.SIGCONT)
-        return look(lines, timeout)
+        entry = RewardRecipe(use=sys.argv[3] + ":f", timeout=5.0, on_error="skip", max_error_fraction=1.0)
+        scorer = open_scorer([entry], set(), 20, ScoringRecipe(workers=1))
+        print(totals(scorer.score([group("a")], 1)), scorer.pool.killed)
+        scorer.close()
+    """
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", textwrap.dedent(trains), str(here), str(here.parent), str(tmp_path / "rewards.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        until((tmp_path / "pid").exists)
+        both = [int((tmp_path / "pid").read_text()), trainer.pid]
+        for pid in both:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8.0)
+        for pid in reversed(both):  # the trainer looks before the worker goes on
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.3)
+        (tmp_path / "go").touch()
+        assert trainer.communicate(timeout=HANGS)[0] == "[[1.0]] 0\n"
 
-    monkeypatch.setattr(pool, "wait", stopped)
-    assert totals(build.score([group("a")], 1)) == [[1.0]]
-    assert build.pool.killed == 0
 
-
-def test_async_calls_that_end_a_little_late_cost_no_worker(scorer):
+def test_async_calls_that_end_a_little_late_cost_no_worker(scorer, monkeypatch):
     """All of a server that is down: on a machine that is busy, their ends take their time. Killed, each would be asked alone."""
+    monkeypatch.setattr(pool, "GRACE", HANGS)
     build = scorer(
         """
         import asyncio, time
 
         async def f(completion):
             try:
-                await asyncio.sleep(100)
+                await asyncio.sleep(100_000)
             except asyncio.CancelledError:
                 time.sleep(0.2)
                 raise

@@ -1,9 +1,9 @@
 """Built-in rewards on whatever a model may write."""
 
 import math
-import time
 
 import pytest
+from helpers.waiting import HANGS
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scoring import group, opened, scorer
@@ -16,7 +16,6 @@ __all__ = ["opened", "scorer"]
 ARGS = {
     "regex_match": {"pattern": r"\d+$"},
     "length": {"target": 10},
-    "math_verify": {"seconds": 1},
 }
 ODD = {
     "empty": "",
@@ -35,13 +34,28 @@ PIECES = st.sampled_from(
 TEXTS = st.one_of(st.text(st.characters(), max_size=200), st.lists(PIECES, max_size=40).map("".join))
 
 
-@pytest.fixture(scope="module")
-def every_built_in():
+def built_ins(seconds):
+    """A scorer of all of them; math_verify has so many seconds for each of reading and comparing."""
+    args = {**ARGS, "math_verify": {"seconds": seconds}}
     entries = [
-        RewardRecipe(use=name, args=ARGS.get(name, {}), timeout=9.0, on_error="skip", max_error_fraction=1.0)
+        RewardRecipe(use=name, args=args.get(name, {}), timeout=HANGS, on_error="skip", max_error_fraction=1.0)
         for name in BUILT_IN_REWARDS
     ]
-    scorer = open_scorer(entries, {"answer"}, 20, ScoringRecipe())
+    return open_scorer(entries, {"answer"}, 20, ScoringRecipe())
+
+
+@pytest.fixture(scope="module")
+def every_built_in():
+    scorer = built_ins(seconds=int(HANGS))
+    yield scorer
+    scorer.close()
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    """For what takes longer than any machine has time for; what it reads first takes longer than what follows."""
+    scorer = built_ins(seconds=2)
+    scorer.score([group("\\boxed{7}")], 1)
     yield scorer
     scorer.close()
 
@@ -49,14 +63,12 @@ def every_built_in():
 @pytest.mark.fault(37)
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_completion_earns_a_finite_number(every_built_in, proof, name):
-    start = time.monotonic()
     (scored,) = every_built_in.score([group(ODD[name])], 1)
-    seconds = time.monotonic() - start
     (sample,) = scored.samples
     assert set(sample.rewards) == set(BUILT_IN_REWARDS) and not sample.reward_errors
     assert all(value is not None and math.isfinite(value) for value in sample.rewards.values())
-    assert sample.rewards["exact_match"] == sample.rewards["math_verify"] == 0.0 and seconds < 10
-    proof(f"{len(ODD[name])} characters, {len(sample.rewards)} built-ins, {seconds:.1f} s")
+    assert sample.rewards["exact_match"] == sample.rewards["math_verify"] == 0.0
+    proof(f"{len(ODD[name])} characters, {len(sample.rewards)} built-ins, a number each")
 
 
 @pytest.mark.fault(28, 37)
@@ -65,13 +77,13 @@ def test_an_odd_completion_earns_a_finite_number(every_built_in, proof, name):
     ["\\boxed{9^{9^{9^9}}}", "\\boxed{100000!!}", "\\boxed{" + "{" * 30 + "1" + "}" * 30 + "}"],
     ids=["tower of powers", "factorials", "braces nested"],
 )
-def test_what_math_verify_cannot_compute_in_time_is_a_failure_and_no_zero(every_built_in, proof, completion):
-    (scored,) = every_built_in.score([group(completion, "\\boxed{7}")], 1)
+def test_what_math_verify_cannot_compute_in_time_is_a_failure_and_no_zero(hurried, proof, completion):
+    (scored,) = hurried.score([group(completion, "\\boxed{7}")], 1)
     odd, other = scored.samples
     assert (odd.rewards["math_verify"], other.rewards["math_verify"]) == (None, 1.0)
     assert list(odd.reward_errors) == ["math_verify"] and odd.reward is None
     said = odd.reward_errors["math_verify"]
-    assert said.startswith("error: TimeoutError: the completion was not read, or not compared with '7', within 1 s (")
+    assert said.startswith("error: TimeoutError: the completion was not read, or not compared with '7', within 2 s (")
     assert sum(value is not None and math.isfinite(value) for value in odd.rewards.values()) == len(BUILT_IN_REWARDS) - 1
     proof(f"{completion[:25]}: one failure, no 0.0; {len(odd.rewards) - 1} other built-ins gave numbers")
 
@@ -95,16 +107,14 @@ def test_what_math_verify_raises_is_a_failure_and_no_zero(scorer, error, said):
 
 
 @pytest.mark.fault(37)
-def test_any_completion_earns_a_finite_number_or_is_counted(every_built_in, proof):
+def test_any_completion_earns_a_finite_number_or_is_counted(hurried, proof):
     tried: list[int] = []
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.lists(TEXTS, min_size=2, max_size=6))
     @example(["\\boxed{" + "1+" * 50_000 + "1}", ""])
     def check(texts):
-        start = time.monotonic()
-        (scored,) = every_built_in.score([group(*texts)], 1)
-        assert time.monotonic() - start < 10 * len(texts)
+        (scored,) = hurried.score([group(*texts)], 1)
         for sample in scored.samples:
             for name, value in sample.rewards.items():
                 assert name in sample.reward_errors if value is None else math.isfinite(value)

@@ -7,7 +7,7 @@ import pytest
 from pyarrow import Table
 from pyarrow.parquet import write_table
 
-from rlgen.cli.inspect import validate_command
+from rlgen.cli.validate import validate_command
 from rlgen.data.tasks import generate
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
@@ -16,16 +16,23 @@ from rlgen.recipe.models import TASK_COLUMNS, TASKS
 
 def test_what_is_written_is_what_is_loaded(recipe_file: Path) -> None:
     entry = "rewards=[{use: exact_match, timeout: 2.5, on_error: skip, max_error_fraction: 0.1}, {use: numeric_match}]"
-    loaded = load_recipe(recipe_file, [entry, "scoring={workers: 3, memory_gib: 0.5, import_timeout: 5.0}"])
+    loaded = load_recipe(recipe_file, [entry, "scoring={workers: 3, memory_gib: 0.5, import_timeout: 5.0, concurrency: 7}"])
     first, second = loaded.recipe.rewards
     assert (first.timeout, first.on_error, first.max_error_fraction) == (2.5, "skip", 0.1)
     assert (second.timeout, second.on_error) == (30.0, "fail")
-    assert loaded.recipe.scoring.model_dump() == {"workers": 3, "memory_gib": 0.5, "import_timeout": 5.0}
+    said = {"workers": 3, "memory_gib": 0.5, "import_timeout": 5.0, "concurrency": 7}
+    assert loaded.recipe.scoring.model_dump() == said
     resolved = dump_recipe(loaded.recipe)
     assert resolved.count("max_error_fraction") == 1, "it has no effect in the second"
     again = recipe_file.with_name("again.yaml")
     again.write_text(resolved)
     assert dump_recipe(load_recipe(again).recipe) == resolved
+
+
+@pytest.mark.parametrize("concurrency", ["0", "-1", "2.5", "true", "100000"])
+def test_how_many_async_calls_run_at_once_is_a_positive_number(recipe_file: Path, concurrency: str) -> None:
+    with pytest.raises(RecipeError, match=r"scoring\.concurrency"):
+        load_recipe(recipe_file, [f"scoring.concurrency={concurrency}"])
 
 
 def test_a_budget_without_an_effect_is_refused(recipe_file: Path) -> None:
@@ -60,7 +67,7 @@ def test_the_columns_of_tasks_are_what_their_rows_have() -> None:
 
 
 MINE = """
-import no_such_module_anywhere  # never run here
+import no_such_module_anywhere  # what can be known without running it is said first
 def f(completion, anser): return 1.0
 def g(completion, *, limit): return 1.0
 async def h(completions, target, **rest): return [1.0]
@@ -75,18 +82,18 @@ async def h(completions, target, **rest): return [1.0]
         ("{use: 'mine.py:g'}", "needs `limit`"),
         ("{use: 'mine.py:h'}", "needs `target`"),
         ("{use: regex_match}", "needs `pattern`"),
-        ("{use: 'mine.py:g', args: {limit: 3}}", None),
+        ("{use: 'mine.py:g', args: {limit: 3}}", "No module named 'no_such_module_anywhere'"),
         ("{use: exact_match}", None),
     ],
 )
 def test_validate_knows_what_a_reward_needs(recipe_file: Path, proof: Any, entry: str, said: str | None) -> None:
     (recipe_file.parent / "mine.py").write_text(MINE)
     if said is None:
-        validate_command(recipe_file, [f"rewards=[{entry}]"], False)
+        validate_command(recipe_file, [f"rewards=[{entry}]"], False, 0)
         proof("what it needs is there: accepted")
         return
     with pytest.raises(RecipeError) as caught:
-        validate_command(recipe_file, [f"rewards=[{entry}]"], False)
+        validate_command(recipe_file, [f"rewards=[{entry}]"], False, 0)
     assert said in str(caught.value) and caught.value.exit_code == 2
     proof(said)
 
@@ -99,6 +106,6 @@ def test_validate_knows_the_columns_of_a_file(recipe_file: Path, proof: Any, nam
     write_table(Table.from_pylist([{"q": "1+1", "a": 2}]), recipe_file.parent / "a.parquet")
     data = f"data={{source: ./{name}, columns: {{prompt: q}}}}"
     with pytest.raises(RecipeError, match=r"exact_match needs `answer`, which is no column of the data; .*there are a, "):
-        validate_command(recipe_file, [data, "rewards=[{use: exact_match}]"], False)
-    validate_command(recipe_file, [data, "data.columns.answer=a", "rewards=[{use: exact_match}]"], False)
+        validate_command(recipe_file, [data, "rewards=[{use: exact_match}]"], False, 0)
+    validate_command(recipe_file, [data, "data.columns.answer=a", "rewards=[{use: exact_match}]"], False, 0)
     proof(f"{name} has the columns q and a")

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import read_jsonl
+from helpers.rollouts import rollout_rows
+from scoring import overdue
 
 from rlgen.cli.train import train_command
 from rlgen.errors import RewardError
@@ -20,7 +22,7 @@ BAD = {bad}
 def f(completion, prompt_ids, step):
     # Of each step's sixteen completions one or two are such.
     if BAD and completion in BAD:
-        return [lambda: time.sleep(1000), lambda: os._exit(1), lambda: 1 / 0][len(completion) % 3]()
+        return [lambda: time.sleep(100_000), lambda: os._exit(1), lambda: 1 / 0][len(completion) % 3]()
     return len(set(completion)) + 0.01 * len(completion)
 """
 SMALL = ("engine={kind: transformers}", "run.steps=1", "rollout.max_completion_tokens=6")
@@ -35,17 +37,16 @@ def run(recipe: Path, name: str, bad: set[str], *overrides: str) -> Path:
     return recipe.parent / name
 
 
-def rollouts(directory: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted((directory / "rollouts").iterdir()) for row in read_jsonl(path)]
-
-
 @pytest.mark.fault(28, 30, 32)
-def test_a_run_goes_on_without_the_samples_whose_reward_failed(recipe_file: Path, proof: Callable[[str], None]) -> None:
-    whole = rollouts(run(recipe_file, "whole", set()))
+def test_a_run_goes_on_without_the_samples_whose_reward_failed(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]
+) -> None:
+    whole = rollout_rows(run(recipe_file, "whole", set()))
     texts = sorted({row["completion"] for row in whole}, key=lambda text: (len(text) % 3, text))
     bad = {next(text for text in texts if len(text) % 3 == kind) for kind in {len(text) % 3 for text in texts}}
+    overdue(monkeypatch, lambda completion: 1.5 if completion in bad else None)
     directory = run(recipe_file, "disturbed", bad, "on_error: skip", "max_error_fraction: 0.5")
-    disturbed = rollouts(directory)
+    disturbed = rollout_rows(directory)
     failed = [row for row in disturbed if row["reward_errors"]]
     assert {row["completion"] for row in failed} == bad and 0 < len(failed) < 16
     for before, after in zip(whole, disturbed, strict=True):
@@ -109,15 +110,16 @@ import time
 def constant(completion, answer): return 1.0
 def layout(completion): return 0.0
 def worse(completion, answer): return float(completion != answer)
-def hangs(completion, answer): return time.sleep(1000) if len(completion) > 1000 else float(completion == answer)
+def hangs(completion, answer): return time.sleep(100_000) if len(completion) > 1000 else float(completion == answer)
 def raises(completion, answer): return float(completion == answer) / len(completion)
 """
 
 
-def test_what_is_wrong_with_a_reward_is_said(recipe_file: Path, capsys: Any) -> None:
+def test_what_is_wrong_with_a_reward_is_said(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from rlgen.cli.rewards import rewards_test_command
 
     (recipe_file.parent / "mine.py").write_text(MINE)
+    overdue(monkeypatch, lambda completion: 0.5 if len(completion) > 1000 else None)
 
     def tried(name: str) -> str:
         rewards_test_command(recipe_file, [f"rewards=[{{use: 'mine.py:{name}', timeout: 0.5}}]"], 1, False)

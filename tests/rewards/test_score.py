@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from scoring import group, opened, scorer, totals
 
@@ -47,7 +49,7 @@ def test_each_sample_gets_its_own_values_and_nothing_else_changes(scorer):
     assert [dict(sample.rewards) for sample in after.samples] == [{"f": 3111.5}, {"f": 3320.5}]
     assert [sample.reward for sample in after.samples] == [6223.0, 6641.0]
     assert after.prompt is before.prompt
-    assert [(s.completion_ids, s.seed) for s in after.samples] == [(s.completion_ids, s.seed) for s in before.samples]
+    assert [replace(s, rewards={}, reward=None) for s in after.samples] == list(before.samples)
     assert before.samples[0].rewards == {} and before.samples[0].reward is None
 
 
@@ -95,9 +97,10 @@ def test_async_calls_run_side_by_side_and_keep_their_places(scorer):
     assert dict(scored[1].samples[1].rewards) == {"f": 4.0, "g": -4.0}
 
 
-def test_no_more_async_calls_at_once_than_the_limit(scorer):
+@pytest.mark.parametrize(("scoring", "most"), [({}, 64), ({"concurrency": 3}, 3), ({"concurrency": 100}, 100)])
+def test_no_more_async_calls_run_at_once_than_the_recipe_says(scorer, scoring, most):
     build = scorer(
-        """
+        f"""
         import asyncio
         now = most = 0
 
@@ -105,13 +108,16 @@ def test_no_more_async_calls_at_once_than_the_limit(scorer):
             global now, most
             now += 1
             most = max(most, now)
-            await asyncio.sleep(0.001)
+            while most < {most}:  # none of them ends before so many have begun
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
             now -= 1
             return float(most)
-        """
+        """,
+        scoring=scoring,
     )
-    scored = build.score([group(*"ab" * 50)], 1)
-    assert max(totals(scored)[0]) == 64
+    scored = build.score([group(*"abc" * 50)], 1)
+    assert max(totals(scored)[0]) == most
 
 
 def test_booleans_and_integers_are_numbers(scorer):

@@ -3,11 +3,12 @@
 import random
 
 import pytest
-import torch
-from conftest import CPU, make_sample
+from conftest import CPU
+from helpers.samples import make_sample
 
 from rlgen.rollout.batch import collate, plan
 from rlgen.rollout.sample import sample_seed
+from rlgen.types import Samples
 
 
 @pytest.mark.parametrize("shape", ["exponential", "log-normal", "uniform"])
@@ -32,7 +33,9 @@ def test_the_budget_holds_and_pairs_stay_together() -> None:
     rng = random.Random(1)
     lengths = [rng.randrange(10, 200) for _ in range(40)]
     pairs = [[i, 39 - i] for i in range(20)]
-    for rows in plan(pairs, lengths, 500):
+    batches = plan(pairs, lengths, 500)
+    assert sorted(row for rows in batches for row in rows) == list(range(40))
+    for rows in batches:
         assert len(rows) * max(lengths[row] for row in rows) <= 500
         assert {39 - row for row in rows} == set(rows)
     # a unit that exceeds the budget alone still gets through
@@ -42,7 +45,7 @@ def test_the_budget_holds_and_pairs_stay_together() -> None:
 
 def test_rows_are_prompt_and_completion_byte_for_byte() -> None:
     rng = random.Random(0)
-    samples = [
+    rows = [
         make_sample(
             prompt_ids=tuple(rng.choices(range(256), k=rng.randrange(1, 9))),
             completion_ids=(ids := (*rng.choices(range(256), k=rng.randrange(0, 12)), 259)),
@@ -51,17 +54,17 @@ def test_rows_are_prompt_and_completion_byte_for_byte() -> None:
         )
         for _ in range(9)
     ]
-    batch = collate(samples, [4, 0, 8], CPU)
+    batch = collate(Samples.of(rows), [4, 0, 8], CPU)
     for place, row in enumerate((4, 0, 8)):
-        s = samples[row]
-        whole = s.prompt_ids + s.completion_ids
-        assert tuple(batch.input_ids[place, : len(whole)].tolist()) == whole
+        s = rows[row]
+        whole = [*s.prompt_ids.tolist(), *s.completion_ids.tolist()]
+        assert batch.input_ids[place, : len(whole)].tolist() == whole
         assert batch.input_ids[place, len(whole) :].sum() == 0 and batch.prompt_lengths[place] == len(s.prompt_ids)
         n = len(s.completion_ids)
-        assert tuple(batch.completion_ids[place, :n].tolist()) == s.completion_ids
-        assert tuple(batch.mask[place, :n].tolist()) == s.loss_mask and not batch.mask[place, n:].any()
+        assert batch.completion_ids[place, :n].tolist() == s.completion_ids.tolist()
+        assert batch.mask[place, :n].tolist() == s.loss_mask.tolist() and not batch.mask[place, n:].any()
         assert batch.mask[place, n - 1], "the sampled stop token is trained"
-        torch.testing.assert_close(batch.sampler_logp[place, :n], torch.tensor(s.sampler_logp))
+        assert batch.sampler_logp[place, :n].tolist() == s.sampler_logp.tolist()
 
 
 def test_seeds_follow_from_positions() -> None:

@@ -1,6 +1,5 @@
 """Sampling ahead: which weights answer which prompts, what is dropped, when the loop waits, and what a resumed run asks again."""
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,16 +11,20 @@ from typing import Any
 
 import pytest
 from conftest import read_jsonl
+from helpers.samples import completion
+from helpers.waiting import HANGS
+from msgspec import structs
 
 from rlgen.cli.train import train_command
 from rlgen.engines.base import Facts, Finished, Settings
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
+from rlgen.opening import trainer
 from rlgen.processes import Processes
-from rlgen.rollout.journal import Journal, sealed
+from rlgen.rollout.frames import append_frames, read_frames
+from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
-from rlgen.trainers import build
-from rlgen.types import Completion, Group, Prompt, Request, Sampling
+from rlgen.types import Completion, Group, Prompt, Request, Sampling, ids_of
 
 Proof = Callable[[str], None]
 
@@ -38,19 +41,18 @@ class Scripted:
         self.answers = 0
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
-        self.asked.append(tuple(request.prompt_ids[0] for request in requests[::SIZE]))
+        self.asked.append(tuple(int(request.prompt_ids[0]) for request in requests[::SIZE]))
         answers = []
         for place, request in enumerate(requests):
             if len(answers) == self.dies_after:
                 raise EngineError("killed")
             self.answers += 1
             answers.append(
-                Completion(
-                    token_ids=(7, 257),
-                    logp=(-1.0, -0.1 * self.answers),  # never the same twice, as of an engine that is not deterministic
-                    finish_reason="stop",
-                    weight_version=max(0, self.version - self.age(place)),
-                    prompt_ids=request.prompt_ids,
+                completion(
+                    (7, 257),
+                    (-1.0, -0.1 * self.answers),  # never the same twice, as of an engine that is not deterministic
+                    request.prompt_ids,
+                    version=max(0, self.version - self.age(place)),
                 )
             )
             if finished:
@@ -70,7 +72,7 @@ class Scripted:
 
 def prompts_of(step: int) -> list[Prompt]:
     positions = range(2 * step, 2 * step + 2) if step <= STEPS else ()
-    return [Prompt(position=at, row=at, text="", prompt_ids=(at,), columns={}) for at in positions]
+    return [Prompt(position=at, row=at, text="", prompt_ids=ids_of([at]), columns={}) for at in positions]
 
 
 SAMPLING = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
@@ -78,7 +80,9 @@ SAMPLING = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
 
 def facts(dtype: str = "float32") -> Facts:
     settings = Settings(dtype=dtype, head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-    return Facts(engine="e 1", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None)
+    return Facts(
+        engine="e 1", plan="p", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None
+    )
 
 
 def journal(folder: Path, done: int = 0, weights: str = "w", dtype: str = "float32") -> tuple[Journal, list[str]]:
@@ -114,7 +118,7 @@ def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
     for step in range(1, STEPS + 1):
         groups, dropped = taken.groups(step)
         assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
-        assert all(sample.prompt_ids == (group.group_id,) for group in groups for sample in group.samples)
+        assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
         found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
         taken.before_sync()
         taken.journal.starts_from(step, f"w{step}", ())
@@ -144,6 +148,7 @@ def test_older_ones_are_dropped_and_counted(proof: Callable[[str], None]) -> Non
     groups, dropped = taken.groups(5)  # sampled by version 3 and 1, trained by version 4: ages 1 and 3
     assert dropped == 1
     assert [[sample.sample_index for sample in group.samples] for group in groups] == [[0], [0, 1]]
+    assert taken.journal.kept == {5}, "its rollouts do not have the dropped one: the journal must"
     proof("one of four samples was three versions old, two are allowed")
 
 
@@ -182,7 +187,7 @@ def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> No
 def test_a_step_without_samples_trains_nothing_and_is_counted(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]
 ) -> None:
-    real = build.Sampler.groups
+    real = trainer.Sampler.groups
 
     def groups(taken: Sampler, step: int, prompts: Sequence[Prompt]) -> tuple[list[Group], int]:
         found, dropped = real(taken, step, prompts)
@@ -190,7 +195,7 @@ def test_a_step_without_samples_trains_nothing_and_is_counted(
             return [replace(group, samples=()) for group in found], sum(len(group.samples) for group in found)
         return found, dropped
 
-    monkeypatch.setattr(build.Sampler, "groups", groups)
+    monkeypatch.setattr(trainer.Sampler, "groups", groups)
     run = recipe_file.parent / "run"
     train_command(recipe_file, ["engine={kind: transformers}", "run.steps=3"], False, False, None, run)
     first, empty, third = read_jsonl(run / "metrics.jsonl")
@@ -236,7 +241,7 @@ def test_where_neighbours_change_bits_all_are_asked_again_and_the_journal_wins(t
     assert engine.asked == [(2, 3)]
     logp = [sample.sampler_logp[1] for group in groups for sample in group.samples]
     assert logp == pytest.approx([-0.1, -0.2, -0.3, -0.7])  # the fourth of the second call
-    assert len((tmp_path / "step_000001.jsonl").read_text().splitlines()) == 2 + 4  # two starts, each answer once
+    assert len(read_frames(tmp_path / "step_000001.bin").records) == 4  # each answer once
 
 
 def test_ahead_the_answers_of_earlier_weights_come_from_the_journal(tmp_path: Path) -> None:
@@ -287,12 +292,12 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     saved.join(0.2)
     assert saved.is_alive()
     engine.answer(1)
-    saved.join(10)
+    saved.join(HANGS)
     assert not saved.is_alive()
     taken.groups(2)  # asks for step 3, of the weights of step 1
     saved = threading.Thread(target=taken.settle, args=(1,), daemon=True)
     saved.start()
-    saved.join(10)
+    saved.join(HANGS)
     assert not saved.is_alive(), "a run that goes on after step 1 asks for step 3 again"
 
 
@@ -302,6 +307,56 @@ def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> 
     opened, said = journal(tmp_path, 2)
     sampler(engine, ahead=True, of=opened).groups(3)
     assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are not in it" in said[0]
+
+
+def groups_told(engine: Scripted, ahead: bool, of: Journal | None = None) -> tuple[Sampler, list[tuple[int, Group, int]]]:
+    """A sampler, and of each group that it tells of: the step, the group, and how many answers the engine had given by then."""
+    told: list[tuple[int, Group, int]] = []
+    taken = sampler(engine, ahead, of=of)
+    taken.group_finished = lambda step, group: told.append((step, group, engine.answers))
+    return taken, told
+
+
+def test_a_group_is_told_of_when_its_last_answer_is_there() -> None:
+    engine = Scripted()
+    taken, told = groups_told(engine, ahead=False)
+    groups, _ = taken.groups(1)
+    assert [(step, group.group_id, answers) for step, group, answers in told] == [(1, 2, 2), (1, 3, 4)]
+    assert [group for _, group, _ in told] == groups
+
+
+def test_ahead_a_group_is_told_of_with_its_step() -> None:
+    engine = Scripted()
+    taken, told = groups_told(engine, ahead=True)
+    groups, _ = taken.groups(1)
+    assert [(step, group.group_id) for step, group, _ in told] == [(1, 2), (1, 3), (2, 4), (2, 5)]
+    assert [group for step, group, _ in told if step == 1] == groups
+
+
+def test_a_group_with_an_answer_to_something_else_is_not_told_of() -> None:
+    engine = Scripted(age=lambda place: 1 if place == 1 else 0)
+    engine.version = 3
+    taken, told = groups_told(engine, ahead=False)
+    with pytest.raises(SentinelError) as caught:
+        taken.groups(4)
+    assert caught.value.fault is Fault.STALE_ROLLOUTS
+    assert [group.group_id for _, group, _ in told] == [9], "the engine answers 8 and 9, and 8 is wrong"
+
+
+def test_of_a_step_that_the_journal_has_nothing_is_told(tmp_path: Path) -> None:
+    """Its rewards may be there, too."""
+    engine = Scripted()
+    engine.dies_after = 1
+    with pytest.raises(EngineError):
+        sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
+    engine.dies_after = None
+    taken, told = groups_told(engine, ahead=False, of=journal(tmp_path)[0])
+    taken.groups(1)
+    assert told == []
+    taken.journal.starts_from(1, "w1", ())
+    engine.version = 1
+    taken.groups(2)
+    assert [group.group_id for _, group, _ in told] == [4, 5]
 
 
 @pytest.mark.parametrize(
@@ -329,9 +384,10 @@ def test_answers_to_something_else_are_sampled_anew_and_said(tmp_path: Path, cha
 def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:
     engine = Scripted()
     sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
-    path = tmp_path / "step_000001.jsonl"
-    lines = [json.loads(text.replace("[7, 257]", "[7, 8]")) for text in path.read_text().splitlines()]
-    path.write_text("".join(sealed({key: value for key, value in line.items() if key != "crc32"}) for line in lines))
+    path = tmp_path / "step_000001.bin"
+    changed = [structs.replace(record, token_ids=ids_of((7, 8)).tobytes()) for record in read_frames(path).records]
+    path.unlink()
+    append_frames(path, changed, begun=True)
     # The checksums hold, but an answer is ended by a stop token that is not there.
     with pytest.raises(SentinelError) as caught:
         sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)

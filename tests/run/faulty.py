@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from rlgen.cli.app import main
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.models.policy import Policy
-from rlgen.rewards.score import Scorer
+from rlgen.rewards.early import EarlyScoring
 from rlgen.rollout.sampler import Sampler
+from rlgen.run import writing
 from rlgen.run.signals import StopRequest
 from rlgen.trainers.update import Updater
 
@@ -91,7 +92,7 @@ def one_sleeps() -> None:
 
 def one_is_slow() -> None:
     """Its rewards and its disk take long, and its engine has not answered yet what was asked ahead."""
-    score, before_sync, save_pretrained = Scorer.score, Sampler.before_sync, PreTrainedModel.save_pretrained
+    score, before_sync, save_pretrained = EarlyScoring.result, Sampler.before_sync, PreTrainedModel.save_pretrained
 
     def slow_reward(scorer, groups, step):  # type: ignore[no-untyped-def]
         time.sleep(7)
@@ -105,8 +106,30 @@ def one_is_slow() -> None:
         time.sleep(7)
         save_pretrained(model, folder, **options)
 
-    Scorer.score, Sampler.before_sync = slow_reward, slow  # type: ignore[method-assign]
+    EarlyScoring.result, Sampler.before_sync = slow_reward, slow  # type: ignore[method-assign]
     PreTrainedModel.save_pretrained = slow_disk  # type: ignore[method-assign]
+
+
+def one_has_no_space() -> None:
+    """For its part of the checkpoint of step 2."""
+    save_shards = writing.save_shards
+
+    def fails(tensors, folder, rank):  # type: ignore[no-untyped-def]
+        if "000002" in str(folder):
+            raise OSError(28, "No space left on device")
+        return save_shards(tensors, folder, rank)
+
+    writing.save_shards = fails
+
+
+def one_has_a_slow_disk() -> None:
+    save_shards = writing.save_shards
+
+    def slow(tensors, folder, rank):  # type: ignore[no-untyped-def]
+        time.sleep(7)
+        return save_shards(tensors, folder, rank)
+
+    writing.save_shards = slow
 
 
 def one_samples_for_long() -> None:

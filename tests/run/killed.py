@@ -1,6 +1,7 @@
 """`rlgen` that kills itself by SIGKILL at one instant: killed.py INSTANT train RECIPE …
 
-An instant says what, and N@S: the N-th time in step S (0: never, only count).
+An instant says what, and N@S: the N-th time in step S (0: never, only count). What is written of a checkpoint beside the loop
+belongs to the step that is saved, whatever the loop is at.
 
     before:MODULE:FUNCTION:N@S    half:…    after:…    when a call begins, inside it, when it has ended
     file:FRAGMENT:N@S                                  when a path with FRAGMENT is about to be written, renamed, made or removed
@@ -32,7 +33,8 @@ class Count:
         self.now = self.times = 0
 
     def reached(self) -> bool:
-        if self.now != self.step:
+        kind, _, saved = threading.current_thread().name.partition("-")
+        if (int(saved) if kind == "save" else self.now) != self.step:
             return False
         self.times += 1
         if "COUNTED" in os.environ:
@@ -79,8 +81,8 @@ def patch(where: str, module: str, function: str, count: Count) -> None:
     setattr(owner, name, counting)
 
 
-def half_a_line(real: Callable[..., Any], count: Count, path: Path, text: str, flushed: bool) -> None:
-    real(path, text[: len(text) // 2], flushed)
+def half_a_record(real: Callable[..., Any], count: Count, path: Path, content: bytes, flushed: bool) -> None:
+    real(path, content[: len(content) // 2], flushed)
     count.die()
 
 
@@ -127,7 +129,7 @@ def half_a_request(real: Callable[..., Any], count: Count, *arguments: Any) -> A
 
 
 HALVES = {
-    "append_text": half_a_line,
+    "append_bytes": half_a_record,
     "RunDirectory.write_metrics": half_the_metrics,
     "Updater._backward": half_a_backward,
     "Ledger.record": half_the_weights,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import tiny_model
+from conftest import save, tiny_model
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,9 +26,10 @@ from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
-from rlgen.run import checkpoint
+from rlgen.run import writing
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.run.shelf import Shelf
+from rlgen.run.checkpoint_folder import CheckpointFolder
+from rlgen.types import Position
 
 ALONE = Processes.alone()
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.symlink", "os.truncate")
@@ -68,7 +69,7 @@ class Instants:
         os.fsync = lambda file: (self.reached("fsync"), flush(file))[1]  # type: ignore[assignment]
         import transformers.modeling_utils as library
 
-        for module, name in ((checkpoint, "save_file"), (lora, "save_file"), (library, "safe_save_file")):
+        for module, name in ((writing, "save_file"), (lora, "save_file"), (library, "safe_save_file")):
             setattr(module, name, self.halved(getattr(module, name)))
 
     def hear(self, event: str, values: tuple[Any, ...]) -> None:
@@ -126,19 +127,19 @@ def main(folder: Path, kind: str, every: int) -> None:
     mine = parts()
     learn(*mine)
     states = {1: state(*mine)}
-    Checkpoints(folder / "before", 1, ALONE).save(1, 8, mine[0], byte_tokenizer(), *mine[1:])
+    save(Checkpoints(folder / "before", 1, ALONE), Position(1, 8), mine[0], byte_tokenizer(), *mine[1:])
     learn(*mine)
     states[2] = state(*mine)
-    later = Checkpoints(folder / "later", 1, ALONE).save(2, 16, mine[0], byte_tokenizer(), *mine[1:])
+    later = save(Checkpoints(folder / "later", 1, ALONE), Position(2, 16), mine[0], byte_tokenizer(), *mine[1:])
     again = parts()
 
-    def save(place: Path, fatal: int | None, torn: bool) -> int:
+    def killed(place: Path, fatal: int | None, torn: bool) -> int:
         own = mine
         if kind == "sharded":
             own = parts(sharded=True)
             Checkpoints.load(later, *own, ALONE)
         instants = Instants(place, fatal, torn)
-        Checkpoints(place, 1, ALONE).save(2, 16, own[0], byte_tokenizer(), *own[1:])
+        save(Checkpoints(place, 1, ALONE), Position(2, 16), own[0], byte_tokenizer(), *own[1:])
         os.write(1, f"{instants.count}\n".encode())
         return 0
 
@@ -148,14 +149,14 @@ def main(folder: Path, kind: str, every: int) -> None:
         return now.keys() == states[step].keys() and all(torch.equal(now[name], states[step][name]) for name in now)
 
     shutil.copytree(folder / "before", folder / "counted")
-    status, counted = in_child(lambda: save(folder / "counted", None, False))
+    status, counted = in_child(lambda: killed(folder / "counted", None, False))
     assert status == 0, counted
     for index, torn in itertools.product(range(0, int(counted), every), (False, True)):
         place = folder / f"killed_{index}_{torn}"
         shutil.copytree(folder / "before", place)
-        status, what = in_child(lambda place=place, index=index, torn=torn: save(place, index, torn))  # type: ignore[misc]
+        status, what = in_child(lambda place=place, index=index, torn=torn: killed(place, index, torn))  # type: ignore[misc]
         left = sorted(path.name for path in place.iterdir())
-        choice = Shelf(place).choose(None)
+        choice = CheckpointFolder(place).choose(None)
         assert choice.path is not None
         row = {"instant": index, "of": int(counted), "torn": torn, "what": what, "signal": status, "left": left}
         row |= {"step": choice.step, "notices": choice.notices, "equal": same(choice.path, choice.step)}
@@ -163,8 +164,8 @@ def main(folder: Path, kind: str, every: int) -> None:
         checkpoints = Checkpoints(place, 1, ALONE)
         checkpoints.choose()
         if not checkpoints.has(2):
-            checkpoints.save(2, 16, mine[0], byte_tokenizer(), *mine[1:])
-        checkpoints.shelf.rotate(1)
+            save(checkpoints, Position(2, 16), mine[0], byte_tokenizer(), *mine[1:])
+        checkpoints.folder.rotate(1)
         row["after"] = sorted(path.name for path in place.iterdir())
         row["equal_after"] = same(place / "step_000002", 2)
         print(json.dumps(row), flush=True)

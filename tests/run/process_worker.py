@@ -7,15 +7,17 @@ import os
 import sys
 from pathlib import Path
 
-from rlgen.engines import build_engine
 from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.open import build_engine
+from rlgen.opening import pair
+from rlgen.opening.policy import build_policy
+from rlgen.opening.trainer import Attempt, open_trainer
 from rlgen.processes import Processes
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
 from rlgen.sentinel.sync import send_weights
-from rlgen.trainers import build, sides
 
 # A reference in the reward, in the loss, and one of preferences.
 TRAINERS = {
@@ -36,7 +38,7 @@ class Kept:
             self.engine = build_engine(recipe, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = sides.build_policy(recipe, location, processes.device)
+            policy = build_policy(recipe, location, processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 
@@ -44,7 +46,7 @@ class Kept:
 def main(recipe: Path, folder: Path, size: str) -> None:
     processes = Processes.open(60) if "RANK" in os.environ else Processes.alone()
     kept = Kept()
-    sides.build_engine = kept.build  # type: ignore[assignment]
+    pair.build_engine = kept.build  # type: ignore[assignment]
     for name, trainer in TRAINERS.items():
         loaded = load_recipe(recipe, [f"trainer={trainer}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
         path = folder / name
@@ -53,7 +55,8 @@ def main(recipe: Path, folder: Path, size: str) -> None:
         processes.gather([None])
         directory = RunDirectory.join(path)
         console = Console(1, 0, quiet=not processes.is_main)
-        built, done = build.build_trainer(loaded.recipe, directory, None, console, processes)
+        attempt = Attempt(recipe=loaded.recipe, directory=directory, console=console, processes=processes)
+        built, done = open_trainer(attempt)
         built.run(done, StopRequest(launched=True))
         built.close()
     kept.close()

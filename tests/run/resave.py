@@ -4,13 +4,14 @@ import sys
 from pathlib import Path
 
 import torch
-from conftest import tiny_model
+from conftest import save, tiny_model
 
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run.checkpoint import Checkpoints
+from rlgen.types import Position
 
 
 def parts(processes: Processes | None = None):  # type: ignore[no-untyped-def]
@@ -25,7 +26,7 @@ def main(checkpoint: Path, folder: Path) -> None:
     processes = Processes.open(60)
     model, optimizer, schedule = parts(processes)
     Checkpoints.load(checkpoint, model, optimizer, schedule, processes)
-    Checkpoints(folder, 1, processes).save(2, 10, model, byte_tokenizer(), optimizer, schedule)
+    save(Checkpoints(folder, 1, processes), Position(2, 10), model, byte_tokenizer(), optimizer, schedule)
     processes.close()
 
 

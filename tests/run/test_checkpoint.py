@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import save, tiny_model
 
 from rlgen.errors import CheckpointError
+from rlgen.files import read_json
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
-from rlgen.run import checkpoint
+from rlgen.run import checkpoint, writing
 from rlgen.run.checkpoint import Checkpoints
+from rlgen.types import Position
 
 
 def parts(learning_rate: float = 1e-3):
@@ -33,13 +35,13 @@ def test_going_on_equals_never_stopping(tmp_path: Path) -> None:
     torch.manual_seed(5)
     whole = parts()
     learn(*whole, 3)
-    path = Checkpoints(tmp_path, 2, Processes.alone()).save(3, 24, whole[0], byte_tokenizer(), whole[1], whole[2])
+    path = save(Checkpoints(tmp_path, 2, Processes.alone()), Position(3, 24), whole[0], byte_tokenizer(), whole[1], whole[2])
     drawn = random.random(), numpy.random.rand(), torch.rand(1).item()
     torch.manual_seed(6)
     learn(*whole, 2)
     again = parts()
-    state = Checkpoints.load(path, *again, Processes.alone())
-    assert (state.step, state.position, state.weight_version) == (3, 24, 3)
+    assert Checkpoints.load(path, *again, Processes.alone()) == Position(step=3, prompts=24)
+    assert read_json(path / "state" / "state.json")["weight_version"] == 3
     assert (random.random(), numpy.random.rand(), torch.rand(1).item()) == drawn
     torch.manual_seed(6)
     learn(*again, 2)
@@ -52,17 +54,20 @@ def test_without_the_shard_of_another_process_nothing_is_sealed(tmp_path: Path, 
     """Shared storage may show it late, or never."""
     model, optimizer, schedule = parts()
     checkpoints = Checkpoints(tmp_path, 1, Processes.alone())
-    checkpoints.save(1, 1, model, byte_tokenizer(), optimizer, schedule)
+    save(checkpoints, Position(1, 1), model, byte_tokenizer(), optimizer, schedule)
 
-    def write(moments: object, folder: Path) -> None:
+    def write(moments: object, folder: Path, rank: int) -> list[str]:
         folder.mkdir()
         (folder / "shard-00001-model.safetensors").touch()
+        return ["shard-00001-model.safetensors"]
 
     monkeypatch.setattr(checkpoint, "is_sharded", lambda model: True)
-    monkeypatch.setattr(checkpoint, "save_shards", write)
-    monkeypatch.setattr(checkpoint, "appears", lambda path: path.unlink())  # its writer has seen it, the main process does not
+    monkeypatch.setattr(writing, "save_shards", write)
+    monkeypatch.setattr(
+        writing, "appears", lambda path, seconds=0: path.unlink()
+    )  # its writer has seen it, the main process does not
     with pytest.raises(CheckpointError, match=r"shard-00001-model.safetensors, of another process, is not seen"):
-        checkpoints.save(2, 2, model, byte_tokenizer(), optimizer, schedule)
+        save(checkpoints, Position(2, 2), model, byte_tokenizer(), optimizer, schedule)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
@@ -71,7 +76,7 @@ def test_the_newest_stay_and_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 2, Processes.alone())
     assert checkpoints.choose().path is None
     for step in (1, 2, 10):
-        checkpoints.save(step, step, model, byte_tokenizer(), optimizer, schedule)
+        save(checkpoints, Position(step, step), model, byte_tokenizer(), optimizer, schedule)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000010"]
     (tmp_path / ".writing_000011").mkdir()
     (tmp_path / "step_000012").mkdir()
@@ -81,7 +86,7 @@ def test_the_newest_stay_and_half_a_checkpoint_is_none(tmp_path: Path) -> None:
 
 def test_damage_and_other_models_are_named(tmp_path: Path) -> None:
     model, optimizer, schedule = parts()
-    path = Checkpoints(tmp_path, 2, Processes.alone()).save(1, 1, model, byte_tokenizer(), optimizer, schedule)
+    path = save(Checkpoints(tmp_path, 2, Processes.alone()), Position(1, 1), model, byte_tokenizer(), optimizer, schedule)
     other = tiny_model("llama")
     with pytest.raises(CheckpointError, match="another model"):
         Checkpoints.load(path, other, torch.optim.AdamW(other.parameters()), schedule, Processes.alone())
@@ -94,12 +99,12 @@ def test_damage_and_other_models_are_named(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, schedule = parts()
     checkpoints = Checkpoints(tmp_path, 1, Processes.alone())
-    checkpoints.save(1, 1, model, byte_tokenizer(), optimizer, schedule)
+    save(checkpoints, Position(1, 1), model, byte_tokenizer(), optimizer, schedule)
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rlgen.run.checkpoint.save_file", full)
+    monkeypatch.setattr("rlgen.run.writing.save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device; free space"):
-        checkpoints.save(2, 2, model, byte_tokenizer(), optimizer, schedule)
+        save(checkpoints, Position(2, 2), model, byte_tokenizer(), optimizer, schedule)
     assert checkpoints.choose().path == tmp_path / "step_000001"

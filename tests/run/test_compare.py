@@ -4,7 +4,10 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,12 +27,36 @@ def run(tmp_path: Path) -> Path:
     lines = [{"step": step, "loss": 0.5 * step, "grad_norm": float("nan"), "time/step": 1.0} for step in range(1, 5)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in range(1, 5):
-        rows = [{"group_id": step, "sampler_logp": [-0.1, -0.2], "reward": None, "cached_tokens": 0} for _ in range(2)]
-        (run / "rollouts" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        row = {"group_id": step, "sampler_logp": [-0.1, -0.2], "reward": None, "nan": [float("nan")], "cached_tokens": 0}
+        write_rows(run, step, [row, dict(row)])
     save_file({"w": torch.tensor([1.0, -0.0, float("nan")]), "n": torch.tensor(3.0)}, state.parent / "model.safetensors")
     save_file({"torch": torch.arange(4, dtype=torch.uint8)}, state / "random.safetensors")
     (state / "state.json").write_text(json.dumps(STATE))
     return run
+
+
+KINDS = pa.schema(
+    {
+        "group_id": pa.int64(),
+        "sampler_logp": pa.list_(pa.float64()),
+        "reward": pa.float64(),
+        "nan": pa.list_(pa.float32()),
+        "cached_tokens": pa.int64(),
+    }
+)
+
+
+def write_rows(run: Path, step: int, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows, KINDS), run / "rollouts" / f"step_{step:06d}.parquet")
+
+
+def rows_with(step: int, place: int, **values: Any) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        rows = pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        rows[place] |= values
+        write_rows(run, step, rows)
+
+    return change
 
 
 def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
@@ -66,14 +93,21 @@ CHANGES = {
         "metrics.jsonl, step 4, grad_norm: nan and '(not there)'",
     ),
     "a rollout": (
-        edit("rollouts/step_000002.jsonl", "-0.2", "-0.20000000000000004"),
-        "step_000002.jsonl, step 2, sample 0, sampler_logp",
+        rows_with(2, 1, sampler_logp=[-0.1, -0.20000000000000004]),
+        "rollouts/step_000002.parquet, step 2, sample 1, sampler_logp: [-0.1, -0.2] and [-0.1, -0.2000",
     ),
-    "no rollouts": (lambda run: (run / "rollouts/step_000001.jsonl").unlink(), "step_000001.jsonl, step 1, sample 0, all of it"),
-    "0 for none": (
-        edit("rollouts/step_000004.jsonl", "null", "0.0"),
-        "step_000004.jsonl, step 4, sample 0, reward: None and 0.0",
+    "fewer tokens": (rows_with(2, 0, sampler_logp=[-0.1]), "step 2, sample 0, sampler_logp: [-0.1, -0.2] and [-0.1]"),
+    "a token that is none": (rows_with(2, 1, nan=[0.0]), "step 2, sample 1, nan: [nan] and [0.0]"),
+    "the sign of a zero in rollouts": (rows_with(3, 0, reward=-0.0), "step 3, sample 0, reward: None and -0.0"),
+    "no rollouts": (
+        lambda run: (run / "rollouts/step_000001.parquet").unlink(),
+        "rollouts/step_000001.parquet, step 1, file: 'there' and '(not there)'",
     ),
+    "a sample less": (
+        lambda run: write_rows(run, 1, pq.read_table(run / "rollouts/step_000001.parquet").to_pylist()[:1]),
+        "rollouts/step_000001.parquet, step 1, samples: 2 and 1",
+    ),
+    "0 for none": (rows_with(4, 0, reward=0.0), "step_000004.parquet, step 4, sample 0, reward: None and 0.0"),
     "the sign of zero": (
         tensor(f"{CHECKPOINT}/model.safetensors", "w", 1, 0.0),
         "model.safetensors, step 2, w[1] (1 of 3 differ): -0.0 and 0.0",
@@ -103,9 +137,9 @@ def test_the_first_difference_is_named(run: Path, change: str) -> None:
 def test_times_and_caches_are_no_difference_and_the_earliest_step_comes_first(run: Path) -> None:
     other = shutil.copytree(run, run.parent / "right")
     edit("metrics.jsonl", '"time/step": 1.0', '"time/step": 2.0, "time/save": 1.0')(other)
-    edit("rollouts/step_000003.jsonl", '"cached_tokens": 0', '"cached_tokens": 128')(other)
+    rows_with(3, 0, cached_tokens=128)(other)
     assert first_difference(run, other) is None
-    edit("rollouts/step_000004.jsonl", "-0.1", "-0.3")(other)
+    rows_with(4, 0, sampler_logp=[-0.3, -0.2])(other)
     edit("metrics.jsonl", '"loss": 1.5', '"loss": 1.6')(other)
     difference = first_difference(run, other)
     assert difference is not None and (difference.step, difference.key) == (3, "loss")

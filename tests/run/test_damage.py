@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import save, tiny_model
+from helpers.waiting import HANGS
 from safetensors.torch import load_file, save_file
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint, DivergedError, UsageError
@@ -22,9 +23,10 @@ from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.run.checkpoint import Checkpoints, check_fit
+from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.manifest import FORMAT, check_files, check_model_files, digest, read_manifest, seal
-from rlgen.run.shelf import Shelf
 from rlgen.run.state import optimizer_tensors, save_shards
+from rlgen.types import Position
 
 HERE = Path(__file__).parent
 ALONE = Processes.alone()
@@ -58,7 +60,7 @@ def saved(trained: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) ->
     """Two good checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
-        Checkpoints(folder, 2, ALONE, trainer="grpo").save(step, 8, trained[0], byte_tokenizer(), *trained[1:])
+        save(Checkpoints(folder, 2, ALONE, trainer="grpo"), Position(step, 8), trained[0], byte_tokenizer(), *trained[1:])
     return folder
 
 
@@ -164,15 +166,15 @@ def test_one_bit_of_what_a_model_is_opened_from_is_noticed(folder: Path, proof: 
 @pytest.mark.fault(65, 67)
 def test_a_damaged_one_never_costs_the_good_one(folder: Path, trained: tuple[Any, ...], proof: Proof) -> None:
     """Keep 1, the newest damaged: the one before stays until a complete one is there."""
-    shelf, good = Shelf(folder), folder / "step_000001"
+    kept, good = CheckpointFolder(folder), folder / "step_000001"
     (folder / "step_000002" / "model.safetensors").unlink()
-    assert shelf.rotate(1) == [] and good.exists()
+    assert kept.rotate(1) == [] and good.exists()
     checkpoints = Checkpoints(folder, 1, ALONE)
     assert not checkpoints.has(2), "so it is saved again"
-    checkpoints.save(2, 8, trained[0], byte_tokenizer(), *trained[1:])
+    save(checkpoints, Position(2, 8), trained[0], byte_tokenizer(), *trained[1:])
     assert sorted(path.name for path in folder.iterdir()) == ["set_aside", "step_000002"]
     check_files(folder / "step_000002", hashes=True)
-    assert [path.name for path in shelf.aside()] == ["step_000002"]
+    assert [path.name for path in kept.aside()] == ["step_000002"]
     proof("model.safetensors removed; rotation with keep 1 left step 1 until step 2 was whole")
 
 
@@ -202,7 +204,7 @@ def test_values_that_are_not_finite_are_not_saved(folder: Path, proof: Proof) ->
         before = spoiled.flatten()[3].item()
         spoiled.view(-1)[3] = float("nan")
         with pytest.raises(DivergedError, match="not finite; nothing was saved, the last checkpoint stands") as caught:
-            Checkpoints(folder, 1, ALONE).save(3, 24, mine[0], byte_tokenizer(), *mine[1:])
+            save(Checkpoints(folder, 1, ALONE), Position(3, 24), mine[0], byte_tokenizer(), *mine[1:])
         assert caught.value.exit_code == 7
         spoiled.view(-1)[3] = before
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
@@ -217,7 +219,7 @@ def test_other_models_adapters_and_trainers_are_named(folder: Path, tmp_path: Pa
     path = folder / "step_000002"
     lora = LoraRecipe(rank=4, alpha=8.0)
     mine = parts(lora=lora)
-    adapter = Checkpoints(tmp_path / "adapter", 1, ALONE).save(1, 8, mine[0], byte_tokenizer(), *mine[1:])
+    adapter = save(Checkpoints(tmp_path / "adapter", 1, ALONE), Position(1, 8), mine[0], byte_tokenizer(), *mine[1:])
     said = []
     for place, model, trainer, words in [
         (path, parts()[0], "rloo", "another trainer: trainer.kind was grpo and is rloo"),
@@ -274,7 +276,7 @@ def test_a_pickle_is_never_opened(
     planted = ["pytorch_model.bin", "training_args.bin", "model.pt", "state/optimizer.pt", "state/random.pkl", "state/.metadata"]
     if sharded:
         (path / "state" / "optimizer.safetensors").unlink()
-        save_shards(optimizer_tensors(trained[0], trained[1]), path / "state" / "optimizer")
+        save_shards(optimizer_tensors(trained[0], trained[1]), path / "state" / "optimizer", 0)
         planted += ["state/optimizer/.metadata", "state/optimizer/__0_0.distcp"]
     for name in planted:
         (path / name).write_bytes(pickle.dumps(Evil(fired)))
@@ -301,13 +303,13 @@ def test_a_pickle_is_never_opened(
 # --- killed saves ------------------------------------------------------------------------------------------------------------
 
 
-def killed(tmp_path: Path, kind: str, every: int, timeout: float) -> list[dict[str, Any]]:
+def killed(tmp_path: Path, kind: str, every: int) -> list[dict[str, Any]]:
     paths = os.pathsep.join([str(HERE.parent), *sys.path])
     ended = subprocess.run(
         [sys.executable, HERE / "killed_save.py", tmp_path, kind, str(every)],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=HANGS,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -325,15 +327,16 @@ def survived(rows: list[dict[str, Any]]) -> str:
     return f"SIGKILL at {len(rows) // 2} of {rows[0]['of']} instants of a save, last file whole and half there: -9 each"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(62, 67)
 def test_a_save_that_is_killed(tmp_path: Path, proof: Proof) -> None:
-    proof(survived(killed(tmp_path, "whole", 9, 120)))
+    proof(survived(killed(tmp_path, "whole", 9)))
 
 
 @pytest.mark.slow
 @pytest.mark.fault(62, 67)
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 def test_a_save_that_is_killed_anywhere(tmp_path: Path, kind: str, proof: Proof) -> None:
-    rows = killed(tmp_path, kind, 1, 600)
+    rows = killed(tmp_path, kind, 1)
     assert len(rows) == 2 * rows[0]["of"]
     proof(f"{kind}: {survived(rows)}")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from conftest import read_jsonl
 
+from rlgen.algorithms.base import correction_of
 from rlgen.cli.train import train_command
 from rlgen.errors import DivergedError, RecipeError
 from rlgen.files import read_json
-from rlgen.losses.correction import importance_weight, mismatch
+from rlgen.losses.correction import Mismatch, importance_weight
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
 from rlgen.recipe.models import HealthRecipe, HealthRule
 from rlgen.run.health import Health, rules_of
-from rlgen.trainers.base import correction_of
 
 Proof = Callable[[str], None]
 SETTINGS = {
@@ -99,7 +99,8 @@ def test_one_absurd_ratio_is_seen_whatever_is_made_of_it(mode: str) -> None:
     old, gap = torch.zeros(16, 40), 0.05 * torch.randn(16, 40, generator=torch.Generator().manual_seed(0))
 
     def broken(sampler: torch.Tensor) -> bool:
-        found = mismatch(old, sampler, importance_weight(old, sampler, mask, correction), mask, correction)
+        weight = importance_weight(old, sampler, mask, correction)
+        found = Mismatch.of(old, sampler, weight, mask, correction).metrics()
         return "ess" in fired(Health(rules_of(changed)), [found] * 5)[-1]
 
     assert not broken(old - gap), "what bfloat16 does"
@@ -212,6 +213,7 @@ def test_a_broken_rule_ends_the_run_where_the_recipe_says(recipe_file: Path, act
     proof("the norm of the gradient was above a threshold of 0 for three steps: exit 7 after step 3")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(49)
 def test_a_resumed_run_is_broken_at_the_same_step(recipe_file: Path, proof: Proof) -> None:
     ends = BROKEN.replace("ACTION", "warn")

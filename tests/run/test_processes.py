@@ -1,6 +1,5 @@
 """One recipe trains the same in one process and in several; whatever happens to one of them, all end, and one says why."""
 
-import errno
 import os
 import re
 import shutil
@@ -9,30 +8,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import read_jsonl
+from conftest import read_jsonl, save
+from helpers.rollouts import rollout_rows
+from helpers.slow import slow_but
 from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rlgen import processes
-from rlgen.cli import train as cli_train
-from rlgen.cli.reopen import Again
-from rlgen.cli.train import again_of, goes_on
-from rlgen.errors import ProcessError, RewardError, RlgenError
-from rlgen.files import read_json, write_json
-from rlgen.processes import Processes, Seat
-from rlgen.recipe import load_recipe
+from rlgen.errors import ProcessError, RewardError
+from rlgen.files import read_json
+from rlgen.processes import EngineShare, Processes
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.run.directory import RunDirectory
-from rlgen.run.launch import Launch, asked_for, check_launch, launched_by
+from rlgen.run.launch import Launch, asked_for, check_launch
 from rlgen.run.manifest import check_files
-from rlgen.run.signals import StopRequest
+from rlgen.types import Position
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
@@ -114,43 +111,46 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
 
 
-def rollouts(directory: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted((directory / "rollouts").iterdir()) for row in read_jsonl(path)]
-
-
 KEPT = ("group_id", "sample_index", "prompt_ids", "completion_ids", "seed", "completion", "rewards", "reward", "trained")
 
 
 def same_rollouts(ours: Path, theirs: Path) -> bool:
-    return [[row[key] for key in KEPT] for row in rollouts(ours)] == [[row[key] for key in KEPT] for row in rollouts(theirs)]
+    return [[row[key] for key in KEPT] for row in rollout_rows(ours)] == [
+        [row[key] for key in KEPT] for row in rollout_rows(theirs)
+    ]
 
 
 def first_of(directory: Path, steps: int) -> list[list[Any]]:
     """What was sampled and rewarded in the first steps."""
-    paths = [directory / "rollouts" / f"step_{step:06d}.jsonl" for step in range(1, steps + 1)]
-    return [[row[key] for key in KEPT] for path in paths for row in read_jsonl(path)]
+    return [[row[key] for key in KEPT] for row in rollout_rows(directory, *range(1, steps + 1))]
 
 
 # --- the same training -----------------------------------------------------------------------------------------------
 
 
+LAYOUTS = {"one": ([sys.executable], 1), "two": (TORCHRUN, 1), "tensor parallel": (TORCHRUN, 2)}
+
+
 @pytest.fixture(scope="module")
-def on_vllm(recipe: Path) -> dict[str, Path]:
-    """A step of each trainer with vLLM: in one process, in two with an engine each, and in two that share one."""
-    folders = {}
+def on_vllm(recipe: Path) -> Callable[[str], Path]:
+    """A step of each trainer with vLLM: in one process, in two with an engine each, or in two that share one."""
     own = recipe.with_name("vllm.yaml")
     own.write_text(RECIPE.replace("engine: {kind: transformers}\n", ""))
-    for name, launcher, size in (("one", [sys.executable], 1), ("two", TORCHRUN, 1), ("tensor parallel", TORCHRUN, 2)):
-        folders[name] = recipe.parent / name
-        ended = launch(HERE / "process_worker.py", own, folders[name], size, launcher=launcher, timeout=200)
+
+    @cache
+    def trained(layout: str) -> Path:
+        (launcher, size), folder = LAYOUTS[layout], recipe.parent / layout
+        ended = launch(HERE / "process_worker.py", own, folder, size, launcher=launcher, timeout=200)
         assert ended.returncode == 0, ended.stderr[-3000:]
-    return folders
+        return folder
+
+    return trained
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("layout", ["two", "tensor parallel"])
-def test_processes_with_vllm_learn_what_one_learns(on_vllm: dict[str, Path], layout: str, trainer: str) -> None:
-    one, several = on_vllm["one"] / trainer, on_vllm[layout] / trainer
+@pytest.mark.parametrize("layout", slow_but(["two", "tensor parallel"], "two"))
+def test_processes_with_vllm_learn_what_one_learns(on_vllm: Callable[[str], Path], layout: str, trainer: str) -> None:
+    one, several = on_vllm("one") / trainer, on_vllm(layout) / trainer
     assert same_rollouts(several, one)
     expected, found = gradient(one), gradient(several)
     assert (found - expected).norm() / expected.norm() <= PRECISE and expected.norm() > 1e-3
@@ -174,6 +174,7 @@ def chain(recipe: Path) -> dict[str, Path]:
     return {"whole": whole, "parts": parts, "one": one, "again": again}
 
 
+@pytest.mark.slow
 def test_sharded_weights_learn_what_whole_ones_learn(chain: dict[str, Path]) -> None:
     assert farthest(weights(chain["parts"], 2), weights(chain["whole"], 2)) <= PRECISE
     state = chain["parts"] / "checkpoints" / "step_000002" / "state"
@@ -181,6 +182,7 @@ def test_sharded_weights_learn_what_whole_ones_learn(chain: dict[str, Path]) -> 
     assert not [path for path in state.rglob("*") if path.is_file() and path.suffix not in (".safetensors", ".json")], "no pickle"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(64)
 def test_a_run_goes_on_in_another_number_of_processes(chain: dict[str, Path], proof: Callable[[str], None]) -> None:
     for name, step in (("one", 4), ("again", 6)):
@@ -194,6 +196,7 @@ def test_a_run_goes_on_in_another_number_of_processes(chain: dict[str, Path], pr
     proof("2 processes with shards, then 1, then 2 again: weights within 1e-5 of 2 that went through, same rollouts")
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_what_was_saved_to_the_last_bit(chain: dict[str, Path], tmp_path: Path) -> None:
     """Shards to whole tensors here, to shards again in two processes, and back."""
     from rlgen.models.tiny import byte_tokenizer
@@ -208,7 +211,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(chain: dict[str, Path]
 
     first = resave.parts()
     loaded = load(chain["parts"] / "checkpoints" / "step_000002", first)
-    whole = Checkpoints(tmp_path / "whole", 1, Processes.alone()).save(2, 10, first[0], byte_tokenizer(), *first[1:])
+    whole = save(Checkpoints(tmp_path / "whole", 1, Processes.alone()), Position(2, 10), first[0], byte_tokenizer(), *first[1:])
     ended = launch(HERE / "resave.py", whole, tmp_path / "sharded")
     assert ended.returncode == 0, ended.stderr[-3000:]
     again = load(tmp_path / "sharded" / "step_000002", resave.parts())
@@ -236,11 +239,13 @@ def test_the_reward_of_one_process_fails(recipe: Path, tmp_path: Path, proof: Pr
     proof("a reward that divides by zero in process 1 of 2")
 
 
+@pytest.mark.slow
 def test_one_engine_of_two_is_wrong(recipe: Path, tmp_path: Path) -> None:
     ended = launch(HERE / "faulty.py", "one_engine_loses_a_tensor", "train", recipe, "--run-dir", tmp_path / "run")
     ended_badly(ended, tmp_path / "run", 6, "stale_tensor: the engine computes with earlier values of model.layers.1.mlp.up_proj")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(75)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: Proof, strategy: str) -> None:
@@ -254,6 +259,7 @@ def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: 
     proof(f"ZeroDivisionError in a backward pass of process 1 of 2, {strategy}")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(41, 75)
 @pytest.mark.parametrize(
     ("where", "strategy", "phase"),
@@ -277,38 +283,7 @@ def test_one_process_lacks_memory(recipe: Path, tmp_path: Path, proof: Proof, wh
     proof(f"torch.OutOfMemoryError in {phase.removesuffix(' of ')} of process 1 of 2, {strategy}: both end, exit 3")
 
 
-@pytest.mark.parametrize(("code", "said"), [(70, "process 1 failed"), (None, "no memory")])
-def test_another_process_speaks_only_for_a_main_one_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, said: str
-) -> None:
-    directory = RunDirectory.create(tmp_path / "run", "", "")
-    directory.write_status("running" if code is None else "failed", 3, 9, code, "" if code is None else "process 1 failed")
-
-    def fails(*_: object) -> None:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(cli_train, "run", fails)
-    monkeypatch.setattr(Processes, "speaks_last", lambda processes: True)  # the main one is gone
-    other = Processes(rank=1, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
-    with pytest.raises(MemoryError):
-        cli_train.train(load_recipe(recipe_of(tmp_path), []), directory, Again(resume=False), other, StopRequest(launched=True))
-    assert (directory.status()["exit_code"], directory.status()["message"]) == (70, said)
-
-
-def test_only_the_main_process_reads_the_status_that_it_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = RunDirectory.create(tmp_path / "run", "", "")
-
-    def status(_: RunDirectory) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    ran: list[object] = []
-    monkeypatch.setattr(cli_train, "run", lambda *given: ran.append(given))
-    monkeypatch.setattr(RunDirectory, "status", status)
-    other = Processes(rank=1, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
-    cli_train.train(load_recipe(recipe_of(tmp_path), []), directory, Again(resume=False), other, StopRequest(launched=True))
-    assert len(ran) == 1
-
-
+@pytest.mark.slow
 @pytest.mark.fault(45, 46)
 @pytest.mark.parametrize(
     ("what", "strategy"),
@@ -335,12 +310,12 @@ def test_what_is_not_finite_in_one_process_is_skipped_by_all(
     records = read_jsonl(two / "metrics.jsonl")
     assert [record["updates/skipped"] for record in records] == [0, 1, 0] and records[2]["updates/done"] == 1
     assert [record["groups/replaced"] for record in records] == [3, 2, 3]  # 0 3 6, 9 12, 15 18 21
-    assert {row["group_id"] for row in rollouts(two) if row["trained"] and row["group_id"] % 3 == 0} == set()
+    assert {row["group_id"] for row in rollout_rows(two) if row["trained"] and row["group_id"] % 3 == 0} == set()
     if strategy == "fsdp":
         alone = launch(worker, 0, what, "train", recipe, "--run-dir", tmp_path / "one", *options, launcher=[sys.executable])
         assert alone.returncode == 0, alone.stderr[-3000:]
         assert same_rollouts(two, tmp_path / "one") and farthest(weights(two, 3), weights(tmp_path / "one", 3)) <= PRECISE
-    assert len(read_jsonl(two / "nonfinite" / "step_000002.jsonl")) > 10
+    assert read_json(two / "nonfinite" / "step_000002.json")["step"] == 2 and len(rollout_rows(two, 2)) > 10
     assert "step 2: the " in ended.stdout and ended.stdout.count("the update was skipped") == 1
     went_on = " as one process does" if strategy == "fsdp" else ""
     proof(f"NaN in the {what} of process 1 alone ({strategy}): both skipped step 2, and went on{went_on}")
@@ -372,6 +347,7 @@ class Running:
         return subprocess.CompletedProcess(self.launcher.args, self.launcher.returncode, out, err)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(75)
 @pytest.mark.parametrize(
     ("engine", "rank"), [("{kind: transformers}", 0), ("{kind: colocated, tensor_parallel_size: 2}", 1)], ids=["main", "other"]
@@ -387,6 +363,7 @@ def test_a_killed_process_ends_the_others(recipe: Path, tmp_path: Path, proof: P
     proof(f"SIGKILL to process {rank} of 2, told by torchrun")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(75)
 def test_a_process_that_hangs_ends_all_within_the_timeout(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     """Stopped, it hears no SIGTERM: its launcher would wait 30 seconds for it."""
@@ -430,11 +407,45 @@ def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
 
 
 @pytest.mark.slow
+@pytest.mark.fault(70, 75)
+def test_a_shard_that_cannot_be_written_ends_all(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+    """Its process writes beside the loop: the error comes to all of them, and the checkpoint before stands."""
+    run = tmp_path / "run"
+    options = [
+        "--run-dir",
+        run,
+        "--max-steps",
+        "4",
+        "--set",
+        "processes.strategy=fsdp",
+        "--set",
+        "checkpoint={every: 1, keep: 1}",
+    ]
+    ended = launch(HERE / "faulty.py", "one_has_no_space", "train", recipe, *options)
+    ended_badly(ended, run, 8, "step_000002 cannot be written: [Errno 28] No space left on device; free space or change run.dir")
+    assert read_json(run / "status.json")["message"].startswith("process 1: ")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"], "and nothing half-written"
+    check_files(run / "checkpoints" / "step_000001", hashes=True)
+    proof("ENOSPC in the shards of process 1 of 2 at step 2: exit 8, step 1 good")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(75)
+def test_shards_that_take_longer_than_the_timeout_end_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+    run = tmp_path / "run"
+    options = ["--run-dir", run, "--set", "processes.strategy=fsdp", "--set", "processes.timeout=5"]
+    ended = launch(HERE / "faulty.py", "one_has_a_slow_disk", "train", recipe, *options, "--max-steps", "1", timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    check_files(run / "checkpoints" / "step_000001", hashes=True)
+    proof("shards of process 1 of 2 written for 7 s with a timeout of 5 s")
+
+
+@pytest.mark.slow
 @pytest.mark.fault(75)
 def test_a_process_that_samples_what_others_replay_ends_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     options = ["train", recipe, "--run-dir", tmp_path / "run", "--max-steps", "3", "--set", "processes.timeout=5"]
     assert launch(HERE / "faulty.py", "one_fails_the_first_time", *options, timeout=90).returncode == 1
-    (tmp_path / "run" / "journal" / "step_000003.rank1.jsonl").unlink()
+    (tmp_path / "run" / "journal" / "step_000003.rank1.bin").unlink()
     ended = launch(HERE / "faulty.py", "one_samples_for_long", *options, "--resume", timeout=90)
     assert ended.returncode == 0, ended.stderr[-3000:]
     record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
@@ -453,15 +464,16 @@ def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
         raise RewardError("the judge is away")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RewardError) as caught:
-        patch.setattr(processes.dist, "all_gather_object", gone)
+        patch.setattr(processes.dist, "all_gather", gone)
         others.agreed(fails)
     assert not processes.lost(caught.value)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as gone_too:
-        patch.setattr(processes.dist, "all_gather_object", gone)
+        patch.setattr(processes.dist, "all_gather", gone)
         others.agreed(int)
     assert processes.lost(gone_too.value)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(76)
 def test_processes_that_go_different_ways_are_told_apart(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     ended = launch(HERE / "faulty.py", "one_goes_another_way", "train", recipe, "--run-dir", tmp_path / "run", timeout=60)
@@ -482,6 +494,7 @@ def test_a_process_that_skips_a_step_ends_all_in_time(recipe: Path, tmp_path: Pa
     proof("process 1 of 2 adds no gradient: ended by the timeout of 5 s")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(78)
 def test_without_their_launcher_the_processes_stop(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     running = Running(recipe, tmp_path / "run")
@@ -494,6 +507,7 @@ def test_without_their_launcher_the_processes_stop(recipe: Path, tmp_path: Path,
     proof("SIGKILL to torchrun")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(79)
 def test_what_a_launcher_starts_again_goes_on(recipe: Path, tmp_path: Path, chain: dict[str, Path], proof: Proof) -> None:
     again = [*TORCHRUN, "--max-restarts=1"]
@@ -511,6 +525,7 @@ def test_what_a_launcher_starts_again_goes_on(recipe: Path, tmp_path: Path, chai
     proof("SIGKILL in step 3 of the first attempt; torchrun started both processes again")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(73)
 @pytest.mark.parametrize("to", ["process 1", pytest.param("SIGUSR1 to process 0", marks=pytest.mark.slow), "torchrun"])
 def test_a_stop_asked_of_one_process_is_a_stop_of_all(
@@ -538,6 +553,7 @@ def test_a_stop_asked_of_one_process_is_a_stop_of_all(
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_accelerate_that_starts_one_process_of_two(recipe: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     ended = launch("-m", "rlgen", "train", recipe, "--run-dir", tmp_path / "run", launcher=launcher)
@@ -545,6 +561,7 @@ def test_accelerate_that_starts_one_process_of_two(recipe: Path, tmp_path: Path)
     assert "torchrun --nproc-per-node 2" in ended.stderr and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(77)
 def test_accelerate_that_starts_two_processes(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
@@ -607,6 +624,7 @@ def test_launches_that_are_refused(
         check_launch(launch, count, environment, parents)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(85)
 @pytest.mark.parametrize(("here", "interface"), [("2", "lo"), ("1", None)])
 def test_processes_of_one_machine_listen_there_only(
@@ -630,6 +648,7 @@ def test_processes_of_one_machine_listen_there_only(
     proof(f"two processes, {here} of them here, look for each other")
 
 
+@pytest.mark.slow
 def test_launches_that_are_well(tmp_path: Path) -> None:
     config = tmp_path / "accelerate.yaml"
     config.write_text(
@@ -646,75 +665,14 @@ def test_launches_that_are_well(tmp_path: Path) -> None:
         Launch.of({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
 
 
-def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    assert not goes_on(tmp_path / "run", again), "the first attempt had not come so far"
-    directory = RunDirectory.create(tmp_path / "run", "", "")
-    directory.write_status("running", 3, 9)
-    assert goes_on(directory.path, again)
-    assert not goes_on(directory.path, {}) and not goes_on(directory.path, {"TORCHELASTIC_RESTART_COUNT": "0"})
-    status = read_json(directory.status_file)
-    with monkeypatch.context() as patch:
-        patch.setattr(psutil.Process, "create_time", lambda process: time.time())
-        assert not goes_on(directory.path, again), "in the next container a new launcher has the old one's pid"
-    host, pid, began = status["launcher"]
-    # Another pid; another time; another machine; and what an earlier rlgen took down.
-    for other in ([host, pid + 1, began], [host, pid, began + 60], ["elsewhere", pid, began], pid):
-        write_json(directory.status_file, {**status, "launcher": other})
-        assert not goes_on(directory.path, again), "a run that was there before the launch"
-    directory.close()
-
-
-@pytest.fixture
-def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Path]:
-    """What an attempt that ended with a code has left to torchrun's next one, which this process is."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-
-    def leave(code: int | None) -> Path:
-        directory = RunDirectory.create(tmp_path / "run", "", "")
-        directory.write_status("running" if code is None else "failed", 3, 9, code, "" if code is None else "what it said")
-        directory.close()
-        return directory.path
-
-    return leave
-
-
-@pytest.mark.fault(79)
-@pytest.mark.parametrize("code", [2, 3, 4, 5, 7, 8, 75])
-def test_a_restart_does_not_repeat_an_end_that_was_meant(ended: Callable[[int | None], Path], code: int, proof: Proof) -> None:
-    path = ended(code)
-    before = (path / "status.json").read_bytes()
-    with pytest.raises(RlgenError, match=r"anew, since the last attempt ended with exit \d+: what it said$") as caught:
-        again_of(path, Again(resume=False))
-    assert caught.value.exit_code == code and str(caught.value).startswith(f"{path} ")
-    assert (path / "status.json").read_bytes() == before
-    proof(f"status.json of the attempt before: exit {code}")
-
-
-@pytest.mark.fault(79)
-@pytest.mark.parametrize("code", [6, 9, 70, 130, None])  # None: it was killed
-def test_a_restart_goes_on_from_an_end_that_nobody_meant(
-    ended: Callable[[int | None], Path], monkeypatch: pytest.MonkeyPatch, code: int | None, proof: Proof
-) -> None:
-    path, asked = ended(code), Again(resume=False, changed_rewards=True, clean=True)
-    assert again_of(path, asked) == Again(resume=True, changed_rewards=True), "and --clean was for the first attempt"
-    from_20 = Again(resume=True, step=20)
-    assert again_of(path, from_20) == from_20, "it had trained nothing"
-    write_json(path / "provenance.json", [{"launcher": 1}, {"launcher": launched_by()}])
-    assert again_of(path, from_20) == Again(resume=True), "later checkpoints are its own"
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    assert again_of(path, asked) is asked, "started by hand"
-    proof(f"status.json of the attempt before: exit {code}")
-
-
 def test_prompts_are_shared_by_engines_and_engines_by_processes() -> None:
-    def seat(rank: int, world: int, size: int) -> Seat:
+    def engine_share(rank: int, world: int, size: int) -> EngineShare:
         processes = Processes(rank=rank, world=world, device=torch.device("cpu"), timeout=1, group=None, store=None)
-        return Seat.of(processes, size)
+        return EngineShare.of(processes, size)
 
     for world, size, items in ((4, 1, 5), (4, 2, 5), (3, 1, 2), (2, 2, 1)):
-        seats = [seat(rank, world, size) for rank in range(world)]
-        assert [item for s in seats if s.speaks for item in s.share(range(items))] == list(range(items))
-        assert sum(s.speaks for s in seats) == world // size
+        seats = [engine_share(rank, world, size) for rank in range(world)]
+        assert [item for s in seats if s.first for item in s.share(range(items))] == list(range(items))
+        assert sum(s.first for s in seats) == world // size
     with pytest.raises(ProcessError, match="needs a multiple of 2 processes, but 3 run"):
-        seat(0, 3, 2)
+        engine_share(0, 3, 2)

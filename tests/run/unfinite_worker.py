@@ -6,6 +6,8 @@ import os
 import sys
 from dataclasses import replace
 
+import numpy as np
+
 from rlgen.cli.app import main
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.update import Updater
@@ -38,7 +40,7 @@ def some_constant() -> None:
 
     def changed(collect, groups, step):  # type: ignore[no-untyped-def]
         samples = rewarded(collect, groups, step)
-        return [replace(sample, reward=0.5) if sample.group_id % 3 == 0 else sample for sample in samples]
+        return replace(samples, reward=np.where(samples.group_id % 3 == 0, 0.5, samples.reward))
 
     Collector.rewarded = changed  # type: ignore[method-assign]
 

@@ -98,6 +98,7 @@ def search(folder: Path, *texts: str) -> tuple[int, list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(87)
 def test_a_run_that_succeeds_leaves_no_secret(
     start: Callable[..., tuple[int, Path]], capfd: pytest.CaptureFixture[str], proof: Proof

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from helpers.samples import completion
 from torch import Tensor
 
-from rlgen.engines import build_engine, vllm_compat
+from rlgen.engines import vllm_compat
 from rlgen.engines.base import Facts, Finished, Receipt
 from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.open import build_engine
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.losses import policy as policy_module
 from rlgen.losses.inputs import LossInputs, Totals
@@ -21,9 +24,9 @@ from rlgen.models import weights
 from rlgen.models.load import load_model, load_tokenizer
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.weights import checkpoint_tensors
+from rlgen.opening import pair
 from rlgen.sentinel import contract, sync
-from rlgen.trainers import sides
-from rlgen.types import Completion, Request, Sampling
+from rlgen.types import Completion, Request, Sampling, one_span
 
 Plant = Callable[[pytest.MonkeyPatch], list[str]]
 Answers = list[Completion]
@@ -178,7 +181,7 @@ def noisy_prefill(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def prefilled(self: Any, rows: Any) -> Any:
         fired.append("prefill")
-        return [tuple(value - 0.01 for value in row) for row in prefill(self, rows)]
+        return [row - np.float32(0.01) for row in prefill(self, rows)]
 
     monkeypatch.setattr(ColocatedEngine, "prefill_logp", prefilled)
     return fired
@@ -236,7 +239,7 @@ class Wrapped:
 def answers(change: Callable[[Sequence[Request], Answers], Answers]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired: list[str] = []
-        monkeypatch.setattr(sides, "build_engine", lambda *arguments: Wrapped(build_engine(*arguments), change, fired))
+        monkeypatch.setattr(pair, "build_engine", lambda *arguments: Wrapped(build_engine(*arguments), change, fired))
         return fired
 
     return plant
@@ -247,7 +250,16 @@ def each(change: Callable[[Completion], Completion]) -> Plant:
 
 
 def without_last(answer: Completion) -> Completion:
-    return replace(answer, token_ids=answer.token_ids[:-1], logp=answer.logp[:-1]) if answer.finish_reason == "stop" else answer
+    return (
+        replace(
+            answer,
+            token_ids=answer.token_ids[:-1],
+            logp=answer.logp[:-1],
+            spans=one_span(len(answer.logp) - 1, answer.weight_version),
+        )
+        if answer.finish_reason == "stop"
+        else answer
+    )
 
 
 def without_last_logp(answer: Completion) -> Completion:
@@ -255,24 +267,24 @@ def without_last_logp(answer: Completion) -> Completion:
 
 
 def without_logp(answer: Completion) -> Completion:
-    return replace(answer, logp=(float("nan"),) * len(answer.logp))
+    return replace(answer, logp=np.full_like(answer.logp, np.nan))
 
 
 def rolled(answer: Completion) -> Completion:
-    return replace(answer, logp=(*answer.logp[1:], answer.logp[0]))
+    return replace(answer, logp=np.roll(answer.logp, -1))
 
 
 def last_repeated(answer: Completion) -> Completion:
-    return replace(answer, logp=(*answer.logp[1:], answer.logp[-1]))
+    return replace(answer, logp=np.append(answer.logp[1:], answer.logp[-1:]))
 
 
 def noisy(answer: Completion) -> Completion:
-    return replace(answer, logp=tuple(value - 0.02 * (1 + place % 3) for place, value in enumerate(answer.logp)))
+    return replace(answer, logp=answer.logp - np.float32(0.02) * (1 + np.arange(len(answer.logp), dtype=np.float32) % 3))
 
 
 def flattened(requests: Sequence[Request], given: Answers) -> Answers:
     return [
-        replace(answer, token_ids=(token,), logp=(logp,), finish_reason="length")
+        completion([token], [logp], answer.prompt_ids, answer.weight_version, "length")
         for answer in given
         for token, logp in zip(answer.token_ids, answer.logp, strict=True)
     ]
@@ -298,7 +310,7 @@ def interleaved(requests: Sequence[Request], given: Answers) -> Answers:
 
 def relabelled(requests: Sequence[Request], given: Answers) -> Answers:
     """The first two rows change places, and their echoes of the prompts are put right."""
-    if len(given) < 2 or given[0].prompt_ids == given[1].prompt_ids:
+    if len(given) < 2 or np.array_equal(given[0].prompt_ids, given[1].prompt_ids):
         return given
     first, second = given[:2]
     return [replace(second, prompt_ids=first.prompt_ids), replace(first, prompt_ids=second.prompt_ids), *given[2:]]

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import planted as p
 import pytest
 from conftest import RECIPE, read_jsonl
@@ -19,11 +20,11 @@ from rlgen.engines.base import Finished, Receipt
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
 from rlgen.files import read_json
+from rlgen.opening import trainer
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.compare import first_difference
 from rlgen.sentinel.watch import Watch
-from rlgen.trainers import build
-from rlgen.types import Completion, Request, Sampling
+from rlgen.types import Completion, Request, Sampling, one_span
 
 Proof = Callable[[str], None]
 
@@ -43,14 +44,14 @@ def after_the_start(event: Event) -> p.Plant:
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired: list[str] = []
-        record_attempt = build.record_attempt
+        record_attempt = trainer.record_attempt
 
         def then(*arguments: Any) -> None:
             record_attempt(*arguments)
             fired.append("event")
             event(monkeypatch)
 
-        monkeypatch.setattr(build, "record_attempt", then)
+        monkeypatch.setattr(trainer, "record_attempt", then)
         return fired
 
     return plant
@@ -146,7 +147,7 @@ def rollouts_of_older_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def older(engine: Any, answer: Completion) -> Completion:
-    return replace(answer, weight_version=answer.weight_version - 2)
+    return replace(answer, spans=one_span(len(answer.token_ids), answer.weight_version - 2))
 
 
 # name -> (what happens, the step that must not be trained, the fault, words of the message, overrides)
@@ -178,6 +179,13 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
 }
 
 
+QUICK = ("a tensor is lost", "older rollouts", "noise")
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [*([pytest.mark.fault(57)] if "sleep" in name else []), *([] if name in QUICK else [pytest.mark.slow])]
+
+
 SETTINGS = ["run.steps=5", "rollout.group_size=8"]
 
 
@@ -190,9 +198,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.fault(54)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.fault(57), pytest.mark.slow] if "sleep" in name else ()) for name in EVENTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in EVENTS])
 def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
     recipe_file: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, proof: Proof
 ) -> None:
@@ -235,9 +241,10 @@ def test_a_warning_trains_on(recipe_file: Path, monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out.count("warning: sentinel: batch of step") == 2
 
 
+@pytest.mark.slow
 def test_in_bfloat16_a_rise_within_the_bound_is_a_drift(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(engine: Any, answer: Completion) -> Completion:
-        return replace(answer, logp=tuple(value - 0.025 for value in answer.logp))
+        return replace(answer, logp=answer.logp - np.float32(0.025))
 
     after_the_start(in_rollouts(shifted, 7))(monkeypatch)
     overrides = ["model.dtype=bfloat16", "run.steps=9", "rollout.group_size=8", TRANSFORMERS]
@@ -265,6 +272,7 @@ def test_what_is_under_way_ends_before_new_samples_are_compared() -> None:
     assert fault is Fault.STALE_ROLLOUTS and calls == ["rest", "sample"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_remembers_what_a_probe_saw(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second sync is probed, as with rollout.ahead; the last checkpoint is of one that was."""
     watches: list[Watch] = []
@@ -279,13 +287,12 @@ def test_a_resumed_run_remembers_what_a_probe_saw(recipe_file: Path, monkeypatch
         return groups(sampler, step, prompts)
 
     groups = Sampler.groups
-    monkeypatch.setattr(build, "Watch", probing)
+    monkeypatch.setattr(trainer, "Watch", probing)
     overrides = ["run.steps=3", "checkpoint.every=2", TRANSFORMERS]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Sampler, "groups", killed)
         run(recipe_file, *overrides)
-    journal = read_jsonl(recipe_file.parent / "run" / "journal" / "step_000003.jsonl")
-    start = [line for line in journal if line["kind"] == "start"][-1]
+    start = read_jsonl(recipe_file.parent / "run" / "journal" / "start_000003.jsonl")[-1]
     run(recipe_file, *overrides, resume=True)
     before, resumed = (list(watch.means) for watch in watches)
     assert len(set(before)) == 4, "batch, probe, batch, probe"
@@ -293,6 +300,7 @@ def test_a_resumed_run_remembers_what_a_probe_saw(recipe_file: Path, monkeypatch
     assert resumed[:4] == before and len(resumed) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "doctor"])
 def test_the_commands_end_with_6(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str

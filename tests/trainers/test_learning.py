@@ -9,6 +9,8 @@ import pytest
 from ahead import serve
 from conftest import ROOT, read_jsonl
 
+pytestmark = pytest.mark.slow
+
 RECIPE = ROOT / "recipes" / "demo-grpo.yaml"
 STEPS = 70  # of the recipe's 120: what is left adds little
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, read_jsonl
+from helpers.slow import slow_but
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def without_times(directory: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_jsonl(directory / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", slow_but(ENGINES, "transformers"))
 def test_grpo_starts_at_its_reference_and_resumes_as_if_never_stopped(recipe_file: Path, engine: str) -> None:
     settings = [f"engine={{kind: {engine}}}", "trainer={kind: grpo, beta: 0.1}"]
     whole = run(recipe_file.parent / "whole", recipe_file, *settings, "run.steps=4")
@@ -59,7 +60,7 @@ def test_grpo_starts_at_its_reference_and_resumes_as_if_never_stopped(recipe_fil
     assert all(torch.equal(final[name], tensor) for name, tensor in adapter(parts, 4).items())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", slow_but(ENGINES, "transformers"))
 def test_online_dpo_prefers_against_the_base(recipe_file: Path, engine: str) -> None:
     (recipe_file.parent / "r.py").write_text("def f(completion_ids): return len(completion_ids) + sum(completion_ids) % 3\n")
     settings = [f"engine={{kind: {engine}}}", "trainer={kind: online_dpo}", "rewards=[{use: 'r.py:f'}]", "run.steps=3"]
@@ -84,6 +85,7 @@ def test_another_adapter_is_another_run(recipe_file: Path) -> None:
         assert words in str(caught.value) and caught.value.exit_code == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_ignores_the_adapter_is_named_on_resuming(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = run(recipe_file.parent / "run", recipe_file, "engine={kind: transformers}", "run.steps=2")
     fired = []
@@ -99,6 +101,7 @@ def test_an_engine_that_ignores_the_adapter_is_named_on_resuming(recipe_file: Pa
     assert fired and caught.value.fault is Fault.ADAPTER_IGNORED and caught.value.exit_code == 6
 
 
+@pytest.mark.slow
 def test_an_engine_that_begins_to_ignore_it_is_named_in_the_next_batch(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +120,7 @@ def test_an_engine_that_begins_to_ignore_it_is_named_in_the_next_batch(
     assert fired and caught.value.fault is Fault.ADAPTER_IGNORED
 
 
+@pytest.mark.slow
 def test_merging_into_the_base_and_back_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is added and taken away again leaves a rounding behind, sync by sync."""
     fired: list[str] = []

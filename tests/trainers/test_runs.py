@@ -3,16 +3,27 @@
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import read_jsonl, tiny_model
+from conftest import read_jsonl
+from helpers.rollouts import rollout_rows
+from helpers.slow import slow_but
 
 from rlgen.cli.train import train_command
 from rlgen.files import read_json
 from rlgen.models.policy import Policy, PolicyScores
-from rlgen.trainers import build, sides, update
+from rlgen.opening import trainer
+from rlgen.rewards.early import EarlyScoring
+from rlgen.rollout.sampler import Sampler
+from rlgen.run import clock
+from rlgen.run.rollouts import RolloutWriter
+from rlgen.run.snapshot import Room
+from rlgen.trainers import loop, update
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import Window
 from rlgen.types import Batch
 
 KINDS = ["grpo", "rloo", "online_dpo"]
@@ -23,10 +34,6 @@ def run(recipe: Path, *overrides: str, resume: bool = False) -> Path:
     directory = recipe.parent / "run"
     train_command(recipe, list(overrides), resume, False, None, directory)
     return directory
-
-
-def rollouts(directory: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted((directory / "rollouts").iterdir()) for row in read_jsonl(path)]
 
 
 class Forwards:
@@ -48,23 +55,23 @@ class Forwards:
             return forward(policy, batch, temperatures, *entropy)
 
         monkeypatch.setattr(Policy, "forward", counted)
-        record_attempt = build.record_attempt
+        record_attempt = trainer.record_attempt
 
         def recorded(*arguments: Any) -> None:
             record_attempt(*arguments)
             self.started = True  # the probes of the sentinel are not training
 
-        monkeypatch.setattr(build, "record_attempt", recorded)
+        monkeypatch.setattr(trainer, "record_attempt", recorded)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", slow_but(ENGINES, "transformers"))
 @pytest.mark.parametrize("size", [2, 4])
 def test_pairs_share_their_prompt_and_the_chosen_outscores(recipe_file: Path, engine: str, size: int) -> None:
     overrides = ["trainer={kind: online_dpo}", f"engine={{kind: {engine}}}", f"rollout.group_size={size}", "run.steps=8"]
     (recipe_file.parent / "r.py").write_text("def f(completion_ids): return len(completion_ids) + sum(completion_ids) % 3\n")
     overrides += ["data.options={min_length: 1, max_length: 12}", "rewards=[{use: 'r.py:f'}]", "rollout.max_completion_tokens=80"]
     directory = run(recipe_file, *overrides)
-    rows = rollouts(directory)
+    rows = rollout_rows(directory)
     assert len({len(row["prompt_ids"]) for row in rows}) > 2 and len({len(row["completion_ids"]) for row in rows}) > 5
     pairs = 0
     for group_id in {row["group_id"] for row in rows}:
@@ -106,9 +113,9 @@ def test_one_policy_forward_a_trained_token_and_update(
     assert forwards.tokens["policy"] == updates * trained > 0
     assert forwards.tokens["reference"] == (trained if kind == "online_dpo" else 0)
     # byte for byte: what went through the policy is prompt and sampled completion, the stop token included
-    sampled = [tuple(row["prompt_ids"] + row["completion_ids"]) for row in rollouts(directory) if row["trained"]]
+    sampled = [tuple(row["prompt_ids"] + row["completion_ids"]) for row in rollout_rows(directory) if row["trained"]]
     assert Counter(forwards.rows) == Counter(sampled * updates)
-    assert all(all(row["loss_mask"]) for row in rollouts(directory))
+    assert all(all(row["loss_mask"]) for row in rollout_rows(directory))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
@@ -122,7 +129,7 @@ def test_a_reference_costs_one_forward_and_only_with_beta(recipe_file: Path, kin
         assert records[0]["kl/ref_k3"] == pytest.approx(0, abs=1e-9) and records[2]["kl/ref_k3"] > 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "grpo"))
 def test_a_run_on_vllm_leaves_everything_behind(recipe_file: Path, kind: str) -> None:
     directory = run(recipe_file, f"trainer={{kind: {kind}}}", "run.steps=3", "checkpoint={every: 1, keep: 2}")
     assert (directory / "recipe.yaml").read_text() == recipe_file.read_text()
@@ -132,13 +139,50 @@ def test_a_run_on_vllm_leaves_everything_behind(recipe_file: Path, kind: str) ->
     assert [record["step"] for record in records] == [1, 2, 3]
     for record in records:
         assert record["sampler/delta_max"] <= 1e-4 and record["weights/version"] == record["step"]
-        phases = sum(value for key, value in record.items() if key.startswith("time/") and key != "time/step")
-        assert phases == pytest.approx(record["time/step"], rel=0.05)
+        times = [value for key, value in record.items() if key.startswith("time/") and key != "time/step"]
+        assert len(times) >= 4 and min(times) > 0 and sum(times) <= record["time/step"] + 1e-4
         assert {"loss", "grad_norm", "reward/mean", "reward/std", "reward/exact_match/mean", "is/ess"} <= set(record)
-    assert {row["weight_version"] for row in rollouts(directory) if row["step"] == 3} == {2}
+    assert {row["weight_version"] for row in rollout_rows(directory) if row["step"] == 3} == {2}
     facts = read_json(directory / "provenance.json")[0]
     assert facts["packages"]["torch"] == torch.__version__
     assert {rung["number"]: rung["power"] for rung in facts["sentinel"]}[3] > 1e-2
+
+
+def test_the_seconds_of_a_step_are_those_of_its_phases(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which only what a step is made of takes time. The time of a save counts to the step after it."""
+    now = 0.0
+
+    def takes(seconds: float, owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def taking(*arguments: Any, **named: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, taking)
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    takes(1.0, Sampler, "groups")
+    takes(2.0, EarlyScoring, "result")
+    takes(4.0, Window, "of")
+    takes(8.0, Updater, "_run")
+    takes(16.0, RolloutWriter, "write")
+    takes(32.0, Sampler, "before_sync")
+    takes(64.0, loop, "send_weights")
+    takes(128.0, Room, "weights")
+    directory = run(recipe_file, "engine={kind: transformers}", "checkpoint.every=1")
+    records = read_jsonl(directory / "metrics.jsonl")
+    found = [{key[5:]: value for key, value in record.items() if key.startswith("time/")} for record in records]
+    first = {"generate": 1.0 + 32.0, "reward": 2.0, "train": 4.0 + 8.0, "save": 16.0, "sync": 64.0}
+    assert found == [{**first, "step": 127.0}, {**first, "save": 16.0 + 128.0, "step": 255.0}]
+
+
+@pytest.mark.slow  # what else runs on a machine takes time between two phases
+def test_the_phases_of_a_step_are_nearly_all_of_it(recipe_file: Path) -> None:
+    for record in read_jsonl(run(recipe_file, "run.steps=3", "checkpoint={every: 1, keep: 2}") / "metrics.jsonl"):
+        phases = sum(value for key, value in record.items() if key.startswith("time/") and key != "time/step")
+        assert phases == pytest.approx(record["time/step"], rel=0.05)
 
 
 def test_the_saved_model_opens_with_transformers_alone(recipe_file: Path) -> None:
@@ -155,18 +199,20 @@ def test_the_saved_model_opens_with_transformers_alone(recipe_file: Path) -> Non
 
 def test_old_logp_is_frozen_at_the_first_update(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[tuple[int, ...], torch.Tensor]] = []
-    collate, gather = update.collate, update.Window.gather
+    get = update.Window.get
 
-    def kept(frozen: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
-        seen.append((batch.rows, gather(frozen, batch)))
-        return seen[-1][1]
+    def kept(window: update.Window, name: str, batch: Batch) -> torch.Tensor:
+        values = get(window, name, batch)
+        if name in ("old_logp", "old_at_sampling"):
+            seen.append((batch.rows, values))
+        return values
 
-    monkeypatch.setattr(update.Window, "gather", staticmethod(kept))
+    monkeypatch.setattr(update.Window, "get", kept)
     directory = run(recipe_file, "trainer={updates_per_rollout: 3}", "engine={kind: transformers}", "run.steps=1")
-    assert collate is update.collate
     by_rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for rows, logp in seen:
         by_rows.setdefault(rows, []).append(logp)
+    assert by_rows and sum(map(len, by_rows)) == 16
     for values in by_rows.values():  # for the loss and for the correction, which have one temperature here
         assert len(values) == 3 * 2 and all(torch.equal(values[0], value) for value in values)
     record = read_jsonl(directory / "metrics.jsonl")[0]
@@ -190,18 +236,21 @@ def test_the_micro_batch_split_changes_no_weight(recipe_file: Path, kind: str) -
 def test_bfloat16_runs_within_its_bounds(recipe_file: Path) -> None:
     directory = run(recipe_file, "model.dtype=bfloat16")
     gaps = [record["sampler/delta_mean"] for record in read_jsonl(directory / "metrics.jsonl")]
-    assert all(1e-6 < gap < 0.03 for gap in gaps)
+    assert len(gaps) == 2 and all(1e-6 < gap < 0.03 for gap in gaps)
 
 
 def test_vllm_on_transformers_model_code_spares_the_trainers_model(recipe_file: Path) -> None:
     directory = run(recipe_file, "engine={kind: colocated, model_impl: transformers}")
-    assert all(record["sampler/delta_max"] <= 1e-4 for record in read_jsonl(directory / "metrics.jsonl"))
+    gaps = [record["sampler/delta_max"] for record in read_jsonl(directory / "metrics.jsonl")]
+    assert len(gaps) == 2 and max(gaps) <= 1e-4
 
 
 def test_structured_output_restricts_the_rollouts_and_is_not_compared(recipe_file: Path) -> None:
     directory = run(recipe_file, "engine={kind: colocated, structured_regex: '[0-9]{3}'}", "trainer={correction: {mode: none}}")
-    assert all(len(row["completion"]) == 3 and row["completion"].isdigit() for row in rollouts(directory))
-    assert all(record["sampler/delta_max"] > 0.1 for record in read_jsonl(directory / "metrics.jsonl"))
+    texts = [row["completion"] for row in rollout_rows(directory)]
+    assert len(texts) == 2 * 16 and all(len(text) == 3 and text.isdigit() for text in texts)
+    gaps = [record["sampler/delta_max"] for record in read_jsonl(directory / "metrics.jsonl")]
+    assert len(gaps) == 2 and min(gaps) > 0.1
 
 
 def test_activations_computed_again_give_the_same_gradient(recipe_file: Path) -> None:
@@ -211,24 +260,6 @@ def test_activations_computed_again_give_the_same_gradient(recipe_file: Path) ->
         norms.append(read_jsonl(directory / "metrics.jsonl")[0]["grad_norm"])
         directory.rename(directory.with_name(f"run-{again}"))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_a_checkpointed_forward_is_a_function_of_its_input(name: str) -> None:
-    """Dropout of a model's config is no module of its own, but asks whether the layer above it trains."""
-    model = tiny_model(name)
-    ids = torch.arange(3, 19)[None]
-    expected = model(ids).logits
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.5
-    sides.checkpoint_activations(model)
-    runs: list[int] = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    logits = model(ids).logits
-    assert torch.equal(logits, expected)
-    logits.sum().backward()
-    assert len(runs) == 2, "computed again for the backward pass"
 
 
 def test_a_correction_compares_log_probs_of_one_temperature(recipe_file: Path) -> None:

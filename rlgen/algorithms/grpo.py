@@ -1,0 +1,77 @@
+"""GRPO (Shao et al. 2024, arXiv 2402.03300) and the losses that grew out of it, each a variant with an aggregation.
+
+The default recipe (`loss: dapo`, arXiv 2503.14476) minimises, over the N sampled tokens of all completions i of a step:
+
+    loss = -1/N sum_i sum_t w_it min(r_it A_i, clamp(r_it, 1 - 0.2, 1 + 0.28) A_i)
+
+    r_it = exp(policy_logp - old_logp)            differentiated; 1 in value on the first update, the only one by default
+    w_it = min(exp(old_logp - sampler_logp), 2)   a constant: correction {mode: token_truncate, max: 2.0}
+    A_i  = (R_i - mean R) / (std R + 1e-4)        over the completions of the same prompt, with n - 1 in the std
+
+A_i is exactly 0 in a group of equal rewards and for a completion without a reward; their tokens count in N. There is no KL to a
+reference (`beta: 0`), no entropy bonus, and no token, completion or group is left out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlgen.algorithms.base import PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
+from rlgen.losses.advantages import gdpo_advantages, group_advantages, without_signal
+from rlgen.losses.inputs import LossInputs, Stats
+from rlgen.losses.policy import Objective, policy_loss
+from rlgen.losses.variants import Cispo, Clip, RatioLevel, Sapo, Variant, Vespo
+from rlgen.recipe.trainers import GRPORecipe
+
+SEQUENCE_RATIOS: dict[str, RatioLevel] = {"gspo": "sequence", "luspo": "sequence", "gspo_token": "sequence_token"}
+
+
+@dataclass(frozen=True, slots=True)
+class GRPO(PolicyGradient):
+    """GRPO and its variants: advantages are centred within the group."""
+
+    recipe: GRPORecipe
+
+    def advantages(self, scores: Scores) -> Signal:
+        """Returns the advantages of the rows; rewards are combined before or after normalisation, as the recipe says."""
+        recipe, ids = self.recipe, scores.group_ids
+        if recipe.combine_rewards == "normalize_then_sum":
+            advantages = gdpo_advantages(scores.columns, scores.column_weights, ids)
+            weighed = scores.columns[:, scores.column_weights != 0]
+            silent = torch.stack([without_signal(column, ids) for column in weighed.unbind(1)]).all(0)
+        else:
+            rewards = rewards_less_kl(scores.rewards, scores, recipe)
+            advantages = group_advantages(rewards, ids, recipe.scale_rewards)
+            silent = without_signal(rewards, ids)
+        return Signal.of_policy(advantages, silent, scores, recipe)
+
+    def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
+        """Returns the loss of a micro-batch, by the recipe's variant and aggregation."""
+        recipe = self.recipe
+        objective = Objective(
+            variant=variant_of(recipe),
+            aggregation=recipe.aggregation,
+            kl=kl_of(recipe),
+            off_policy_max=recipe.off_policy_max,
+            entropy_bonus=recipe.entropy_bonus,
+        )
+        return policy_loss(x, objective)
+
+
+def variant_of(recipe: GRPORecipe) -> Variant:
+    """Builds the token loss that the recipe names."""
+    match recipe.loss:
+        case "cispo":
+            return Cispo(recipe.cispo_max)
+        case "sapo":
+            return Sapo(recipe.sapo_tau_positive, recipe.sapo_tau_negative)
+        case "vespo":
+            return Vespo(
+                k_positive=recipe.vespo_k_positive,
+                lambda_positive=recipe.vespo_lambda_positive,
+                k_negative=recipe.vespo_k_negative,
+                lambda_negative=recipe.vespo_lambda_negative,
+            )
+        case clipped:
+            return Clip(recipe.clip_low, recipe.clip_high, recipe.delta, SEQUENCE_RATIOS.get(clipped, "token"))

@@ -1,0 +1,55 @@
+"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): the baseline of a completion is the mean of the prompt's other completions.
+
+The default recipe minimises, over the N completions i of a step and their tokens t:
+
+    loss = -1/N sum_i sum_t w_it min(r_it A_i, clamp(r_it, 1 - 0.2, 1 + 0.2) A_i)
+
+    r_it = exp(policy_logp - old_logp)            differentiated; 1 in value on the first update, the only one by default
+    w_it = min(exp(old_logp - sampler_logp), 2)   a constant: correction {mode: token_truncate, max: 2.0}
+    A_i  = R_i - mean of the R of the other completions of the same prompt
+
+A_i is exactly 0 in a group of equal rewards and for a completion without a reward; both count in N. Against GRPO's default: the
+tokens of a completion are summed, not averaged, the advantage is not divided by a standard deviation, and the clip is symmetric.
+There is no KL (`beta: 0`); with one, it is taken from R (`kl: k1_in_reward`).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlgen.algorithms.base import PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
+from rlgen.losses.advantages import normalized, rloo_advantages, without_signal
+from rlgen.losses.inputs import LossInputs, Stats
+from rlgen.losses.policy import Objective, policy_loss
+from rlgen.losses.variants import Clip
+from rlgen.recipe.trainers import RLOORecipe
+
+
+@dataclass(frozen=True, slots=True)
+class RLOO(PolicyGradient):
+    """RLOO: leave-one-out advantages, with the loss summed over each completion."""
+
+    recipe: RLOORecipe
+
+    def advantages(self, scores: Scores) -> Signal:
+        """Returns leave-one-out advantages of the rewards, after clipping and KL, normalised if the recipe says so."""
+        clip = self.recipe.reward_clip
+        rewards = rewards_less_kl(scores.rewards if clip is None else scores.rewards.clamp(*clip), scores, self.recipe)
+        advantages = rloo_advantages(rewards, scores.group_ids)
+        if self.recipe.normalize_advantages:
+            advantages = normalized(advantages, ~rewards.isnan())
+        return Signal.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, self.recipe)
+
+    def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
+        """Returns the loss of a micro-batch."""
+        recipe = self.recipe
+        of_tokens = recipe.ratio == "token"
+        objective = Objective(
+            variant=Clip(recipe.clip_low, recipe.clip_high, recipe.delta, "token" if of_tokens else "sequence_sum"),
+            # A ratio of the whole completion counts once: all its tokens have the same loss, of which `seq_mean` takes the mean.
+            aggregation="seq_sum" if of_tokens else "seq_mean",
+            kl=kl_of(recipe),
+            off_policy_max=recipe.off_policy_max,
+            entropy_bonus=recipe.entropy_bonus,
+        )
+        return policy_loss(x, objective)

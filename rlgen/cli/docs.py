@@ -1,0 +1,63 @@
+"""Prints the pages of `rlgen/docs/`, which are shipped with the package: `rlgen docs`."""
+
+import re
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+import rlgen
+from rlgen.cli.output import echo
+from rlgen.errors import UsageError
+
+PAGES = Path(rlgen.__file__).parent / "docs"
+COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)  # markers of generated tables
+
+
+def docs_command(page: str | None) -> None:
+    """Lists the pages, or prints one: formatted in a terminal, as plain text elsewhere.
+
+    Raises:
+        UsageError: there is no such page.
+    """
+    if page is None:
+        echo(listing())
+        return
+    text = page_text(page)
+    if not sys.stdout.isatty():
+        echo(text, nl=False, exact=True)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
+
+
+def page_names() -> list[str]:
+    """Returns the names of all pages, sorted."""
+    return sorted(path.stem for path in PAGES.glob("*.md"))
+
+
+def page_text(page: str) -> str:
+    """Returns a page without its HTML comments.
+
+    Raises:
+        UsageError: there is no such page.
+    """
+    names = page_names()
+    if page not in names:
+        close = get_close_matches(page[:100], names, n=1, cutoff=0.5)
+        hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(names)}"
+        raise UsageError(f"there is no page `{page}`; {hint}")
+    return COMMENT.sub("", (PAGES / f"{page}.md").read_text(encoding="utf-8"))
+
+
+def listing() -> str:
+    """Returns one line for each page: its name and its summary."""
+    names = page_names()
+    width = max(map(len, names))
+    return "\n".join(f"{name:<{width}}  {summary(page_text(name))}" for name in names)
+
+
+def summary(text: str) -> str:
+    """Returns the line under the title of a page."""
+    return text.splitlines()[2]

@@ -1,0 +1,168 @@
+"""Looks at the local files that a recipe names, without importing anything heavy and without running a user's code here."""
+
+import ast
+import csv
+import glob
+import json
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlgen.errors import DataError, Problem, RewardError
+from rlgen.recipe import LoadedRecipe, Recipe
+from rlgen.recipe.models import BUILT_IN_REWARDS, TASK_COLUMNS
+from rlgen.recipe.paths import like
+from rlgen.recipe.rules import is_local_model, is_local_source
+
+if TYPE_CHECKING:
+    from rlgen.rewards.load import FunctionFacts
+
+
+def missing_files(loaded: LoadedRecipe) -> list[Problem]:
+    """Returns a problem for each local file of model, data and rewards that does not exist, and each function that its file does
+    not define.
+    """
+    problems: list[Problem] = []
+    model, source = loaded.recipe.model.path, loaded.recipe.data.source
+    if is_local_model(model) and not Path(model).is_dir():
+        problems.append(Problem(loaded.origins["model.path"], f"model.path: there is no folder {model}", like(model)))
+    if is_local_source(source) and not glob.glob(source, recursive=True):
+        problems.append(Problem(loaded.origins["data.source"], f"data.source: {source} does not exist", like(source)))
+    for index, reward in enumerate(loaded.recipe.rewards):
+        file, _, function = reward.use.rpartition(":")
+        if not file.endswith(".py"):
+            continue
+        where = loaded.origins[f"rewards.{index}.use"]
+        try:
+            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            hint = like(file) if isinstance(error, FileNotFoundError) else None
+            problems.append(Problem(where, f"{file} cannot be read: {error}", hint))
+            continue
+        names = [name for node in tree.body for name in defined(node)]
+        if function not in names:
+            close = get_close_matches(function, names, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"it defines {', '.join(names) or 'nothing'}"
+            problems.append(Problem(where, f"{file} defines no `{function}`", hint))
+    return problems
+
+
+def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
+    """Returns a problem for each column that the recipe names and the data have not, as far as `known_columns` knows them."""
+    named = loaded.recipe.data.columns
+    if columns is None or loaded.recipe.task is not None:
+        return []
+    there, problems = sorted(columns), []
+    for key, column in (("prompt", named.prompt), ("answer", named.answer)):
+        if column is None or column in there:
+            continue
+        close = get_close_matches(column, there, n=1, cutoff=0.7)
+        hint = f"did you mean `{close[0]}`? " if close else ""
+        where = loaded.origins[f"data.columns.{key}"]
+        where = loaded.origins["data.source"] if where == "default" else where
+        what = f"data.columns.{key}: {loaded.recipe.data.source} has no column `{column}`"
+        problems.append(Problem(where, what, f"{hint}it has {', '.join(there)}; set data.columns.{key} to one of them"))
+    return problems
+
+
+def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
+    """Returns a problem for each reward that cannot be imported. Each is imported in a process of its own, as in a run."""
+    if all(reward.use in BUILT_IN_REWARDS for reward in loaded.recipe.rewards):
+        return []
+    from rlgen.rewards.load import RewardSource
+    from rlgen.rewards.pool import Pool, WorkerLimits
+
+    problems, scoring = [], loaded.recipe.scoring
+    limits = WorkerLimits(workers=1, memory=int(scoring.memory_gib * 2**30), import_timeout=scoring.import_timeout, concurrency=1)
+    for index, reward in enumerate(loaded.recipe.rewards):
+        if reward.use in BUILT_IN_REWARDS:
+            continue
+        pool = Pool([RewardSource(reward.use, reward.timeout)], limits, None)
+        try:
+            pool.facts()
+        except RewardError as error:
+            problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
+        finally:
+            pool.close()
+    return problems
+
+
+def known_columns(recipe: Recipe) -> set[str] | None:
+    """Returns the columns of tasks and of single local files; None: they are not known without loading the data."""
+    source, columns = recipe.data.source, None
+    if recipe.task is not None:
+        columns = set(TASK_COLUMNS[recipe.task])
+    elif is_local_source(source) and len(files := glob.glob(source, recursive=True)) == 1:
+        try:
+            with open(files[0], encoding="utf-8-sig", newline="") as file:
+                if source.endswith(".csv"):
+                    columns = set(next(csv.reader(file)))
+                elif source.endswith(".jsonl"):
+                    columns = set(json.loads(file.readline(1 << 20)))
+                elif source.endswith(".parquet"):
+                    from pyarrow.parquet import read_schema
+
+                    columns = set(read_schema(files[0]).names)
+        except (OSError, ValueError, TypeError, StopIteration, csv.Error):  # loading the data reports what is wrong with it
+            return None
+    return columns
+
+
+def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
+    """Returns a problem for each reward with a parameter that nothing fills, as far as it is known without running user code.
+
+    Args:
+        columns: of the data; None: not known.
+    """
+    from rlgen.rewards.builtin import BUILTIN
+    from rlgen.rewards.load import RewardSource, load
+    from rlgen.rewards.resolve import resolve
+
+    problems: list[Problem] = []
+    if columns is None:
+        return problems
+    columns = columns if loaded.recipe.data.columns.answer is None else {*columns, "answer"}
+    for index, reward in enumerate(loaded.recipe.rewards):
+        file, _, function = reward.use.rpartition(":")
+        facts = load(RewardSource(reward.use, reward.timeout)).facts if reward.use in BUILTIN else None
+        if file.endswith(".py"):
+            facts = facts_of_source(Path(file).read_text(encoding="utf-8"), function)
+        try:
+            if facts is not None:
+                resolve(reward, facts, columns)
+        except (DataError, RewardError) as error:
+            problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
+    return problems
+
+
+def facts_of_source(source: str, function: str) -> "FunctionFacts | None":
+    """Returns the facts of a function that a file defines at its top level. None: it is decorated, imported or computed."""
+    from rlgen.rewards.load import FunctionFacts
+
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    node = next((node for node in reversed(nodes) if node.name == function), None)
+    if node is None or node.decorator_list:
+        return None
+    given = node.args
+    first = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+    kinds = ["POSITIONAL_ONLY"] * len(given.posonlyargs) + ["POSITIONAL_OR_KEYWORD"] * len(given.args)
+    parameters = [
+        (one.arg, kind, place < first)
+        for place, (one, kind) in enumerate(zip([*given.posonlyargs, *given.args], kinds, strict=True))
+    ]
+    parameters += [
+        (one.arg, "KEYWORD_ONLY", default is None) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    parameters += [(given.kwarg.arg, "VAR_KEYWORD", True)] if given.kwarg else []
+    return FunctionFacts(tuple(parameters), isinstance(node, ast.AsyncFunctionDef), None, None)
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """Returns the names that a top-level statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []

@@ -1,0 +1,128 @@
+"""Prints rollouts of a run: `rlgen rollouts`."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from rlgen.cli.output import echo, echo_styled
+from rlgen.errors import UsageError
+from rlgen.look.rows import Found, Query, find, gap, read_rows
+from rlgen.redact import printable, printable_json
+from rlgen.rollout.parquet import FIXED
+from rlgen.run.find import find_run
+
+LINES, CHARACTERS = 6, 600  # of a text that is not shown in full
+
+
+def rollouts_command(name: Path, query: Query, limit: int, page: int, full: bool, as_json: bool) -> None:
+    """Prints a page of the rollouts that match, or one JSON object with them.
+
+    Raises:
+        UsageError: no run is there, it has no rollouts, or there is no such page.
+    """
+    run = find_run(name)
+    found = find(run, query)
+    pages = max(1, math.ceil(len(found) / limit))
+    if page > pages:
+        raise UsageError(f"--page {page}: {len(found)} rollouts match, which are {pages} pages of {limit} (--limit)")
+    rows = read_rows(run, found, slice((page - 1) * limit, page * limit))
+    if as_json:
+        echo(printable_json(json.dumps(as_object(run, found, page, pages, rows))), exact=True)
+        return
+    show(run, found, page, pages, limit, rows, full)
+
+
+def as_object(run: Path, found: Found, page: int, pages: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `--json` prints."""
+    return {
+        "run": str(run),
+        "total": found.total,
+        "matched": len(found),
+        "page": page,
+        "pages": pages,
+        "rollouts": [finite(row) for row in rows],
+    }
+
+
+def finite(value: Any) -> Any:
+    """Returns a value that JSON can hold: text for a number that is not finite ("nan", "inf"), and for types that JSON lacks."""
+    if isinstance(value, dict):
+        return {str(key): finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def show(run: Path, found: Found, page: int, pages: int, limit: int, rows: list[dict[str, Any]], full: bool) -> None:
+    """Prints the rows for people."""
+    terminal = Console()
+    lines = Console(
+        file=io.StringIO(),
+        force_terminal=terminal.is_terminal,
+        width=terminal.width,
+        color_system=cast(Any, terminal.color_system),
+        no_color=terminal.no_color,
+        highlight=False,
+        soft_wrap=not terminal.is_terminal,  # other programs get whole lines
+    )
+    first = (page - 1) * limit + 1
+    which = f", {first} to {first + len(rows) - 1} shown" if pages > 1 else ""
+    lines.print(Text(f"{run}: {len(found)} of {found.total} rollouts{which}", style="bold"))
+    for row in rows:
+        lines.print(Text("\n").append_text(block(row, full)))
+    if page < pages:
+        lines.print(Text(f"\npage {page} of {pages}; next: --page {page + 1}", style="dim"))
+    echo_styled(cast(io.StringIO, lines.file).getvalue())
+
+
+def block(row: dict[str, Any], full: bool) -> Text:
+    """Returns the lines of one rollout."""
+    text = Text()
+    text.append(f"step {row['step']}  group {row['group_id']}.{row['sample_index']}", style="bold")
+    text.append("  reward ")
+    text.append(number(row["reward"]), style="bold red" if row["reward"] is None else "bold")
+    text.append(f"  advantage {number(row['advantage'], '+.3g')}")
+    text.append("" if row["trained"] else " (not trained)", style="yellow")
+    tokens = len(row["completion_ids"])
+    text.append(f"  {tokens} token{'' if tokens == 1 else 's'}  ")
+    text.append(row["finish_reason"], style="yellow" if row["finish_reason"] == "length" else "")
+    text.append(f"  gap {number(gap(row['sampler_logp'], row['policy_logp']), '.1e')}", style="dim")
+    rewards = "  ".join(f"{name} {number(value)}" for name, value in row["rewards"].items())
+    text.append(printable(f"\n  {rewards}") if rewards else "")
+    for name, error in row["reward_errors"].items():
+        text.append(printable(f"\n  {name} failed: {error}"), style="red")
+    data = {key: value for key, value in row.items() if key not in FIXED}
+    for label, value in {"prompt": row["prompt"], "completion": row["completion"], **data}.items():
+        text.append(f"\n  {printable(label)}", style="cyan")
+        text.append(indented(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), full))
+    return text
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def indented(value: str, full: bool) -> str:
+    """Returns a text below its label, or beside it if it is one short line. A long one loses its middle, unless `full`."""
+    lines = [printable(line) for line in (value if full else shortened(value)).split("\n")]
+    if len(lines) == 1 and len(lines[0]) < 60:
+        return f"  {lines[0]}"
+    return "".join(f"\n    {line}" for line in lines)
+
+
+def shortened(text: str) -> str:
+    """Returns a text without its middle, if it is long: the question often stands at its end."""
+    lines = text.split("\n")
+    if len(lines) > LINES:
+        text = "\n".join([*lines[:2], f"… ({len(lines) - LINES} lines; --full)", *lines[2 - LINES :]])
+    if len(text) > CHARACTERS:
+        left = CHARACTERS // 2
+        text = f"{text[:left]} … ({len(text) - 2 * left} characters; --full) … {text[-left:]}"
+    return text

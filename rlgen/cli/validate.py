@@ -1,0 +1,169 @@
+"""Checks a recipe without running it: `rlgen validate`.
+
+Mistakes in the recipe itself are found without any heavy import. After that local files are opened: those of data, model and
+rewards, and the first prompts are shown as the model will see them.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlgen.cli.files import known_columns, missing_files, unfilled_parameters, unknown_columns, unusable_rewards
+from rlgen.cli.output import echo
+from rlgen.errors import RecipeError
+from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
+from rlgen.recipe.paths import like
+from rlgen.recipe.rules import is_local_model, is_local_source
+
+if TYPE_CHECKING:
+    from rlgen.opening.data import Data
+
+IDS_SHOWN = 24  # ids of a prompt that are shown from its start; the last ones follow
+LAST_IDS = 4
+NEEDED = ("torch", "transformers", "datasets")  # packages without which prompts cannot be rendered
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One prompt as the model sees it."""
+
+    row: int
+    text: str
+    ids: list[int]
+
+
+def validate_command(path: Path, overrides: list[str], as_json: bool, count: int) -> None:
+    """Checks a recipe, opens the local files that it names, and prints what was found.
+
+    Args:
+        count: prompts to show; with 0 neither model nor data are opened.
+
+    Raises:
+        RecipeError: with everything that is wrong with the recipe and with the files that it names.
+        DataError: the rows of the data cannot be prompts.
+        SetupError: the model's tokenizer or config cannot be used.
+    """
+    loaded = load_recipe(path, overrides)
+    columns = looked_up(loaded)
+    recipe, warnings = loaded.recipe, list(loaded.warnings)
+    notices = [*loaded.notices, *unread(recipe, columns, path.resolve().parent)]
+    if not as_json:
+        echo(f"{path}: valid")
+        for kind, lines in (("warning", warnings), ("note", notices)):
+            for line in lines:
+                echo(f"{kind}: {line}")
+        echo(plan(recipe))
+    data = opened(recipe) if count and can_open(recipe) else None
+    shown = [] if data is None else rendered(data, count)
+    if as_json:
+        report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": plan(recipe)}
+        echo(json.dumps(report | of_data(data, shown)))
+        return
+    if data is not None:
+        show(data, shown)
+    looked = "the model's weights" if data is not None else "rows of the data, the model"
+    echo(f"not looked at: {looked}, the GPU; `rlgen doctor` opens all of them")
+
+
+def looked_up(loaded: LoadedRecipe) -> set[str] | None:
+    """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards, in a
+    process of their own.
+
+    Raises:
+        RecipeError: a file, a column or a function is not there, or a reward cannot be imported.
+    """
+    if problems := missing_files(loaded):
+        raise RecipeError(problems)
+    columns = known_columns(loaded.recipe)
+    if problems := [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]:
+        raise RecipeError(problems)
+    if problems := unusable_rewards(loaded):
+        raise RecipeError(problems)
+    return columns
+
+
+def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> list[str]:
+    """Returns a line for what is not opened here, and why. `folder`: of the recipe, where its relative paths start."""
+    said = []
+    if columns is None:
+        said.append(f"{recipe.data.source} is not read here; `rlgen rewards test` sees whether it has the columns of the rewards")
+    if not is_here(recipe.model.path):
+        hint = like(str(folder / recipe.model.path)) if (folder / recipe.model.path).parent != folder else None
+        said.append(
+            f"model.path {recipe.model.path} is taken as a name of the hub, which is not asked here: there is no such folder"
+            + (f"; {hint}" if hint else "")
+        )
+    return said
+
+
+def is_here(path: str) -> bool:
+    """Returns whether a model is a local folder or a tiny model."""
+    return path.startswith("tiny:") or is_local_model(path) or Path(path).is_absolute()
+
+
+def can_open(recipe: Recipe) -> bool:
+    """Returns whether data and model are on this machine, with the packages that read them."""
+    local = recipe.task is not None or is_local_source(recipe.data.source)
+    return local and is_here(recipe.model.path) and all(find_spec(name) for name in NEEDED)
+
+
+def opened(recipe: Recipe) -> "Data | None":
+    """Returns data and tokenizer as a run opens them; None where their packages cannot be imported."""
+    try:
+        from rlgen.opening.data import open_data
+    except ImportError as error:
+        echo(f"note: prompts are not shown: {error}")
+        return None
+    return open_data(recipe)
+
+
+def rendered(data: "Data", count: int) -> list[Rendered]:
+    """Returns the first prompts in the order of training."""
+    prompts = data.prompts.take(0, min(count, len(data.prompts)))
+    return [Rendered(prompt.row, prompt.text, prompt.prompt_ids.tolist()) for prompt in prompts]
+
+
+def of_data(data: "Data | None", shown: list[Rendered]) -> dict[str, Any]:
+    """Returns what was found in the data, for JSON."""
+    if data is None:
+        return {"data": None}
+    prompts = [{"row": prompt.row, "text": prompt.text, "ids": prompt.ids} for prompt in shown]
+    found = {"counts": dict(data.prompts.counts), "longest": data.prompts.longest, "warnings": list(data.warnings)}
+    return {"data": found | {"notices": list(data.notices), "prompts": prompts}}
+
+
+def show(data: "Data", shown: list[Rendered]) -> None:
+    """Prints what was found in the data, and the first prompts as text and ids."""
+    from rlgen.data import listed
+
+    echo(f"data: {listed(data.prompts.counts)}; the longest prompt has {data.prompts.longest} tokens")
+    for line in data.notices:
+        echo(f"note: {line}")
+    for line in data.warnings:
+        echo(f"warning: {line}")
+    for prompt in shown:
+        echo(f"prompt of row {prompt.row}, {len(prompt.ids)} tokens:")
+        for line in prompt.text.split("\n"):
+            echo(f"  | {line}")
+        echo(f"  {ids_shown(prompt.ids)}")
+
+
+def ids_shown(ids: list[int]) -> str:
+    """Returns the ids of a prompt as text; of a long one the first and the last."""
+    if len(ids) <= IDS_SHOWN + LAST_IDS:
+        return " ".join(map(str, ids))
+    return f"{' '.join(map(str, ids[:IDS_SHOWN]))} … {' '.join(map(str, ids[-LAST_IDS:]))}"
+
+
+def plan(recipe: Recipe) -> str:
+    """Returns one line that says what each step will be."""
+    rollout, trainer = recipe.rollout, recipe.trainer
+    updates = trainer.updates_per_rollout
+    return (
+        f"{recipe.run.steps} steps of {trainer.kind}: {rollout.prompts_per_step} prompts × {rollout.group_size} ="
+        f" {recipe.samples_per_step} samples by the {recipe.engine.kind} engine,"
+        f" {updates} update{'s' if updates > 1 else ''} each in micro-batches of at most"
+        f" {recipe.optim.micro_batch_tokens} tokens; into {recipe.run_path}"
+    )

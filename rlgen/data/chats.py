@@ -1,0 +1,74 @@
+"""Conversion of chats to prompt texts: checks their messages and applies the chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.errors import DataError
+from rlgen.recipe.models import DataRecipe
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any]] | None:
+    """Returns the messages of a prompt; None for a text that is used without a template.
+
+    Raises:
+        DataError: the prompt is neither a text nor a list of valid messages that ends before the assistant's turn.
+    """
+    system = [{"role": "system", "content": data.system}] if data.system else []
+    if isinstance(prompt, str):
+        return [*system, {"role": "user", "content": prompt}] if data.chat or system else None
+    if not isinstance(prompt, Sequence):
+        raise DataError(f"{where}: the prompt is {type(prompt).__name__}, not a text or a list of messages")
+    for message in prompt:
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            raise DataError(f"{where}: a message needs a role of {', '.join(ROLES)}: {str(message)[:80]}")
+        if message.get("tool_calls"):
+            raise DataError(f"{where}: a message calls tools, which a prompt cannot; remove it from the data")
+        if isinstance(message.get("content"), list):
+            raise DataError(
+                f"{where}: the content of the {message['role']}'s message is a list of parts, but prompts are texts;"
+                " write the text itself"
+            )
+        if not isinstance(message.get("content"), str) or not message["content"].strip():
+            raise DataError(f"{where}: the message of the {message['role']} has no text as content")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the last message is the assistant's, but a prompt ends where the assistant is to begin; leave that"
+            " message out, and keep it as a column of its own if a reward needs it"
+        )
+    if system and prompt[0]["role"] in ("system", "developer"):
+        raise DataError(f"{where}: the row has a system message of its own beside data.system; remove one of them")
+    return [*system, *map(dict, prompt)]
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], data: DataRecipe, where: str) -> str:
+    """Returns the text of a chat up to the start of the assistant's turn.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or its template rejects the messages.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            "data.chat: the tokenizer of model.path has no chat template; take an instruction-tuned model, or prompts as text"
+            " with `chat: false` and no `system`"
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.template_args)
+    except Exception as error:  # a template is a program and may raise anything
+        raise DataError(f"{where}: the chat template refuses {str(messages)[:200]}: {error}") from error
+    return str(text)
+
+
+def compare(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], ids: Sequence[int], data: DataRecipe) -> None:
+    """Raises DataError if the tokenizer gives the messages other ids than it gives the text of their template."""
+    direct = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False, **data.template_args
+    )
+    if tuple(direct) != tuple(ids):
+        raise DataError(
+            f"data.chat: {type(tokenizer).__name__} gives a chat other ids than the text of its template, so the text"
+            " would not be what the model sees; take the fast tokenizer of the model"
+        )

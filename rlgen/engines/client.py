@@ -1,0 +1,188 @@
+"""Sends many requests to servers at once. The cost per request in this process does not grow with the number of open requests."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
+from rlgen.engines.http import PROBE_SECONDS, Server
+from rlgen.errors import ServerLost
+from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
+
+MISSED_PROBES = 3  # a server that fails this many health checks in a row while it has open requests counts as lost
+# If `watch` wakes up this many seconds late, this process was suspended, and perhaps the server too: no time is counted.
+STOPPED = 1.0
+
+
+class Line:
+    """The open requests of this client to one server, within one event loop."""
+
+    def __init__(self, server: Server, session: aiohttp.ClientSession) -> None:
+        self.server = server
+        self.open = 0  # requests that it has not answered
+        self._session = session
+        self._clock = asyncio.get_running_loop().time
+        self._heard = self._clock()  # time of the last response, or of the last moment without open requests
+        self._answers = 0
+
+    async def post(self, route: str, body: bytes) -> bytes:
+        """Posts one request and returns the body of the response.
+
+        Raises:
+            ServerLost: the server is gone.
+            EngineError: the server refused the request.
+        """
+        if not self.open:
+            self._heard = self._clock()
+        self.open += 1
+        try:
+            reply = await self.server.ask(self._session, "POST", route, body)
+            self._heard = self._clock()
+            self._answers += 1
+            return self.server.checked(route, reply)
+        finally:
+            self.open -= 1
+
+    async def watch(self) -> None:
+        """Watches the server with health checks, until cancelled.
+
+        Raises:
+            ServerLost: the server has open requests and answered none of them for `timeout` seconds, even if it still passes its
+                health check, or it failed MISSED_PROBES health checks in a row.
+        """
+        patience = min(PROBE_SECONDS, self.server.timeout)
+        looked, missed, answers = self._clock(), 0, 0
+        while True:
+            due = max(self._heard, looked) + patience
+            await asyncio.sleep(due - self._clock())
+            late = self._clock() - due
+            self._heard += late if late > STOPPED else 0.0
+            if self._answers != answers:
+                missed, answers = 0, self._answers
+            if not self.open or self._heard + patience > self._clock():
+                looked = looked if self.open else self._clock()
+                continue
+            # A passed health check does not reset `_heard`: a server that only answers health checks counts as lost.
+            missed = 0 if await self.server.is_healthy(self._session) else missed + 1
+            looked = self._clock()
+            if self._answers != answers or not self.open:  # it responded during the health check
+                continue
+            if missed >= MISSED_PROBES or looked - self._heard >= self.server.timeout:
+                silent = f"has {self.open} requests and has answered none for {looked - self._heard:.0f} s"
+                if missed:
+                    raise ServerLost(self.server.url, f"{silent}; it does not answer its health probe either")
+                raise ServerLost(
+                    self.server.url,
+                    f"{silent}; it still says that it is healthy. Raise engine.timeout if completions may take that long",
+                )
+
+
+async def each(servers: Sequence[Server], most: int, count: int, ask: Callable[[Line, int], Awaitable[None]]) -> None:
+    """Calls `ask` for each index below `count`, with the server that has the fewest open requests of this client.
+
+    Args:
+        servers: among those with equally few requests, the first is taken.
+        most: maximum of open requests; how many of them run at once is decided by the servers.
+
+    Raises:
+        ServerLost, EngineError: raised by the first call that fails; the others are cancelled.
+    """
+    room = asyncio.Semaphore(most)
+    async with servers[0].session() as session:
+        lines = [Line(server, session) for server in servers]
+
+        async def one(place: int) -> None:
+            async with room:
+                await ask(min(lines, key=lambda line: line.open), place)
+
+        asked = [asyncio.ensure_future(one(place)) for place in range(count)]
+        watching: list[asyncio.Future[Any]] = [asyncio.ensure_future(line.watch()) for line in lines]
+        work: asyncio.Future[Any] = asyncio.gather(*asked)
+        try:
+            await asyncio.wait({work, *watching}, return_when=asyncio.FIRST_COMPLETED)
+            for watch in watching if not work.done() else ():
+                if watch.done():
+                    watch.result()
+            await work
+        finally:
+            for task in (*asked, *watching):
+                task.cancel()
+            await asyncio.gather(work, *asked, *watching, return_exceptions=True)  # retrieves the errors of calls that failed too
+
+
+async def sample(
+    servers: Sequence[Server],
+    requests: Mapping[int, Request],
+    sampling: Sampling,
+    salt: str,
+    version_of: Callable[[str, str], int],
+    arrived: Callable[[int, Completion], None],
+    most: int,
+) -> None:
+    """Samples one completion for each request and passes it to `arrived` as soon as it is finished.
+
+    Args:
+        requests: by index.
+        salt: part of the prefix-cache key, so that activations of other weights are not used.
+        version_of: maps a label of weights and the server's URL to the weight version.
+        arrived: receives index and completion.
+        most: maximum of open requests, as in `each`.
+
+    Raises:
+        ServerLost: a server is gone, hangs, or another client aborted a request.
+        EngineError: a server refused a request.
+    """
+    places = list(requests)
+    shared = sampling_body(sampling)
+
+    async def ask(line: Line, place: int) -> None:
+        server, request = line.server, requests[places[place]]
+        body = {
+            "token_ids": request.prompt_ids.tolist(),
+            "sampling_params": {**shared, "seed": request.seed},
+            "cache_salt": salt,
+            "return_token_ids": True,
+        }
+        raw = await line.post(ROUTE if server.arrays else JSON_ROUTE, msgspec.json.encode(body))
+        arrived(places[place], read_answer(raw, server.arrays, server.url, lambda label: version_of(label, server.url)))
+
+    await each(servers, most, len(places), ask)
+
+
+async def prefill(servers: Sequence[Server], rows: Sequence[tuple[Ids, Ids]], most: int) -> list[LogProbs]:
+    """Computes log-probs of given completions, as `Engine.prefill_logp` describes."""
+    found: dict[int, LogProbs] = {}
+    params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+
+    async def ask(line: Line, place: int) -> None:
+        prompt_ids, completion_ids = rows[place]
+        ids = [*prompt_ids.tolist(), *completion_ids.tolist()]
+        raw = await line.post(JSON_ROUTE, msgspec.json.encode({"token_ids": ids, "sampling_params": params}))
+        found[place] = read_prefilled(raw, ids, len(prompt_ids), line.server.url)
+
+    await each(servers, most, len(rows), ask)
+    return [found[place] for place in range(len(rows))]
+
+
+def sampling_body(sampling: Sampling) -> dict[str, Any]:
+    """Returns all sampling parameters of a request except the seed.
+
+    Sets every parameter that affects sampling, so that no default of the server does.
+    """
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "logprobs": 0,
+        "detokenize": False,
+    }

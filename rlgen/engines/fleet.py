@@ -1,0 +1,293 @@
+"""Manages the vLLM servers of a run, which all hold the same weights: starts them, sends weights, restarts lost ones."""
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch import Tensor
+
+from rlgen.engines.base import Facts, Receipt
+from rlgen.engines.http import Server
+from rlgen.engines.launch import ServerPlan, ServerProcess
+from rlgen.engines.nccl import Broadcast
+from rlgen.engines.server import Held
+from rlgen.engines.transfer import Outbox
+from rlgen.errors import EngineError, ServerLost
+
+STALE = -1  # weight version before the first sync of this run
+LOADING = "loading"  # label of weights that are being replaced
+
+
+class Supervisor:
+    """One server that this process starts, and restarts when it has died.
+
+    Args:
+        started: the running server. None: it is started here.
+
+    Raises:
+        EngineError: the server did not start.
+    """
+
+    def __init__(
+        self, plan: ServerPlan, token: str, log: Path, start_timeout: float, started: ServerProcess | None = None
+    ) -> None:
+        self._token, self._log, self._start_timeout = token, log, start_timeout
+        self._stopped = False
+        if started is not None:
+            self._process = started
+        else:
+            self._start(plan)
+
+    @property
+    def url(self) -> str:
+        return self._process.url
+
+    def _start(self, plan: ServerPlan) -> None:
+        """Starts the server and waits until it is ready; ends it if that fails, or if `stop` was called meanwhile."""
+        self._process = ServerProcess.start(plan, self._token, self._log)
+        try:
+            if self._stopped:
+                raise EngineError("the server was stopped while it was started")
+            self._process.wait_ready(self._start_timeout)
+        except BaseException:
+            self._process.stop()
+            raise
+
+    def processes(self) -> list[psutil.Process]:
+        return self._process.processes()
+
+    def restart(self) -> None:
+        """Ends the server and starts it again at the same host and port. Raises EngineError if it does not start."""
+        self._process.stop()
+        self._start(self._process.plan)
+
+    def stop(self) -> None:
+        """Ends the server for good, even while another thread is starting it."""
+        self._stopped = True
+        self._process.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One server of the fleet, with the supervisor that restarts it."""
+
+    server: Server
+    supervisor: Supervisor | None  # None: the server was started elsewhere and cannot be restarted from here
+
+
+class Fleet:
+    """One or several servers, all with the same weights.
+
+    Weights are labelled `RUN.VERSION`; every completion carries the label of the weights that sampled it. A label of another run,
+    or none, means that the server was restarted or used by another run: it is sent the current weights again.
+
+    Args:
+        members: the servers.
+        shape: shape of the model that is trained, see `model_shape`.
+        in_flight: whether a sync pauses running requests instead of waiting for them.
+        restarts: how often servers may be restarted or sent their weights again, all servers together.
+        carrier: sends weights to the servers. A broadcast keeps no copy of them, so with it no server can be recovered.
+        say: receives a line for each recovery.
+
+    Raises:
+        EngineError: a server cannot be reached, refuses, or lacks what training needs.
+    """
+
+    def __init__(
+        self,
+        *,
+        members: Sequence[Member],
+        shape: Mapping[str, Any],
+        in_flight: bool,
+        restarts: int,
+        carrier: Outbox | Broadcast,
+        say: Callable[[str], None],
+    ) -> None:
+        self._members = tuple(members)
+        self.in_flight = in_flight
+        self._restarts = restarts
+        self._carrier = carrier
+        self._say = say
+        self._held = Held(run=secrets.token_hex(4), version=STALE, syncs=0)
+        self._recovering = threading.RLock()
+        self._counting = threading.Lock()
+        self._brought_back: Counter[str] = Counter()
+        self._stopped = threading.Event()
+        facts = [self._examined(member.server, shape) for member in members]
+        for member, other in zip(members[1:], facts[1:], strict=True):
+            if (other.settings, other.stop_ids) != (facts[0].settings, facts[0].stop_ids):
+                raise EngineError(f"{member.server.url} and {members[0].server.url} differ: {other} and {facts[0]}")
+        # Servers that were started with different plans count as one engine, whose plan is all of theirs.
+        self.facts = replace(facts[0], plan=" ".join(sorted({one.plan for one in facts})))
+
+    @staticmethod
+    def _examined(server: Server, shape: Mapping[str, Any]) -> Facts:
+        """Checks that the server has what training needs, and returns its facts.
+
+        Raises:
+            EngineError: a route is missing, or the server's model has another shape.
+        """
+        server.require()
+        server.look()
+        server.resume()  # a trainer that died while it sent weights may have left it paused
+        facts, theirs = server.facts()
+        differs = [f"{name} is {theirs.get(name)} there, {shape[name]} here" for name in shape if theirs.get(name) != shape[name]]
+        if differs:
+            raise EngineError(f"{server.url} serves another model, {facts.model}: {', '.join(differs)}")
+        return facts
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return tuple(member.server for member in self._members)
+
+    @property
+    def held(self) -> Held:
+        return self._held
+
+    @property
+    def brought_back(self) -> Counter[str]:
+        """Returns how often each server has been recovered, by URL."""
+        return self._brought_back.copy()
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+        """Sends all weights to all servers, as `Engine.sync`.
+
+        If the servers' receipts differ, returns one that differs, for the caller to report.
+        """
+        if isinstance(self._carrier, Outbox):
+            receipts = self._deliver(self._carrier, weights, version, hashed)
+        else:
+            receipts = self._broadcast(self._carrier, weights, version, hashed)
+        for receipt in receipts[1:]:
+            if receipt.received != receipts[0].received or receipt.not_loaded:
+                return receipt  # the sender compares it with what it sent
+        return receipts[0]
+
+    def _deliver(self, outbox: Outbox, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[Receipt]:
+        """Sends weights by files to all servers at the same time; restarts servers that have died."""
+        folder = outbox.write(weights, version)
+
+        def give(member: Member) -> Receipt:
+            try:
+                return self._load(member, folder, version, hashed)
+            except ServerLost as lost:
+                self._restart(member, lost)
+                return self._load(member, folder, version, hashed)
+
+        with self._recovering, ThreadPoolExecutor(len(self._members), thread_name_prefix="rlgen-loading") as each:
+            receipts = list(each.map(give, self._members))
+            outbox.keep(folder)
+            self._synced(version)
+        return receipts
+
+    def _broadcast(
+        self, broadcast: Broadcast, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool
+    ) -> list[Receipt]:
+        """Sends weights over NCCL to all servers at once."""
+        servers = [member.server for member in self._members]
+        with self._recovering:
+            try:
+                for server in servers if self.in_flight else ():
+                    server.pause()
+                for server in servers:
+                    server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
+                receipts = broadcast.send(weights, version, hashed)
+                for server in servers:
+                    server.reset_cache()
+                    server.set_label(f"{self._held.run}.{version}")
+            finally:
+                # After a failed broadcast the servers do not respond; a second error would hide the first.
+                for server in servers if self.in_flight and not broadcast.broken else ():
+                    server.resume()
+            self._synced(version)
+        return receipts
+
+    def _synced(self, version: int) -> None:
+        """Records that all servers hold the weights of `version`."""
+        self._held = Held(run=self._held.run, version=version, syncs=self._held.syncs + 1)
+
+    def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> Receipt:
+        """Makes one server load the weights in `folder`, empty its prefix cache and take the new label."""
+        server = member.server
+        try:
+            if self.in_flight:
+                server.pause()
+            server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
+            receipt = server.load(str(folder), version, hashed)
+            server.reset_cache()
+            server.set_label(f"{self._held.run}.{version}")
+        finally:
+            if self.in_flight:
+                server.resume()
+        return receipt
+
+    def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
+        """Sends a server the current weights again, after a restart if it does not answer.
+
+        Args:
+            before: recoveries of each server when the failed request was sent; if there were more since, nothing is done, because
+                another thread has recovered it.
+
+        Raises:
+            EngineError: the server cannot be restarted from here, or the limit engine.restarts is reached.
+        """
+        if isinstance(self._carrier, Broadcast):
+            raise EngineError(
+                f"{lost}. With engine.transfer nccl there is no copy of the weights to bring it back with"
+            ) from lost
+        with self._recovering:
+            if self._brought_back[lost.url] > before.get(lost.url, 0):
+                return
+            if self._stopped.is_set() or self._carrier.current is None:
+                raise lost
+            member = next(member for member in self._members if member.server.url == lost.url)
+            if self._has_lost_its_weights(member):
+                self._count(lost)
+            else:
+                self._restart(member, lost)
+            self._load(member, self._carrier.current, self._held.version, hashed=False)
+            self._say(
+                f"engine: {member.server.url} has the weights of version {self._held.version} again; what it owed is asked again"
+            )
+
+    def _has_lost_its_weights(self, member: Member) -> bool:
+        """Returns whether the server answers but has other weights: it then needs the weights but no restart."""
+        try:
+            return not member.server.label().startswith(f"{self._held.run}.")
+        except ServerLost:
+            return False
+
+    def _restart(self, member: Member, lost: ServerLost) -> None:
+        """Restarts a server. Raises ServerLost if it was started elsewhere, EngineError if the limit is reached."""
+        if member.supervisor is None:
+            raise ServerLost(lost.url, f"{lost.what}. Start it again with `rlgen serve`, and go on with --resume") from lost
+        self._count(lost)
+        self._say(f"engine: {lost}; starting it again")
+        member.supervisor.restart()
+
+    def _count(self, lost: ServerLost) -> None:
+        """Counts one recovery. Raises EngineError if the limit engine.restarts is reached."""
+        with self._counting:  # several servers may be restarted at the same time
+            if (total := self._brought_back.total()) >= self._restarts:
+                raise EngineError(f"{lost}. Servers were brought back {total} times already: engine.restarts") from lost
+            self._brought_back[lost.url] += 1
+
+    def stop(self) -> None:
+        """Ends the servers that were started here, and every recovery in progress."""
+        self._stopped.set()
+        if isinstance(self._carrier, Broadcast):
+            self._carrier.close()  # before the servers end
+        for member in self._members:
+            if member.supervisor is not None:
+                member.supervisor.stop()
+
+    def close(self) -> None:
+        """Removes the weight files. Must be called after all sampling and recovery has ended."""
+        if isinstance(self._carrier, Outbox):
+            self._carrier.close()

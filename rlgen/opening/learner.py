@@ -1,0 +1,71 @@
+"""Builds what trains the policy: reference, optimizer and schedule; and restores their state from a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from rlgen.algorithms.base import Algorithm
+from rlgen.errors import SetupError
+from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.policy import Policy
+from rlgen.opening.policy import Policies, build_reference
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe
+from rlgen.run.checkpoint import Checkpoints
+from rlgen.types import Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """The trainer's side of a run: the models, and what updates them."""
+
+    algorithm: Algorithm
+    policy: Policy
+    reference: Policy | None  # None: the algorithm needs none
+    optimizer: Optimizer
+    schedule: LRScheduler
+    sharded: bool  # each process holds a part of every weight
+    base: str | None  # digest of the frozen weights under an adapter
+    began_with: str  # digest of the weights in model.path
+
+
+def open_learner(recipe: Recipe, algorithm: Algorithm, policies: Policies) -> Learner:
+    """Adds the reference, the optimizer and the schedule to the policy.
+
+    Raises:
+        SetupError: the memory does not suffice for the reference.
+    """
+    policy, reference, optim = policies.policy, policies.reference, recipe.optim
+    if algorithm.reference != "none" and reference is None:
+        reference = build_reference(recipe, policy)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
+    # With the name `constant`, transformers ignores the warm-up.
+    name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
+    return Learner(
+        algorithm=algorithm,
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        schedule=get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps),
+        sharded=policies.sharded,
+        base=policies.base,
+        began_with=policies.weights,
+    )
+
+
+def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes: Processes) -> Position:
+    """Loads weights, optimizer, schedule and random states from `checkpoint`, and returns its position. None: returns the start.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model or version of rlgen.
+        SetupError: the memory does not suffice for the optimizer's state.
+    """
+    if checkpoint is None:
+        return Position()
+    with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
+        return Checkpoints.load(checkpoint, learner.policy.model, learner.optimizer, learner.schedule, processes)

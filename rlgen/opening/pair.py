@@ -1,0 +1,117 @@
+"""Opens trainer and engine with the same weights. A run trains with this pair, and `rlgen doctor` compares its two sides."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rlgen.algorithms.registry import build_algorithm
+from rlgen.engines.base import Engine
+from rlgen.engines.open import build_engine, engine_share_of
+from rlgen.models.memory_errors import what_helps
+from rlgen.opening.data import Data
+from rlgen.opening.learner import Learner, open_learner, restore
+from rlgen.opening.policy import open_policies
+from rlgen.processes import EngineShare, Processes
+from rlgen.recipe import Recipe
+from rlgen.sentinel.sync import send_weights
+from rlgen.sentinel.watch import Watch
+from rlgen.trainers.update import Updater
+from rlgen.types import Position, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Trainer and engine, open. The caller that opened the pair closes it."""
+
+    data: Data
+    sampling: Sampling  # settings of the run
+    learner: Learner
+    engine: Engine  # of this process
+    processes: Processes
+    engine_share: EngineShare  # which engine this rank uses, and which ranks share it
+    position: Position  # step of the weights on both sides
+
+    def close(self) -> None:
+        """Closes the engine; the learner holds nothing but memory."""
+        self.engine.close()
+
+
+def open_pair(
+    recipe: Recipe,
+    data: Data,
+    checkpoint: Path | None,
+    processes: Processes,
+    logs: Path,
+    say: Callable[[str], None],
+    began_with: str | None = None,
+) -> Pair:
+    """Opens policy, engine and the rest of the learner, in this order, and sends the weights if the engine has others.
+
+    The order follows from memory. On a GPU vLLM starts only if its share of the memory is free. With only the policy loaded, this
+    holds for a resumed run as for a fresh one: a whole reference and the optimizer's state are allocated after the engine. A
+    sharded reference is made before it, because a policy can be copied only while it is whole; it takes only a part of one
+    policy's memory.
+
+    The order also keeps the ranks in step: each makes the same calls, and all build their engines at the same time, since
+    they wait for each other inside vLLM.
+
+    Args:
+        checkpoint: the one to resume from, or None.
+        logs: folder for what a server prints.
+        say: receives a message when the engine had to be restarted.
+        began_with: digest of the weights that were in model.path when the run began; None: not known.
+
+    Raises:
+        RlgenError: the model, the checkpoint or the engine cannot be opened; SetupError if the learner runs out of memory.
+    """
+    engine_share = engine_share_of(recipe, processes)
+    algorithm = build_algorithm(recipe.trainer)
+    policies = open_policies(recipe, data, algorithm, checkpoint, processes, began_with)
+    engine = build_engine(recipe, data.location, processes, logs, say)
+    with ExitStack() as undo:
+        undo.callback(engine.close)
+        learner = open_learner(recipe, algorithm, policies)
+        position = restore(recipe, learner, checkpoint, processes)
+        if engine.weight_version != position.step or recipe.model.quantization:  # the engine holds other weights than the learner
+            send_weights(engine, learner.policy.model, position.step, processes)
+        undo.pop_all()
+    return Pair(
+        data=data,
+        sampling=sampling_of(recipe, data),
+        learner=learner,
+        engine=engine,
+        processes=processes,
+        engine_share=engine_share,
+        position=position,
+    )
+
+
+def sampling_of(recipe: Recipe, data: Data) -> Sampling:
+    """Returns the sampling settings of the run."""
+    return Sampling(
+        max_tokens=recipe.rollout.max_completion_tokens,
+        temperature=recipe.rollout.temperature,
+        stop_ids=data.stop_ids,
+        regex=recipe.structured_regex,
+    )
+
+
+def build_updater(recipe: Recipe, pair: Pair, watch: Watch | None) -> Updater:
+    """Returns the object that takes optimizer steps on the learner of `pair`. If `watch` is None, its batches are not
+    compared.
+    """
+    return Updater(
+        processes=pair.processes,
+        sharded=pair.learner.sharded,
+        policy=pair.learner.policy,
+        optimizer=pair.learner.optimizer,
+        algorithm=pair.learner.algorithm,
+        updates=recipe.trainer.updates_per_rollout,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        temperature=pair.sampling.logp_temperature,
+        max_tokens=pair.sampling.max_tokens,
+        watch=watch,
+        less_memory=partial(what_helps, recipe),
+    )

@@ -1,0 +1,82 @@
+"""Builds what the sentinel compares: completions of a few prompts on both sides, and the gradient of the recipe's own loss."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlgen.engines.base import Settings
+from rlgen.opening.pair import Pair, build_updater
+from rlgen.recipe import Recipe
+from rlgen.rollout.table import RowTable
+from rlgen.sentinel.bounds import bounds_for
+from rlgen.sentinel.probe import FEWER_TOKENS, PROMPTS, Probe, TrainerSide
+from rlgen.trainers.window import Window
+from rlgen.types import Sample, Samples, one_span
+
+TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the window of `toy_gradient`; tokens of its shortest row
+
+
+def probe_of(recipe: Recipe, pair: Pair) -> Probe:
+    """Returns the probe that compares both sides of `pair` at their present weights."""
+    policy, dtypes = pair.learner.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
+    return Probe(
+        trainer=TrainerSide(policy=policy, budget=recipe.optim.micro_batch_tokens, processes=pair.processes),
+        engine=pair.engine,
+        engine_share=pair.engine_share,
+        expected=Settings(
+            dtype=dtypes[1],
+            head_dtype="float32" if recipe.model.fp32_head else dtypes[1],
+            logprobs_mode="processed_logprobs",
+            vocab_size=policy.head.weight.shape[0],
+        ),
+        tokenizer=pair.data.tokenizer,
+        prompts=pair.data.prompts.take(0, PROMPTS),
+        sampling=pair.sampling,
+        bounds=bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
+        seed=recipe.run.seed,
+        version=pair.position.step,
+    )
+
+
+def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Callable[[int], Tensor]:
+    """Returns a function from the tokens of a micro-batch to the gradient of the recipe's own loss on made-up rewards.
+
+    `rungs.loss_split` calls it, in one process. The data are pairs of completions of unequal lengths, one of each with a higher
+    reward.
+    """
+    algorithm, update = pair.learner.algorithm, build_updater(recipe, pair, None)
+
+    def gradient(budget: int) -> Tensor:
+        samples = toy_samples(probe.sample(probe.sampling.logp_temperature, FEWER_TOKENS)[:TOY_ROWS])
+        table = RowTable.gather(samples, pair.processes)
+        kl = torch.zeros(len(samples)) if algorithm.reference == "reward" else None
+        signal = algorithm.advantages(table.scores({"toy": 1.0}, kl))
+        window = Window.of(table, samples, signal, 0.0, budget, pair.processes)
+        if algorithm.reference == "loss":
+            window.frozen["ref_logp"] = torch.from_numpy(window.samples.sampler_logp.values)
+        return update.gradient(window)
+
+    return gradient
+
+
+def toy_samples(samples: Sequence[Sample]) -> Samples:
+    """Returns the samples cut to unequal lengths, in groups of two, the second of each with the higher reward."""
+    return Samples.of([toy_sample(sample, place) for place, sample in enumerate(samples)])
+
+
+def toy_sample(sample: Sample, place: int) -> Sample:
+    """Returns the sample cut to its first tokens, as the worse (even `place`) or the better (odd) one of a pair."""
+    tokens = min(len(sample.completion_ids), TOY_TOKENS + 3 * place)
+    return replace(
+        sample,
+        group_id=place // 2,
+        sample_index=place % 2,
+        completion_ids=sample.completion_ids[:tokens],
+        sampler_logp=sample.sampler_logp[:tokens],
+        spans=one_span(tokens, sample.weight_version),
+        rewards={"toy": float(place % 2)},
+        reward=float(place % 2),
+        finish_reason="stop",
+    )

@@ -1,0 +1,260 @@
+"""Builds the trainer of one attempt: opens every part, the cheapest first, and passes to each what it needs."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rlgen.data import Rows, listed
+from rlgen.files import write_text
+from rlgen.models.lora import describe
+from rlgen.models.weights import bits
+from rlgen.opening.data import Data, open_data
+from rlgen.opening.inputs import record_attempt, reward_files, same_inputs
+from rlgen.opening.largest import try_largest
+from rlgen.opening.pair import Pair, build_updater, open_pair
+from rlgen.opening.probe import probe_of
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe, dump_recipe
+from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rollout.journal import Journal
+from rlgen.rollout.sampler import Sampler
+from rlgen.run.checkpoint import Checkpoints, saved_processes, seed_random
+from rlgen.run.console import Console
+from rlgen.run.directory import RunDirectory
+from rlgen.run.health import Health, rules_of
+from rlgen.run.manifest import check_model_files
+from rlgen.run.rollouts import RolloutWriter
+from rlgen.sentinel.ladder import climb, summary
+from rlgen.sentinel.probe import Probe
+from rlgen.sentinel.sync import send_weights
+from rlgen.sentinel.verdict import Rung, failed
+from rlgen.sentinel.watch import Watch
+from rlgen.trainers.collect import Collector
+from rlgen.trainers.loop import Trainer
+from rlgen.trainers.report import Reporter
+from rlgen.trainers.window import WindowBuilder
+from rlgen.types import Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of a run: its recipe, its directory, and the checkpoint that it resumes from."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    console: Console
+    processes: Processes
+    checkpoint: Path | None = None  # the one to resume from
+    notices: Sequence[str] = ()  # messages about the choice of the checkpoint
+    changed_rewards: bool = False  # the files of rewards may have changed since the last attempt
+
+
+def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -> tuple[Trainer, Position]:
+    """Opens data, rewards, model and engine, and checks that trainer and engine agree.
+
+    Args:
+        between: called on all ranks after each part is opened; it may raise, such as StopNow.
+
+    Returns:
+        The trainer and the position from which it continues.
+
+    Raises:
+        RlgenError: whatever the parts raise; nothing has been trained, and everything is closed again.
+    """
+    recipe, console, processes = attempt.recipe, attempt.console, attempt.processes
+    with ExitStack() as undo:
+        data, scorer = open_inputs(attempt, between)
+        undo.callback(scorer.close)
+        recipe = data.recipe
+        attempt = replace(attempt, recipe=recipe)
+        processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
+        began_with = None
+        if attempt.checkpoint:
+            rewards = {} if attempt.changed_rewards else reward_files(scorer)
+            began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, rewards))
+        console.say(f"model: {data.location}; opening the engine")
+        pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
+        undo.callback(pair.close)
+        if attempt.checkpoint and (stored := saved_processes(attempt.checkpoint)) != processes.world:
+            console.say(f"the checkpoint is of {stored} processes and {processes.world} run: some random states are made anew")
+        between()
+        probe = probe_of(recipe, pair)
+        rungs = agree(probe, between)
+        if recipe.model.lora is not None:
+            console.say(f"lora: {describe(pair.learner.policy.model)}")
+        console.say(f"sentinel: {summary(rungs)}")
+        processes.on_main(lambda: record_attempt(attempt.directory, pair, scorer, rungs, attempt.notices))
+        if recipe.run.probe_max:
+            console.say(try_memory(recipe, pair))
+        trainer = build_trainer(attempt, pair, scorer, probe)
+        undo.pop_all()
+    return trainer, pair.position
+
+
+def open_inputs(attempt: Attempt, between: Callable[[], None]) -> tuple[Data, Scorer]:
+    """Opens data and rewards, and prints a summary of them."""
+    recipe, console, processes = attempt.recipe, attempt.console, attempt.processes
+    device = processes.device
+    console.say(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, {recipe.model.dtype}")
+    seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint restores its own random states later
+    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
+    data = processes.main_first(lambda: open_data(recipe))
+    for notice in data.notices:
+        console.say(notice)
+    between()
+    scorer = processes.agreed(lambda: build_scorer(data.recipe, data.rows, attempt.directory, processes.rank))
+    for reward in scorer.rewards:
+        if reward.sha256 is not None:
+            console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
+    console.say(f"data: {listed(data.prompts.counts)}")
+    for warning in data.warnings:
+        console.say(f"warning: {warning}")
+    return data, scorer
+
+
+def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
+    """Starts the worker processes of the recipe's rewards."""
+    columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
+    output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
+    longest, failures = recipe.rollout.max_completion_tokens, directory.failed_rewards
+    return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures)
+
+
+def agree(probe: Probe, between: Callable[[], None]) -> list[Rung]:
+    """Returns the results of all checks of the sentinel. Raises SentinelError if one of them failed."""
+    rungs = []
+    for rung in climb(probe):
+        rungs.append(rung)
+        between()
+    if wrong := failed(rungs):
+        raise wrong.error()
+    return rungs
+
+
+def try_memory(recipe: Recipe, pair: Pair) -> str:
+    """Tries the largest micro-batches while the engine sleeps, as in a step, and returns a message with what was tried."""
+    sleeps = pair.engine.abilities.sleeps
+    if sleeps:
+        pair.processes.agreed(pair.engine.sleep, waits_for_others=pair.engine_share.shared)
+    tried = try_largest(recipe, build_updater(recipe, pair, None), pair.processes)
+    if sleeps:
+        send_weights(pair.engine, pair.learner.policy.model, pair.position.step, pair.processes)
+    return tried
+
+
+def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, probe: Probe) -> Trainer:
+    """Builds the training loop from the parts that are open."""
+    recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
+    learner, done = pair.learner, pair.position.step
+    journal = open_journal(attempt, pair, scorer)
+    early = EarlyScoring(scorer)
+    sampler = build_sampler(attempt, pair, journal, early)
+    watch = build_watch(attempt, pair, probe, sampler)
+    checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind)
+    weights = bits(learner.policy.model, processes)
+    watch.means.extend(processes.agreed(lambda: journal.starts_from(done, weights, ())))
+    return Trainer(
+        recipe=recipe,
+        processes=processes,
+        tokenizer=pair.data.tokenizer,
+        policy=learner.policy,
+        engine=pair.engine,
+        journal=journal,
+        collect=Collector(
+            recipe=recipe.rollout,
+            processes=processes,
+            engine_share=pair.engine_share,
+            prompts=pair.data.prompts,
+            engine=pair.engine,
+            sampler=sampler,
+            scorer=scorer,
+            early=early,
+            journal=journal,
+            algorithm=learner.algorithm,
+        ),
+        windows=WindowBuilder(
+            processes=processes,
+            algorithm=learner.algorithm,
+            weights=scorer.weights,
+            reference=learner.reference,
+            temperature=pair.sampling.logp_temperature,
+            budget=recipe.optim.micro_batch_tokens,
+        ),
+        update=build_updater(recipe, pair, None if pair.sampling.regex else watch),
+        schedule=learner.schedule,
+        checkpoints=checkpoints,
+        report=Reporter(
+            steps=recipe.run.steps,
+            processes=processes,
+            directory=directory,
+            health=Health(rules_of(recipe), directory.read_metrics() if done and processes.is_main else ()),
+            console=attempt.console,
+            writer=build_writer(attempt, pair, journal, checkpoints),
+        ),
+    )
+
+
+def open_journal(attempt: Attempt, pair: Pair, scorer: Scorer) -> Journal:
+    """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
+    judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
+    folder, say = attempt.directory.journal, attempt.console.say
+    return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, [pair.learner.base])
+
+
+def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlyScoring) -> Sampler:
+    """Returns the object that samples the prompts of each step."""
+    recipe, prompts = attempt.recipe, pair.data.prompts
+    count, steps = recipe.rollout.prompts_per_step, recipe.run.steps
+    abilities = pair.engine.abilities
+    return Sampler(
+        engine=pair.engine,
+        prompts_of=lambda step: pair.engine_share.share(prompts.take((step - 1) * count, count if step <= steps else 0)),
+        sampling=pair.sampling,
+        group_size=recipe.rollout.group_size,
+        run_seed=recipe.run.seed,
+        tokenizer=pair.data.tokenizer,
+        submit_to=abilities.submit if recipe.rollout.ahead else None,
+        max_staleness=recipe.rollout.max_staleness,
+        in_flight=abilities.in_flight,
+        journal=journal,
+        journals=pair.engine_share.first,
+        all_or_none=abilities.whole_step,
+        say=attempt.console.say,
+        # Beside an engine that needs the cores of this machine, rewards would only slow it down.
+        group_finished=early.add if abilities.elsewhere and pair.engine_share.first else None,
+    )
+
+
+def build_writer(attempt: Attempt, pair: Pair, journal: Journal, checkpoints: Checkpoints) -> RolloutWriter:
+    """Returns the object that writes the samples of each step, and tells the journal when they are on disk."""
+    recipe, processes = attempt.recipe, attempt.processes
+    return RolloutWriter(
+        folder=attempt.directory.rollouts,
+        rank=processes.rank,
+        world=processes.world,
+        prompts=pair.data.prompts,
+        tokenizer=pair.data.tokenizer,
+        stop_ids=pair.sampling.stop_ids,
+        every=recipe.rollouts.every,
+        keep=recipe.rollouts.keep,
+        needed=checkpoints.oldest,
+        stamp=lambda rollout: journal.stamp(rollout, pair.sampling),
+        on_disk=journal.retire,
+    )
+
+
+def build_watch(attempt: Attempt, pair: Pair, probe: Probe, sampler: Sampler) -> Watch:
+    """Returns the object that compares each batch between engine and trainer before the weights change."""
+    recipe = attempt.recipe
+    return Watch(
+        probe=probe,
+        on_drift=recipe.sentinel.on_drift,
+        sleeps=pair.engine.abilities.sleeps,
+        probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
+        rest=lambda: pair.processes.agreed(sampler.rest, patient=True),
+        say=attempt.console.say,
+    )

@@ -1,0 +1,130 @@
+"""Holds the answers to keys and values that a recipe does not take, but that other tools or earlier versions do."""
+
+# Keys of earlier versions: "trainer.old": "renamed to `new` in version 0.2.0". None so far. A list index is written `*`.
+RENAMED: dict[str, str] = {}
+
+# Keys of other tools that rlgen leaves out on purpose.
+REFUSED = {
+    "model.trust_remote_code": "rlgen runs no code of a model's repository; take a model whose architecture transformers has",
+    "model.allow_pickle": "rlgen opens no pickled weights; convert them to safetensors once",
+    "data.trust_remote_code": "rlgen runs no code of a data set; convert it to files",
+    "extends": "it stands at the top of a recipe file, not in --set",
+    "rollout.top_p": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
+    "rollout.top_k": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
+    "rollout.min_p": "rlgen samples the full distribution: the log-probs of a truncated one are not the trainer's",
+    "rollout.repetition_penalty": "rlgen samples the model's own distribution, which a penalty changes",
+    "rollout.batch_size": "say rollout.prompts_per_step and rollout.group_size",
+    "model.lora.dropout": "what is scored must be what was sampled: a forward is a function of ids and weights, without dropout",
+    "model.lora.r": "did you mean `rank`?",
+    "model.lora.lora_alpha": "did you mean `alpha`?",
+    "model.lora.target_modules": "did you mean `targets`?",
+    "model.load_in_4bit": "say model.quantization: nf4, with model.lora",
+    "model.load_in_8bit": "say model.quantization: int8, with model.lora",
+    "optim.batch_size": "say rollout.prompts_per_step and rollout.group_size; micro-batches follow from micro_batch_tokens",
+    "optim.per_device_train_batch_size": "say rollout.prompts_per_step; micro-batches follow from micro_batch_tokens",
+    "optim.gradient_accumulation_steps": "micro-batches follow from optim.micro_batch_tokens and change no result",
+    "optim.lr": "did you mean `learning_rate`?",
+    "engine.url": "an engine of this kind has no server; set engine.kind to server",
+}
+REFUSED_BY_KIND = {
+    "rloo": {
+        "trainer.loss": "RLOO has one loss; trainer.kind grpo has a family of them",
+        "trainer.aggregation": "RLOO sums over each completion; trainer.kind grpo has a choice",
+        "trainer.scale_rewards": "RLOO does not divide by a standard deviation; see normalize_advantages",
+    },
+    "online_dpo": {"trainer.kl": "the reference is in the loss itself; trainer.beta says how strongly it holds"},
+}
+
+# Keys of verl, OpenRLHF, prime-rl and others that TRL has not.
+OTHER_TOOLS = {
+    **dict.fromkeys(("lr", "actor_lr"), "renamed to `optim.learning_rate`"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "renamed to `rollout.prompts_per_step`"),
+    **dict.fromkeys(("n", "rollout_n", "n_samples_per_prompt", "rollouts_per_example"), "renamed to `rollout.group_size`"),
+    **dict.fromkeys(("max_tokens", "max_response_length", "generate_max_len"), "renamed to `rollout.max_completion_tokens`"),
+    **dict.fromkeys(("prompt_max_len", "max_seq_len"), "renamed to `data.max_prompt_tokens`"),
+    **dict.fromkeys(("kl_beta", "kl_loss_coef"), "renamed to `trainer.beta`"),
+    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "eps_clip"), "renamed to `trainer.clip_low`"),
+    **dict.fromkeys(("clip_ratio_high", "eps_clip_high"), "renamed to `trainer.clip_high`"),
+    **dict.fromkeys(("ppo_epochs", "mu"), "renamed to `trainer.updates_per_rollout`"),
+    **dict.fromkeys(("algorithm", "adv_estimator", "advantage_estimator"), "say `trainer: {kind: grpo}`, rloo or online_dpo"),
+    **dict.fromkeys(("critic", "value_model", "gamma", "lam", "gae_lambda"), "no value model is trained: the group's mean is it"),
+    **dict.fromkeys(("epochs", "num_epochs", "total_epochs"), "run.steps is epochs × rows / rollout.prompts_per_step"),
+    **dict.fromkeys(("model_name", "pretrain", "base_model"), "renamed to `model.path`"),
+    **dict.fromkeys(("dataset", "datasets_path", "train_files", "prompt_data"), "renamed to `data.source`"),
+    **dict.fromkeys(("input_key", "prompt_key"), "renamed to `data.columns.prompt`"),
+    **dict.fromkeys(("label_key", "answer_key"), "renamed to `data.columns.answer`"),
+    **dict.fromkeys(("wandb", "wandb_project", "use_wandb", "logger", "tensorboard"), "say `sinks: [{kind: wandb}]`"),
+    **dict.fromkeys(("save_freq", "ckpt_interval"), "renamed to `checkpoint.every`"),
+    **dict.fromkeys(("test_freq", "eval_interval"), "renamed to `eval.every`"),
+    **dict.fromkeys(("resume", "resume_from"), "it is an option: `rlgen train RECIPE --resume`"),
+    **dict.fromkeys(("n_gpus", "n_gpus_per_node", "num_processes", "world_size"), "renamed to `processes.count`"),
+    "micro_batch_size": "micro-batches follow from optim.micro_batch_tokens",
+    "tokenizer": "it is that of `model.path`",
+    "judge": "a function of `rewards` that asks it",
+    "reward": "say `rewards: [{use: exact_match}]`",
+}
+
+# Section, or key of one, that is a mapping -> its first key, which a plain value in its place must have meant.
+MAIN_KEYS = {
+    "run": "name",
+    "model": "path",
+    "model.lora": "rank",
+    "data": "source",
+    "data.columns": "prompt",
+    "rewards.*": "use",
+    "scoring": "workers",
+    "rollout": "group_size",
+    "engine": "kind",
+    "trainer": "kind",
+    "trainer.correction": "mode",
+    "optim": "learning_rate",
+    "checkpoint": "every",
+    "rollouts": "every",
+    "sentinel": "on_drift",
+    "health": "action",
+    "processes": "count",
+    "eval": "source",
+    "sinks.*": "kind",
+}
+
+# What a required key looks like.
+EXAMPLES = {
+    "model": "model: {path: Qwen/Qwen3-0.6B}",
+    "model.path": "path: Qwen/Qwen3-0.6B",
+    "data": "data: {source: train.jsonl, columns: {prompt: question, answer: answer}}",
+    "data.source": "source: train.jsonl",
+    "rewards": "rewards: [{use: exact_match}]",
+    "rewards.*.use": "use: exact_match",
+    "eval.source": "source: heldout.jsonl",
+    "sinks.*.kind": "kind: wandb",
+}
+
+# (key, value of it) -> what to write instead.
+LOSSES_OF_GRPO = ("dapo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo")
+VALUES = {
+    ("trainer.kind", "ppo"): "PPO's value model is not trained: grpo and rloo take the mean of a group for it",
+    ("trainer.kind", "dpo"): "online_dpo is DPO on pairs that the model has sampled",
+    ("trainer.kind", "sft"): "rlgen trains by rewards; fine-tune on texts first, with another tool",
+    ("trainer.kind", "reinforce"): "rloo is REINFORCE with the others of a group as baseline",
+    **{("trainer.kind", loss): f"write `trainer: {{kind: grpo, loss: {loss}}}`" for loss in LOSSES_OF_GRPO},
+    ("trainer.loss", "ppo"): "dapo and grpo have PPO's clipped ratio",
+    ("trainer.loss", "reinforce"): "`trainer: {kind: rloo}`",
+    ("engine.kind", "vllm"): "colocated is vLLM in this process, server is vLLM elsewhere",
+    ("engine.kind", "sglang"): "colocated and server are vLLM",
+    ("engine.kind", "hf"): "it is called transformers",
+    ("model.dtype", "fp16"): "take bfloat16, whose range needs no scaling of the loss",
+    ("model.dtype", "float16"): "take bfloat16, whose range needs no scaling of the loss",
+    ("model.dtype", "auto"): "say bfloat16, which most models are stored in",
+    ("model.dtype", "bf16"): "did you mean `bfloat16`?",
+    ("model.dtype", "fp32"): "did you mean `float32`?",
+    ("model.quantization", "4bit"): "did you mean `nf4`?",
+    ("model.quantization", "8bit"): "did you mean `int8`?",
+    **dict.fromkeys(
+        [
+            ("optim", name)
+            for name in ("adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "sgd")
+        ],
+        "write `optim: {learning_rate: 1.0e-6}`: the optimizer is AdamW",
+    ),
+    ("optim.schedule", "none"): "did you mean `constant`?",
+}

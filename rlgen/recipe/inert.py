@@ -1,0 +1,121 @@
+"""Finds the fields that have no effect in a recipe."""
+
+from collections.abc import Sequence
+
+from rlgen.recipe.models import ColocatedEngineRecipe, HealthRule, Recipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.rules import Finding, is_local_model, is_local_source
+from rlgen.recipe.trainers import OWN_SETTINGS, GRPORecipe, OnlineDPORecipe, RLOORecipe, TrainerRecipe
+
+
+def inert(recipe: Recipe) -> list[Finding]:
+    """Returns the fields that have no effect in this recipe. They are refused if the user set them, and left out of the resolved
+    recipe.
+    """
+    found: list[Finding] = []
+    trainer, data, model = recipe.trainer, recipe.data, recipe.model
+    found += _inert_in_trainer(trainer)
+    if not recipe.rollout.ahead:
+        on_policy = "when rollout.ahead is 0: every sample is of the present weights"
+        paths = ["rollout.max_staleness", "sentinel.probe_every"]
+        for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
+            found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
+    found += _inert_in_health(recipe)
+    task, local = recipe.task, is_local_source(data.source)
+    if task is None:
+        found.append(Finding("data.options", "data.options has an effect only with a task: source", "remove it"))
+    useless = ["columns", "subset", "split", "revision"] if task else ["subset", "split", "revision"] if local else []
+    kind = "a task: source" if task else "local files"
+    found += [Finding(f"data.{key}", f"data.{key} has no effect with {kind}", "remove it") for key in useless]
+    if task and not (data.chat or data.system):
+        why = "data.template_args has no effect: the prompts of a task are texts, and no template is applied"
+        found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
+    if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.url is not None:
+        # All but dtype, which states what the server is expected to have.
+        for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "servers", "host", "port", "start_timeout", "devices"]:
+            path = f"engine.{key}"
+            why = f"{path} has no effect beside engine.url: that server runs already, with its own"
+            found.append(Finding(path, why, "remove it, and give it to `rlgen serve`"))
+    if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.transfer == "nccl":
+        why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
+        for path in ("engine.transfer_dir", "engine.restarts"):
+            found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
+    for index, reward in enumerate(recipe.rewards):
+        if reward.on_error == "fail":
+            path = f"rewards.{index}.max_error_fraction"
+            why = f"{path} has no effect when on_error is fail: the first failure ends the run"
+            found.append(Finding(path, why, "remove it, or set on_error to skip"))
+    if model.path.startswith("tiny:") or is_local_model(model.path):
+        found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
+    return found
+
+
+def _inert_in_trainer(trainer: TrainerRecipe) -> list[Finding]:
+    """Returns the fields of the `trainer` section that have no effect."""
+    found: list[Finding] = []
+
+    def no_effect(keys: Sequence[str], why: str, hint: str = "remove it") -> None:
+        said = {finding.path for finding in found}
+        paths = [f"trainer.{key}" for key in keys]
+        found.extend(Finding(path, f"{path} has no effect {why}", hint) for path in paths if path not in said)
+
+    if trainer.correction.mode == "none":
+        no_effect(["correction.min", "correction.max"], "when trainer.correction.mode is none", "remove it, or set a mode")
+    if isinstance(trainer, OnlineDPORecipe):
+        return found
+    uncorrected = trainer.correction.mode == "none" and trainer.correction.geometric is None
+    if trainer.beta == 0:
+        no_effect(["kl", "kl_use_weight"], "when trainer.beta is 0", "remove it, or set trainer.beta above 0")
+    if trainer.kl == "k1_in_reward":
+        no_effect(["kl_use_weight"], "when the KL is in the reward")
+    if uncorrected:
+        no_effect(["kl_use_weight"], "when nothing is corrected: weights are 1")
+    unmoved = "when trainer.updates_per_rollout is 1: the ratio is 1 until the weights have moved"
+    more = "remove it, or set trainer.updates_per_rollout to 2 or more"
+    if isinstance(trainer, GRPORecipe):
+        if trainer.combine_rewards == "normalize_then_sum":
+            no_effect(["scale_rewards"], "with trainer.combine_rewards normalize_then_sum, which scales by itself")
+        other = f"with trainer.loss {trainer.loss}"
+        for loss in OWN_SETTINGS:
+            keys = [key for key in GRPORecipe.model_fields if key.startswith(f"{loss}_")]
+            if trainer.loss != loss:
+                no_effect(keys, other)
+            elif trainer.updates_per_rollout == 1 and (loss != "vespo" or uncorrected):
+                no_effect(keys, unmoved, more)
+        if trainer.loss in OWN_SETTINGS:
+            no_effect(["clip_low", "clip_high", "delta"], other)
+    if trainer.updates_per_rollout == 1:
+        no_effect(["clip_low", "clip_high", "delta"], unmoved, more)
+        if isinstance(trainer, RLOORecipe):
+            no_effect(["ratio"], unmoved, more)
+    return found
+
+
+def _inert_in_health(recipe: Recipe) -> list[Finding]:
+    """Returns health rules whose value this recipe never measures, and settings of rules that are ignored."""
+    found: list[Finding] = []
+    trainer, engine = recipe.trainer, recipe.engine
+
+    def nothing(rules: Sequence[str], why: str) -> None:
+        paths = [f"health.{rule}" for rule in rules]
+        found.extend(Finding(path, f"{path} has no effect {why}", "remove it") for path in paths)
+
+    if isinstance(trainer, OnlineDPORecipe):
+        nothing(["clipped"], "with trainer.kind online_dpo, which clips nothing")
+    else:
+        if trainer.beta == 0:
+            nothing(["ref_kl"], "when trainer.beta is 0: no reference is held")
+        if isinstance(trainer, GRPORecipe) and trainer.loss in OWN_SETTINGS and trainer.loss != "cispo":
+            nothing(["clipped"], f"with trainer.loss {trainer.loss}, which clips nothing")
+        elif trainer.updates_per_rollout == 1:
+            nothing(["clipped"], "when trainer.updates_per_rollout is 1: the ratio is 1")
+    if isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None:
+        nothing(["sampler_delta", "sampler_kl", "ess"], "with engine.structured_regex: its log-probs are not the policy's")
+    elif recipe.rollout.ahead:  # instead, `sentinel.probe_every` samples with present weights
+        nothing(["sampler_delta", "sampler_kl"], "with rollout.ahead: earlier weights sampled, which differ for an honest reason")
+    said = {finding.path for finding in found}
+    for name, rule in recipe.health:
+        path = f"health.{name}"
+        if isinstance(rule, HealthRule) and rule.action == "ignore" and path not in said:
+            why = f"has no effect when {path}.action is ignore"
+            found += [Finding(f"{path}.{key}", f"{path}.{key} {why}", "remove it") for key in ("threshold", "steps")]
+    return found

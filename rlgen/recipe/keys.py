@@ -1,0 +1,75 @@
+"""Knows every key of a recipe, and says where a key that stands in the wrong place belongs."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from typing import get_args
+
+from pydantic import BaseModel
+
+from rlgen.recipe.hints import OTHER_TOOLS, REFUSED, REFUSED_BY_KIND, RENAMED
+from rlgen.recipe.models import HealthRule, Recipe
+from rlgen.recipe.trl import OPTIONS
+
+
+def models_of(annotation: object) -> list[type[BaseModel]]:
+    """Returns the models in an annotation, such as those of a union or of a list's items."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_of(part)]
+
+
+def kind_of(model: type[BaseModel]) -> str | None:
+    """Returns the `kind` of a variant of a section; None if the section has no kinds."""
+    return get_args(model.model_fields["kind"].annotation)[0] if "kind" in model.model_fields else None
+
+
+def _walk(model: type[BaseModel], above: str, kind: str | None) -> Iterator[tuple[str, str, str | None]]:
+    """Yields (key, dotted path, kind of its section) of every key. The keys of health rules are left out."""
+    for key, field in model.model_fields.items():
+        path = f"{above}{key}"
+        yield key, path, kind
+        inner = [one for one in models_of(field.annotation) if one is not HealthRule]
+        item = "*." if str(field.annotation).startswith("list[") else ""
+        for one in inner:
+            yield from _walk(one, f"{path}.{item}", kind_of(one) or kind)
+
+
+@cache
+def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Returns for each key its dotted paths, each with the kinds of its section that have it."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for key, path, kind in _walk(Recipe, "", None):
+        kinds = found.setdefault(key, {}).get(path, ())
+        found[key][path] = kinds if kind is None or kind in kinds else (*kinds, kind)
+    return found
+
+
+def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None:
+    """Returns what to do about an unknown key.
+
+    Args:
+        name: the dotted path, with the indices of lists: "rewards.0.wieght".
+        general: the same with `*` for each index.
+        kind: of its section; "" if it has none.
+        allowed: the keys of its section.
+    """
+    key = name.rpartition(".")[2]
+    reason = REFUSED_BY_KIND.get(kind, {}).get(name) or RENAMED.get(general) or REFUSED.get(name)
+    if reason:
+        return reason
+    if key in OPTIONS:
+        return OPTIONS[key].hint
+    if key in OTHER_TOOLS:
+        return OTHER_TOOLS[key]
+    if elsewhere := places_of_keys().get(key):
+        if general in elsewhere:
+            return f"it is a key of kind {' and '.join(elsewhere[general])}"
+        if key != "kind" and len(elsewhere) <= 3:
+            return f"here it is {' or '.join(f'`{path}`' for path in elsewhere)}"
+    if close := get_close_matches(key[:100], allowed, n=1):
+        return f"did you mean `{close[0]}`?"
+    if close := get_close_matches(key[:100], [*places_of_keys(), *OPTIONS], n=1, cutoff=0.8):
+        paths = places_of_keys().get(close[0])
+        return f"did you mean {' or '.join(f'`{path}`' for path in paths)}?" if paths else OPTIONS[close[0]].hint
+    return f"keys are {', '.join(allowed)}"

@@ -1,0 +1,164 @@
+"""Says in plain words what is wrong with a value or a key of a recipe, and what to write instead."""
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from rlgen.errors import Problem
+from rlgen.recipe import yaml
+from rlgen.recipe.hints import EXAMPLES, MAIN_KEYS, VALUES
+from rlgen.recipe.keys import advice
+from rlgen.recipe.models import ColocatedEngineRecipe, Recipe
+from rlgen.recipe.trainers import GRPORecipe
+
+UNIONS: dict[str, type[BaseModel]] = {
+    "engine": ColocatedEngineRecipe,
+    "trainer": GRPORecipe,
+}  # the variant when a recipe names no kind
+PLAIN_WORDS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text; put quotes around it",
+    "finite_number": "must be a finite number",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of keys to values",
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+}
+
+
+NULL = "a key without a value is null: give it one, or remove it"
+MAPPING_EXPECTED = ("dict_type", "model_type", "model_attributes_type")
+YES_OR_NO = {"yes": True, "on": True, "1": True, "true": True, "no": False, "off": False, "0": False, "false": False}
+
+
+def translate(
+    details: ErrorDetails,
+    data: dict[str, Any],
+    places: dict[yaml.Path, str],
+    path: Path,
+    model: type[BaseModel] | None = None,
+) -> Problem:
+    """Returns one pydantic error as a problem in plain words, with its position in the file."""
+    loc = plain(details)
+    where = yaml.place_of(places, loc) or str(path)
+    name, kind = ".".join(map(str, loc)), details["type"]
+    value = details["input"]
+    if kind == "extra_forbidden":
+        return Problem(where, *_unknown_key(loc, data, model))
+    if kind == "missing":
+        example = EXAMPLES.get(_general(name))
+        return Problem(where, f"`{name}` is missing", example and f"such as `{example}`")
+    if kind in ("literal_error", "union_tag_invalid"):
+        expected = details.get("ctx", {}).get("expected" if kind == "literal_error" else "expected_tags", "")
+        options = re.findall(r"'([^']*)'", expected)
+        if kind == "union_tag_invalid":
+            name, value = f"{name}.kind", data[str(loc[0])]["kind"]
+            where = yaml.place_of(places, (loc[0], "kind")) or where
+        hint = NULL if value is None else VALUES.get((name, str(value).lower())) or suggest(str(value), options, None)
+        return Problem(where, f"{name}: {short(value)} is not one of {', '.join(options)}", hint)
+    what = PLAIN_WORDS.get(kind) or details["msg"].replace("Input should", "must").replace("String should", "must")
+    return Problem(where, f"{name}: {what}, not {short(value)}", _instead(_general(name), kind, value))
+
+
+def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | None) -> tuple[str, str | None]:
+    """Returns what is wrong with the key at `loc` and what to do. `model`: of its section; None: that which `data` names."""
+    name = ".".join(map(str, loc))
+    variant = data.get(str(loc[0]))
+    kind = str(variant["kind"]) if loc[0] in UNIONS and isinstance(variant, dict) else ""
+    hint = advice(name, _general(name), kind, list((model or _model_at(loc[:-1], data)).model_fields))
+    owner = yaml.shortened(".".join(map(str, loc[:-1])))
+    of = (f"`{owner}`" if owner else "a recipe") + (f" (kind: {kind})" if kind else "")
+    return f"`{yaml.shortened(str(loc[-1]))}` is not a key of {of}", hint
+
+
+def _instead(general: str, kind: str, value: Any) -> str | None:
+    """Returns what to write instead of a value of a wrong type: `engine: vllm` -> "write `engine: {kind: colocated}`, ..."."""
+    if kind in MAPPING_EXPECTED and general in MAIN_KEYS and isinstance(value, str | int | float):
+        return _as_mapping(general, value)
+    if kind == "list_type" and f"{general}.*" in MAIN_KEYS:
+        items = [value] if isinstance(value, str | dict) else []
+        main = MAIN_KEYS[f"{general}.*"]
+        shown = ", ".join(f"{{{main}: {item}}}" if isinstance(item, str) else "{" + _flow(item) + "}" for item in items)
+        return yaml.shortened(f"write `{general}: [{shown}]`", 200) if items else None
+    if value is None:
+        return NULL
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in YES_OR_NO:
+        return f"write {'true' if YES_OR_NO[value.lower()] else 'false'}"
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        number = yaml.scalar(value.replace("_", "").replace(",", "").strip())
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            return f"write {number}, without quotes"
+        return "leave it out, or write null" if value.lower() == "none" else None
+    return None
+
+
+def _as_mapping(general: str, value: Any) -> str:
+    """Returns how a plain value is written where a mapping is expected, and what is known about the value."""
+    main, section = MAIN_KEYS[general], general.rpartition(".")[2]
+    known = VALUES.get((f"{general}.{main}", str(value).lower())) or VALUES.get((general, str(value).lower()))
+    start = "" if section == "*" else f"{section}: "
+    if known and known.startswith("write"):
+        return known
+    if value is True:
+        return f"write `{start}{{}}` for its defaults"
+    if value is False:
+        return "leave it out"
+    if known:
+        first = {"trainer": "grpo", "engine": "colocated"}.get(general)
+        return f"write `{start}{{{main}: {first}}}`: {known}" if first else known
+    return f"write `{start}{{{main}: {yaml.shortened(str(value))}}}`"
+
+
+def _flow(mapping: dict[str, Any]) -> str:
+    """Returns the keys and values of a mapping as they stand within braces."""
+    return ", ".join(f"{key}: {value}" for key, value in mapping.items())
+
+
+def _general(name: str) -> str:
+    """Returns a dotted path with `*` for each index of a list."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def plain(details: ErrorDetails) -> yaml.Path:
+    """Returns the path of a pydantic error, without the union tag that pydantic inserts."""
+    loc = tuple(details["loc"])
+    return (loc[0], *loc[2:]) if loc[0] in UNIONS and len(loc) > 1 and details["type"] != "union_tag_invalid" else loc
+
+
+def _model_at(loc: tuple[str | int, ...], data: dict[str, Any]) -> type[BaseModel]:
+    """Returns the model class whose keys are at `loc`, by the `kind` that `data` names."""
+    model: type[BaseModel] = Recipe
+    for index, part in enumerate(loc):
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        variants: list[type[BaseModel]] = [
+            v for v in (annotation, *get_args(annotation)) if isinstance(v, type) and issubclass(v, BaseModel)
+        ]
+        kind = data[part].get("kind") if index == 0 and part in UNIONS else None
+        named = [v for v in variants if kind and kind in get_args(v.model_fields["kind"].annotation)]
+        model = (named or variants)[0]
+    return model
+
+
+def suggest(word: str, known: list[str], what: str | None) -> str | None:
+    """Returns a hint: the closest known word, or, if none is close and `what` is given, all known words."""
+    close = get_close_matches(word[:100], known, n=1)
+    if close:
+        return f"did you mean `{close[0]}`?"
+    return f"{what} are {', '.join(known)}" if what else None
+
+
+def short(value: Any) -> str:
+    """Returns the repr of a value, shortened for a message."""
+    text = repr(value)
+    return yaml.shortened(text)

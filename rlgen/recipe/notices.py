@@ -1,0 +1,56 @@
+"""Says what is unusual in a valid recipe."""
+
+import re
+from urllib.parse import urlsplit
+
+from rlgen.recipe.models import Recipe, ServerEngineRecipe
+from rlgen.recipe.rules import is_loopback, servers
+from rlgen.recipe.trainers import GRPORecipe
+
+LARGE_RATE = 0.01  # learning rates above this are larger than any that trains a language model
+SMALL_FOR_LORA = 5e-6  # learning rates below this hardly change an adapter
+
+
+def warnings(recipe: Recipe) -> list[str]:
+    """Returns what is hardly meant, though it is valid."""
+    said: list[str] = []
+    rate = recipe.optim.learning_rate
+    if rate > LARGE_RATE:
+        said.append(
+            f"optim.learning_rate {rate:g} destroys a model in a few steps: usual are 1e-6 for all weights, 1e-5 to 1e-4 for"
+            " adapters"
+        )
+    return said
+
+
+def notices(recipe: Recipe) -> list[str]:
+    """Returns notes to print: settings that are harmless, and common in templates."""
+    said: list[str] = []
+    if recipe.checkpoint.every > recipe.run.steps:
+        said.append(f"checkpoint.every {recipe.checkpoint.every} is above run.steps {recipe.run.steps}: only the end is saved")
+    if recipe.engine.kind == "colocated" and recipe.engine.structured_regex is not None:
+        said.append(
+            "engine.structured_regex: the sentinel checks the engine before step 1 without it; batches cannot be compared"
+        )
+    if isinstance(recipe.engine, ServerEngineRecipe):
+        hosts = [re.sub(r"^https?://|(:\d+)?(/.*)?$", "", url) for url in servers(recipe.engine) if url.startswith("http://")]
+        hosts += [recipe.engine.host] if recipe.engine.launch else []
+        for host in dict.fromkeys(host for host in hosts if not is_loopback(host)):
+            said.append(f"engine: {host} is beyond this machine, and http is not encrypted: for networks that you trust only")
+            if recipe.engine.transfer_dir is None and recipe.engine.transfer == "files" and not recipe.engine.launch:
+                said.append(f"engine: {host} must see the weights of this machine; set engine.transfer_dir to a folder of both")
+        outside = [url for url in servers(recipe.engine) if not is_loopback(urlsplit(url).hostname or "")]
+        if recipe.engine.transfer == "nccl" and outside:
+            said.append(f"engine.transfer nccl to {outside[0]} has no token and no encryption: for networks that you trust only")
+    if recipe.model.lora is not None and recipe.optim.learning_rate < SMALL_FOR_LORA:
+        said.append(
+            f"optim.learning_rate {recipe.optim.learning_rate:g} is usual for full weights; adapters start at zero and take ten"
+            " times as much or more"
+        )
+    trainer = recipe.trainer
+    if isinstance(trainer, GRPORecipe) and trainer.loss in ("gspo", "luspo") and "token" in trainer.correction.mode:
+        said.append(
+            f"trainer.loss {trainer.loss} has one ratio for a completion; trainer.correction.mode {trainer.correction.mode}"
+            " weighs it by the mean of its tokens' weights"
+        )
+    return said

@@ -1,0 +1,85 @@
+"""Makes the paths of a recipe absolute: those of local inputs start at the folder of the file that names them."""
+
+import errno
+from difflib import get_close_matches
+from pathlib import Path
+
+from rlgen.errors import Problem
+from rlgen.recipe import yaml
+from rlgen.recipe.messages import short
+from rlgen.recipe.models import Recipe
+from rlgen.recipe.rules import is_local_model, is_local_source
+from rlgen.recipe.source import file_of
+
+
+def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> tuple[Recipe, list[Problem]]:
+    """Makes the paths of local inputs absolute, relative to the folder of the recipe file that names them. Returns recipe and
+    problems.
+    """
+    problems: list[Problem] = []
+
+    def absolute(text: str, loc: yaml.Path, always: bool) -> str:
+        where = places.get(loc) or str(path)
+        folder = (path if where.startswith("--set") else Path(file_of(where))).resolve().parent
+        try:
+            place = (folder / Path(text).expanduser()).resolve()
+            place.exists()  # raises if the text cannot be a path
+            return str(place) if always or (folder / text).is_dir() else text
+        except (OSError, RuntimeError) as error:  # too long, or ~ of an unknown user
+            problems.append(Problem(where, f"{short(text)} is no path: {getattr(error, 'strerror', None) or error}"))
+            return text
+
+    problems += impossible_run_path(recipe, places, path)
+    model, data = recipe.model, recipe.data
+    if not model.path.startswith("tiny:"):
+        found = absolute(model.path, ("model", "path"), is_local_model(model.path))
+        model = model.model_copy(update={"path": found})
+    if is_local_source(data.source):
+        data = data.model_copy(update={"source": absolute(data.source, ("data", "source"), True)})
+    rewards = []
+    for index, reward in enumerate(recipe.rewards):
+        file, _, function = reward.use.rpartition(":")
+        if file.endswith(".py"):
+            reward = reward.model_copy(update={"use": f"{absolute(file, ('rewards', index, 'use'), True)}:{function}"})
+        rewards.append(reward)
+    return recipe.model_copy(update={"model": model, "data": data, "rewards": rewards}), problems
+
+
+def impossible_run_path(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> list[Problem]:
+    """Returns a problem if no file system could hold the run's folder: a name that is too long, or ~ of an unknown user."""
+    where = places.get(("run", "dir")) or places.get(("run", "name")) or str(path)
+    try:
+        recipe.run_path.lstat()
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) or error.errno == errno.ENAMETOOLONG:
+            why = getattr(error, "strerror", None) or error
+            hint = "a folder's name has at most 255 characters" if isinstance(error, OSError) else "write the path without ~"
+            return [Problem(where, f"run.dir: {short(recipe.run.dir)} is no path: {why}", hint)]
+    return []
+
+
+def like(path: str) -> str | None:
+    """Returns a hint with the name of a file or folder beside a path that is not there, if one is alike."""
+    missing = Path(path)
+    if any(character in path for character in "*?["):
+        return None
+    while not missing.parent.is_dir():  # the innermost folder that is there
+        missing = missing.parent
+    try:
+        names = [entry.name for entry in missing.parent.iterdir()]
+    except OSError:
+        return None
+    close = get_close_matches(missing.name, names, n=1)
+    return f"did you mean `{missing.parent / close[0]}`?" if close else None
+
+
+def outside(recipe: Recipe, folder: Path) -> list[str]:
+    """Returns a notice for each reward file outside the recipe's folder. Such files run all the same, because the recipe names
+    them.
+    """
+    files = {file for reward in recipe.rewards if (file := reward.use.rpartition(":")[0]).endswith(".py")}
+    return [
+        f"rewards: {file} lies outside of the recipe's folder; its hash goes into provenance.json"
+        for file in sorted(files)
+        if not Path(file).is_relative_to(folder)
+    ]

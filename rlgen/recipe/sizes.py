@@ -1,0 +1,115 @@
+"""Lets defaults that nobody wrote follow from the model and the data: such a default is never an error.
+
+A recipe that leaves all sizes out trains a model of 512 positions on five short prompts as well as a large one on a million.
+"""
+
+from dataclasses import dataclass
+
+from rlgen.errors import Problem, RecipeError
+from rlgen.recipe.models import Recipe, VllmRecipe
+
+# Defaults that give way to the model and the data unless they are written.
+GIVE_WAY = ("rollout.prompts_per_step", "rollout.max_completion_tokens", "optim.micro_batch_tokens")
+FOLLOWING = ("data.max_prompt_tokens", *GIVE_WAY)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """The most tokens that a prompt may have, and what limits it, for messages. None: nothing does."""
+
+    tokens: int | None
+    why: str  # "data.max_prompt_tokens is 64"
+
+
+def is_written(recipe: Recipe, path: str) -> bool:
+    """Returns whether the recipe itself says a value, such as "rollout.group_size"."""
+    section, key = path.split(".")
+    return key in getattr(recipe, section).model_fields_set
+
+
+def least_row(recipe: Recipe) -> tuple[int, str]:
+    """Returns the fewest tokens that the longest row has by what is written, and how they add up, for messages."""
+    prompt, completion = recipe.data.max_prompt_tokens, recipe.rollout.max_completion_tokens
+    if not is_written(recipe, "rollout.max_completion_tokens"):
+        return (prompt or 1) + 1, f"data.max_prompt_tokens is {prompt or 1}, and a completion follows"
+    if prompt is None:
+        return completion + 1, f"rollout.max_completion_tokens is {completion}, and a prompt comes before it"
+    return prompt + completion, f"data.max_prompt_tokens + rollout.max_completion_tokens = {prompt + completion}"
+
+
+def window(recipe: Recipe, positions: int | None) -> tuple[int | None, str]:
+    """Returns the most tokens of a prompt and its completion together, and what limits them.
+
+    Args:
+        positions: of the model; None: it does not say.
+    """
+    limits = [(positions, f"model.path {recipe.model.path} has {positions} positions")] if positions is not None else []
+    engine = recipe.engine
+    if isinstance(engine, VllmRecipe) and engine.max_model_len is not None:
+        limits.append((engine.max_model_len, f"engine.max_model_len is {engine.max_model_len}"))
+    if is_written(recipe, "optim.micro_batch_tokens"):
+        tokens = recipe.optim.micro_batch_tokens
+        limits.append((tokens, f"optim.micro_batch_tokens is {tokens}"))
+    return min(limits) if limits else (None, "")
+
+
+def prompt_limit(recipe: Recipe, positions: int | None) -> PromptLimit:
+    """Returns how long a prompt may be: as the recipe says, or as the model leaves room beside a completion.
+
+    Raises:
+        RecipeError: what is written does not fit into the model.
+    """
+    prompt, completion = recipe.data.max_prompt_tokens, recipe.rollout.max_completion_tokens
+    most, why = window(recipe, positions)
+    fixed = is_written(recipe, "rollout.max_completion_tokens")
+    least, adds_up = least_row(recipe)
+    if most is not None and fixed and least > most:
+        hint = f"lower one of them: {most} together at most" if prompt else f"set it to {most - 1} or less"
+        raise RecipeError([Problem("rollout.max_completion_tokens", f"{adds_up}, but {why}", hint)])
+    if prompt is not None and (most is None or prompt < most):
+        return PromptLimit(prompt, f"data.max_prompt_tokens is {prompt}")
+    if most is None:
+        return PromptLimit(None, "")
+    left = most - (completion if fixed else min(completion, most // 2))
+    return PromptLimit(left, f"{why}, of which completions take {most - left}")
+
+
+def fitted(recipe: Recipe, positions: int | None, longest: int, used: int) -> Recipe:
+    """Returns the recipe with every size that it does not say itself.
+
+    Args:
+        positions: of the model; None: it does not say.
+        longest: tokens of the longest prompt.
+        used: number of prompts.
+    """
+    prompt, completion = recipe.data.max_prompt_tokens or longest, recipe.rollout.max_completion_tokens
+    most, _ = window(recipe, positions)
+    if not is_written(recipe, "rollout.max_completion_tokens") and most is not None:
+        completion = min(completion, most - longest)
+    if most is not None and prompt + completion > most:
+        prompt = longest
+    budget, prompts = recipe.optim.micro_batch_tokens, recipe.rollout.prompts_per_step
+    if not is_written(recipe, "optim.micro_batch_tokens"):
+        budget = max(budget, prompt + completion)
+    if not is_written(recipe, "rollout.prompts_per_step"):
+        prompts = min(prompts, used)
+    rollout = {"max_completion_tokens": completion, "prompts_per_step": prompts}
+    return recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update={"max_prompt_tokens": prompt}),
+            "rollout": recipe.rollout.model_copy(update=rollout),
+            "optim": recipe.optim.model_copy(update={"micro_batch_tokens": budget}),
+        }
+    )
+
+
+def what_follows(recipe: Recipe, found: Recipe) -> list[str]:
+    """Returns a line for each size that gave way: "rollout.max_completion_tokens is 452 instead of 512: ..."."""
+    said = []
+    for path in FOLLOWING:
+        section, key = path.split(".")
+        was, now = (getattr(getattr(one, section), key) for one in (recipe, found))
+        if was != now:
+            instead = "" if was is None else f" instead of {was}"
+            said.append(f"{path} is {now}{instead}: it follows from model and data")
+    return said

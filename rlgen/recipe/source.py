@@ -1,0 +1,218 @@
+"""Reads the files of a recipe, and writes the overrides of the command line over them, with the position of every value."""
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlgen.errors import Problem, RecipeError
+from rlgen.recipe import yaml
+from rlgen.recipe.secrets import secret_leaves
+
+MAX_BYTES = 1 << 18
+MAX_PARENTS = 8
+MAX_PROBLEMS = 100  # most problems that are reported
+MORE = "…"  # position of the line that counts the unreported ones
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a recipe."""
+
+    text: str  # verbatim
+    chain: str  # "demo.yaml → base.yaml": the files that led to this one
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A recipe file merged with the files that it extends."""
+
+    data: dict[str, Any]
+    places: dict[yaml.Path, str]
+    problems: tuple[Problem, ...]
+    files: dict[str, SourceFile]  # by name, the recipe first
+
+
+def read_source(path: Path) -> Source:
+    """Reads a recipe and the files that it extends. `extends:` is the path of another recipe, relative to the file that names it.
+
+    A mapping of the child is merged into the parent's, unless it names another `kind`: then it replaces the parent's, as lists
+    and plain values do.
+
+    Raises:
+        RecipeError: a file cannot be read or is not a mapping, or the chain is circular or longer than MAX_PARENTS.
+    """
+    files: dict[str, SourceFile] = {}
+    problems: list[Problem] = []
+    data: dict[str, Any] = {}
+    places: dict[yaml.Path, str] = {}
+    asked = ""  # position of the `extends` that names the file; "" for the recipe itself
+    while True:
+        name = str(path)
+        chain = " → ".join([*files, name])
+        if any(os.path.realpath(name) == os.path.realpath(other) for other in files):
+            raise RecipeError(in_order([*problems, Problem(asked, f"extends itself: {chain}", "remove one `extends`")], {}))
+        if len(files) > MAX_PARENTS:
+            raise RecipeError(in_order([*problems, Problem(asked, f"extends more than {MAX_PARENTS} files: {chain}")], {}))
+        try:
+            text = read_text(path)
+        except RecipeError as error:
+            if not asked:
+                raise
+            told = [Problem(asked, f"extends: {problem.where} {problem.what} ({chain})") for problem in error.problems]
+            raise RecipeError(in_order([*problems, *told], {})) from error
+        document = yaml.parse(text, name)
+        files[name] = SourceFile(text, chain)
+        problems += [problem for _, problem in sorted(document.problems, key=lambda item: item[0])]
+        if document.data is None and not document.problems:
+            problems.append(Problem(name, "the recipe is empty", "start from one of `rlgen recipes list`"))
+        elif not isinstance(document.data, dict) and not document.problems:
+            problems.append(Problem(document.places[()], "a recipe is a mapping of sections: run, model, data, …"))
+        if not isinstance(document.data, dict):
+            raise RecipeError(in_order(problems, files))
+        parent, asked = document.data.pop("extends", None), document.places.pop(("extends",), "")
+        data, places = _merged(document.data, document.places, data, places)
+        if not asked:
+            return Source(data, places, tuple(problems), files)
+        if not isinstance(parent, str) or not parent:
+            raise RecipeError(in_order([*problems, Problem(asked, "extends: must be the path of one recipe, as text")], files))
+        path = Path(os.path.normpath(path.parent / Path(parent)))
+
+
+def _merged(
+    below: dict[str, Any], places_below: dict[yaml.Path, str], above: dict[str, Any], places_above: dict[yaml.Path, str]
+) -> tuple[dict[str, Any], dict[yaml.Path, str]]:
+    """Merges what a child file says over what its parent says; returns the merged data and the position of each value."""
+    replaced: set[yaml.Path] = set()
+
+    def merge(old: dict[str, Any], new: dict[str, Any], path: yaml.Path) -> dict[str, Any]:
+        result = dict(old)
+        for key, value in new.items():
+            before = old.get(key)
+            if isinstance(before, dict) and isinstance(value, dict) and value.get("kind") in (None, before.get("kind")):
+                result[key] = merge(before, value, (*path, key))
+            else:
+                result[key] = value
+                replaced.add((*path, key))
+        return result
+
+    data = merge(below, above, ())
+    kept = {
+        place: where
+        for place, where in places_below.items()
+        if not any(place[:end] in replaced for end in range(1, len(place) + 1))
+    }
+    return data, kept | places_above
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a recipe file. Raises RecipeError with the reason if it is not a readable UTF-8 file of at most
+    MAX_BYTES.
+    """
+
+    def refused(what: str, hint: str | None = None) -> RecipeError:
+        return RecipeError([Problem(str(path), what, hint)])
+
+    if str(path) == "-":
+        raise refused("standard input is not read", "name a recipe file")
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", str(path)):
+        raise refused("is an address, and a recipe is a file", "download it and read it first")
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise refused("is a folder", "name a recipe file")
+        if not stat.S_ISREG(mode):
+            raise refused("is a pipe or a device", "name a recipe file")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise refused("does not exist", "`rlgen recipes list` shows recipes to copy") from None
+    except (OSError, ValueError) as error:  # ValueError: the name is invalid, such as one with a null byte
+        raise refused(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(raw) > MAX_BYTES:
+        raise refused(f"is larger than {MAX_BYTES >> 10} KiB: not a recipe")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise refused(f"is not text in UTF-8 (byte {error.start}, line {line})", "save it as UTF-8") from error
+
+
+def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], overrides: Sequence[str]) -> list[Problem]:
+    """Writes each override `a.b=value` into `data`, and its position `--set N: a.b=value` into `places`. Returns the problems."""
+    problems: list[Problem] = []
+    for number, override in enumerate(overrides, 1):
+        dotted, equals, value = override.partition("=")
+        keys = dotted.strip().split(".")
+        where = f"--set {number}: {yaml.shortened(override, 200)}"
+        if len(override) > MAX_BYTES or len(keys) > yaml.MAX_DEPTH:
+            problems.append(Problem(where, "is too long"))
+            continue
+        if not equals or not all(keys):
+            problems.append(Problem(where, "is not of the form section.key=value"))
+            continue
+        parsed = yaml.parse(value, where)
+        if secret_leaves(parsed.data, tuple(keys)):
+            where = f"--set {number}: {dotted}=…"  # without the value, which is a secret
+        if parsed.problems:
+            problems += [Problem(where, problem.what, problem.hint) for _, problem in parsed.problems]
+            continue
+        node: Any = data
+        path: yaml.Path = ()
+        try:
+            for index, key in enumerate(keys):
+                step: str | int = _index(node, key) if isinstance(node, list) else key
+                path = (*path, step)
+                if index == len(keys) - 1:
+                    node[step] = parsed.data
+                elif isinstance(node, dict):
+                    node = node.setdefault(key, {})
+                else:
+                    node = node[step]
+        except (TypeError, IndexError, ValueError):
+            problems.append(Problem(where, f"there is no place {dotted}", "`rlgen show RECIPE` lists all"))
+            continue
+        for old in [place for place in places if place[: len(path)] == path]:
+            del places[old]
+        places.update({(*path, *inner): where for inner in parsed.places} | {path: where})
+    return problems
+
+
+def _index(node: list[Any], key: str) -> int:
+    """Returns a list index. Raises ValueError or IndexError if `key` is not an index of `node`."""
+    if not 0 <= int(key) < len(node):
+        raise IndexError(key)
+    return int(key)
+
+
+def in_order(problems: list[Problem], files: dict[str, SourceFile]) -> list[Problem]:
+    """Removes duplicates, sorts by position, and limits to MAX_PROBLEMS. Problems in an extended file name the chain of files."""
+    found = sorted(dict.fromkeys(problems), key=lambda problem: rank(problem.where, files))
+    for index, problem in enumerate(found[:MAX_PROBLEMS]):
+        file = file_of(problem.where)
+        if file in list(files)[1:]:
+            found[index] = replace(problem, what=f"{problem.what} (extended: {files[file].chain})")
+    if len(found) > MAX_PROBLEMS:
+        found[MAX_PROBLEMS:] = [Problem(MORE, f"and {len(found) - MAX_PROBLEMS} more")]
+    return found
+
+
+def rank(where: str, files: dict[str, SourceFile]) -> tuple[int, int, int]:
+    """Returns the sort key of a position: the recipe first, then the files that it extends, then the command line; by line and
+    column.
+    """
+    if where == MORE:
+        return len(files) + 2, 0, 0
+    if where.startswith("--set"):
+        return len(files) + 1, int(where[6:].partition(":")[0]), 0
+    match = re.search(r":(\d+):(\d+)$", where)
+    order = list(files).index(file) if (file := file_of(where)) in files else 0
+    return (order, int(match[1]), int(match[2])) if match else (order, 0, 0)
+
+
+def file_of(where: str) -> str:
+    """Returns the file of "FILE:LINE:COL"."""
+    return re.sub(r":\d+:\d+$", "", where)

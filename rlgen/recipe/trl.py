@@ -1,0 +1,257 @@
+"""Says for every option of TRL what it is in a recipe: for the message about an unknown key, and for the page `coming-from-trl`.
+
+The options are those of TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig with what they inherit from TrainingArguments, of its
+ModelConfig and ScriptArguments, and some of earlier versions. A test compares them with the classes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["renamed", "derived", "not needed", "not supported"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What becomes of one option: Option("num_generations", "renamed", "`rollout.group_size`")"""
+
+    name: str
+    verdict: Verdict
+    said: str  # the key with what differs, what it is derived from, why it is not needed, or what to use instead
+
+    @property
+    def hint(self) -> str:
+        """Returns the answer to the option as an unknown key of a recipe."""
+        if self.verdict != "renamed":
+            return f"{self.verdict}{' from' if self.verdict == 'derived' else ':'} {self.said}"
+        return f"here it is {self.said}" if f".{self.name}`" in self.said else f"renamed to {self.said}"
+
+
+# Key -> the options that it replaces.
+RENAMED = {
+    "model.path": "model_name_or_path",
+    "model.revision": "model_revision",
+    "model.dtype": "dtype torch_dtype bf16",
+    "model.attention": "attn_implementation",
+    "model.fp32_head": "cast_lm_head_to_fp32",
+    "model.gradient_checkpointing": "gradient_checkpointing",
+    "model.lora": "use_peft peft_config",
+    "model.lora.rank": "lora_r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.targets": "lora_target_modules",
+    "model.lora.use_rslora": "use_rslora",
+    "model.quantization": "load_in_4bit load_in_8bit",
+    "data.source": "dataset_name train_dataset",
+    "data.subset": "dataset_config",
+    "data.split": "dataset_train_split",
+    "data.max_prompt_tokens": "max_prompt_length max_length",
+    "data.shuffle": "shuffle_dataset train_sampling_strategy",
+    "data.template_args": "chat_template_kwargs",
+    "rewards": "reward_funcs reward_model_name_or_path reward_model_path",
+    "rewards.*.weight": "reward_weights",
+    "rollout.group_size": "num_generations",
+    "rollout.max_completion_tokens": "max_completion_length max_new_tokens response_length",
+    "rollout.temperature": "temperature",
+    "engine.kind": "use_vllm vllm_mode",
+    "engine.model_impl": "vllm_model_impl",
+    "engine.sleep": "vllm_enable_sleep_mode",
+    "engine.structured_regex": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
+    "engine.url": "vllm_server_base_url vllm_server_host vllm_server_port",
+    "engine.timeout": "vllm_server_timeout",
+    "engine.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "engine.max_model_len": "vllm_max_model_length",
+    "engine.tensor_parallel_size": "vllm_tensor_parallel_size",
+    "trainer.loss": "loss_type importance_sampling_level",
+    "trainer.beta": "beta kl_coef init_kl_coef",
+    "trainer.kl": "use_bias_correction_kl",
+    "trainer.updates_per_rollout": "num_iterations num_ppo_epochs",
+    "trainer.clip_low": "epsilon cliprange",
+    "trainer.clip_high": "epsilon_high",
+    "trainer.delta": "delta",
+    "trainer.scale_rewards": "scale_rewards",
+    "trainer.combine_rewards": "multi_objective_aggregation",
+    "trainer.mask_truncated": "mask_truncated_completions",
+    "trainer.top_entropy": "top_entropy_quantile",
+    "trainer.entropy_bonus": "entropy_coef",
+    "trainer.off_policy_max": "off_policy_mask_threshold",
+    "trainer.sapo_tau_negative": "sapo_temperature_neg",
+    "trainer.sapo_tau_positive": "sapo_temperature_pos",
+    "trainer.vespo_k_positive": "vespo_k_pos",
+    "trainer.vespo_lambda_positive": "vespo_lambda_pos",
+    "trainer.vespo_k_negative": "vespo_k_neg",
+    "trainer.vespo_lambda_negative": "vespo_lambda_neg",
+    "trainer.normalize_advantages": "normalize_advantages",
+    "trainer.reward_clip": "reward_clip_range",
+    "trainer.missing_eos_penalty": "missing_eos_penalty",
+    "trainer.correction.mode": "vllm_importance_sampling_correction vllm_importance_sampling_mode",
+    "trainer.correction.max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
+    "trainer.correction.min": "vllm_importance_sampling_clip_min",
+    "optim.learning_rate": "learning_rate",
+    "optim.schedule": "lr_scheduler_type",
+    "optim.warmup_steps": "warmup_steps warmup_ratio",
+    "optim.weight_decay": "weight_decay",
+    "optim.max_grad_norm": "max_grad_norm",
+    "run.steps": "max_steps num_train_epochs total_episodes",
+    "run.seed": "seed data_seed",
+    "run.name": "run_name exp_name",
+    "run.dir": "output_dir",
+    "checkpoint.every": "save_steps save_strategy",
+    "checkpoint.keep": "save_total_limit",
+    "rollouts.every": "log_completions",
+    "processes.strategy": "fsdp",
+    "processes.timeout": "ddp_timeout",
+    "eval.source": "eval_dataset",
+    "eval.split": "dataset_test_split",
+    "eval.every": "eval_steps eval_strategy evaluation_strategy do_eval eval",
+    "eval.group_size": "num_generations_eval",
+    "sinks": "report_to",
+}
+# What is different besides the name.
+DIFFERS = {
+    "bf16": "bfloat16 is the default",
+    "use_peft": "`lora: {}` is enough",
+    "peft_config": "`lora: {rank: 32, alpha: 64.0}`",
+    "load_in_4bit": "nf4",
+    "load_in_8bit": "int8",
+    "train_sampling_strategy": "true is random, false is sequential",
+    "max_length": "prompt and completion have a limit each",
+    "reward_funcs": "a list: `[{use: exact_match}, {use: 'rewards.py:mine'}]`; functions written for TRL work as they are",
+    "reward_model_name_or_path": "a function of yours that calls the model",
+    "reward_model_path": "a function of yours that calls the model",
+    "use_vllm": "colocated, the default, and server are vLLM; transformers is without",
+    "vllm_mode": "colocate is called colocated",
+    "vllm_server_host": "together with the port, like http://127.0.0.1:8000; `rlgen serve RECIPE` prints it",
+    "vllm_server_port": "together with the host, like http://127.0.0.1:8000; `rlgen serve RECIPE` prints it",
+    "importance_sampling_level": "sequence is `loss: gspo`; with kind rloo it is `trainer.ratio`",
+    "use_bias_correction_kl": "k3_is is with it, k3 without",
+    "epsilon": "the upper one is `trainer.clip_high`",
+    "cliprange": "the upper one is `trainer.clip_high`",
+    "scale_rewards": "true is group, false is none",
+    "multi_objective_aggregation": "sum_then_normalize is sum",
+    "vllm_importance_sampling_correction": "false is none",
+    "warmup_ratio": "steps, not a share",
+    "num_train_epochs": "epochs × rows / rollout.prompts_per_step",
+    "total_episodes": "episodes / rollout.prompts_per_step / rollout.group_size",
+    "data_seed": "one seed decides all",
+    "output_dir": "the run's folder is run.dir/run.name",
+    "save_strategy": "in steps; the last step is saved always",
+    "log_completions": "every sample is written; `rlgen rollouts RUN` shows them",
+    "fsdp": "fsdp or ddp",
+    "eval_strategy": "in steps",
+    "evaluation_strategy": "in steps",
+    "do_eval": "an `eval` section with a source",
+    "eval": "a section: `eval: {source: heldout.jsonl, every: 20}`",
+    "report_to": "a list: `sinks: [{kind: wandb}]`",
+}
+# What it follows from -> the options.
+DERIVED = {
+    "rollout.prompts_per_step × rollout.group_size, cut by optim.micro_batch_tokens; the result does not depend on the cut": (
+        "per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation"
+    ),
+    "the machine: a GPU is used where there is one": "use_cpu",
+    "the launcher, torchrun or accelerate": "local_rank ddp_backend",
+    "engine.dtype and model.dtype: evaluation samples with the engine that trains": "bf16_full_eval fp16_full_eval",
+    "free ports of the machine": "vllm_group_port",
+}
+# Why nobody needs it -> the options.
+NOT_NEEDED = {
+    "dropout is always off: what is scored must be what was sampled": "disable_dropout lora_dropout",
+    "prompts are tokenised once, before step 1, and read from one table": (
+        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"
+        " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"
+    ),
+    "rows are sorted by length and padded to the longest of their micro-batch": "pad_to_multiple_of length_column_name",
+    "every column of the data reaches the rewards under its own name": "remove_unused_columns label_names",
+    "a completion is judged by rewards, not compared with labels": "label_smoothing_factor",
+    "denominators of the loss are counted over all processes": "average_tokens_across_devices",
+    "the head is computed in chunks, never as a whole": "use_liger_kernel liger_kernel_config",
+    "the engine has its own cache": "use_cache cache_implementation",
+    "engine.kind colocated is vLLM, which batches continuously": (
+        "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged"
+    ),
+    "`rlgen estimate RECIPE` counts the memory, and run.probe_max tries the largest batch": (
+        "auto_find_batch_size torch_empty_cache_steps skip_memory_metrics"
+    ),
+    "metrics.jsonl has every step": (
+        "logging_strategy logging_steps logging_first_step log_on_each_node include_num_input_tokens_seen"
+    ),
+    "a number that is not finite skips the update and is counted; optim.max_nonfinite ends the run": "logging_nan_inf_filter",
+    "the log is logs/rlgen.log in the run's folder, and the console adapts to the terminal": (
+        "log_level log_level_replica disable_tqdm"
+    ),
+    "rollouts/ has every sample; `rlgen rollouts RUN` filters and shows them": (
+        "num_completions_to_print log_unique_prompts num_sample_generations"
+    ),
+    "evaluation samples with the run's engine and scores with its rewards": (
+        "per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object"
+        " eval_accumulation_steps include_for_metrics batch_eval_metrics"
+    ),
+    "an `eval` section evaluates before step 1 and from then on": "eval_on_start eval_delay",
+    "an `eval` section keeps the best checkpoint": "load_best_model_at_end metric_for_best_model greater_is_better",
+    "a checkpoint has all that an exact resume needs; `rlgen export` writes the model alone": "save_only_model",
+    "a run's folder is shared by all machines": "save_on_each_node",
+    "SIGTERM and Ctrl-C save and end with exit 75 at the end of a step; run.must_save_by sets a time": "enable_jit_checkpoint",
+    "`rlgen train RECIPE --resume` goes on to the last bit, data and random states included": (
+        "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint"
+    ),
+    "every random choice follows from run.seed and a position": "full_determinism",
+    "the sentinel compares engine and trainer before step 1, after each sync and on every batch": "debug",
+    "the command says what is done: `rlgen train`, `rlgen eval`": "do_train do_predict",
+    "rlgen wraps the model by itself": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
+    "there is no DeepSpeed; processes.strategy fsdp gathers weights for the engine": "ds3_gather_for_generation",
+    "the token of the hub comes from `hf auth login` or HF_TOKEN": "hub_token",
+}
+# What to use instead -> the options.
+NOT_SUPPORTED = {
+    "the log-probs of a truncated or penalised distribution are not the trainer's; only rollout.temperature shapes it": (
+        "top_p top_k min_p repetition_penalty generation_kwargs"
+    ),
+    "rlgen runs no code of a repository; take a model whose architecture transformers has": "trust_remote_code",
+    "say model.dtype, model.attention and model.revision": "model_init_kwargs",
+    "the loss has no term of a router": "router_aux_loss_coef",
+    "model.dtype is bfloat16 or float32": "fp16 half_precision_backend",
+    "torch's own precision is kept": "tf32",
+    "layers are checkpointed whole: model.gradient_checkpointing": "gradient_checkpointing_kwargs",
+    "the trainer runs uncompiled": "torch_compile torch_compile_backend torch_compile_mode",
+    "noise would make the trainer score what nobody sampled": "neftune_noise_alpha",
+    "the optimizer is AdamW with torch's betas and epsilon; see the section optim": (
+        "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
+    ),
+    "optim.schedule is constant, linear or cosine": "lr_scheduler_kwargs",
+    "the reference is the model at the start; a run from a checkpoint has that as its reference": (
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
+    ),
+    "trainer.entropy_bonus stays as it is, and health.entropy watches the entropy": (
+        "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
+    ),
+    "a completion is one answer": "max_tool_calling_iterations",
+    "prompts and completions are texts": "log_multimodal",
+    "processes.strategy is ddp or fsdp": "deepspeed fsdp_config accelerator_config parallelism_config",
+    "a run makes no upload; `rlgen export RUN --out DIR` writes the model": (
+        "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision log_completions_hub_repo"
+    ),
+    "sinks take it: `sinks: [{kind: trackio}]`": "project trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "model.lora adapts linear layers, plainly": "lora_modules_to_save lora_task_type lora_target_parameters use_dora",
+    "model.quantization is nf4 or int8": "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
+    "data are read whole": "dataset_streaming",
+    "say data.source": "datasets",
+    "processes.strategy is ddp or fsdp, which need no such list": "ignore_bias_buffers",
+}
+
+
+def _options() -> dict[str, Option]:
+    """Returns all options by name."""
+    found: list[Option] = []
+    for key, names in RENAMED.items():
+        for name in names.split():
+            found.append(Option(name, "renamed", f"`{key}`" + (f" ({DIFFERS[name]})" if name in DIFFERS else "")))
+    groups: tuple[tuple[Verdict, dict[str, str]], ...] = (
+        ("derived", DERIVED),
+        ("not needed", NOT_NEEDED),
+        ("not supported", NOT_SUPPORTED),
+    )
+    for verdict, group in groups:
+        found += [Option(name, verdict, why) for why, names in group.items() for name in names.split()]
+    return {option.name: option for option in sorted(found, key=lambda option: option.name)}
+
+
+OPTIONS = _options()

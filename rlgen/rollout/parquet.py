@@ -1,0 +1,263 @@
+"""Parquet files of the samples of a step, one row per sample: for people, for tools, and for a resumed run.
+
+Token ids and log-probs use byte-stream-split encoding (the first byte of all values, then the second ...), which makes them
+compress well. Pages carry checksums. The file's metadata holds what the journal needs to reuse answers and rewards.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from rlgen.files import whole_file
+from rlgen.types import Ragged, Samples
+
+TOKENS = ("prompt_ids", "completion_ids", "sampler_logp", "policy_logp")  # columns of int32 or float32
+SPAN = pa.struct([(name, pa.int32()) for name in ("start", "stop", "version")])
+ROW_GROUP = 1 << 21  # tokens that are converted and held in memory at once
+STAMP = b"rlgen"  # key of rlgen's entry in the file metadata
+STAMPED = frozenset(["engine", "sampling", "judge", "weights", "columns", "kept", "crc32"])
+TOKEN_LEVEL, LEVEL = 1, 3  # zstd levels: higher ones take twice the time and save 1 %
+Stamp = Mapping[str, Any]
+# The exceptions that pyarrow raises for damaged files.
+UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """The rows of one step that one process writes."""
+
+    step: int
+    samples: Samples  # those that it trains, and those that it sampled and no process trains
+    policy_logp: Ragged  # float32, the trainer's log-probs before the first update, at `Sampling.logp_temperature`
+    advantage: NDArray[np.float64]  # [B]
+    trained: NDArray[np.bool_]  # [B]
+
+    def in_order(self) -> "Rollout":
+        """Returns the rows sorted by group, and within a group by sample index."""
+        order = np.lexsort((self.samples.sample_index, self.samples.group_id))
+        if (np.diff(order) == 1).all():
+            return self
+        return Rollout(
+            step=self.step,
+            samples=self.samples.take(order),
+            policy_logp=self.policy_logp.take(order),
+            advantage=self.advantage[order],
+            trained=self.trained[order],
+        )
+
+
+def write_part(path: Path, rollout: Rollout, texts: Mapping[str, pa.Array], stamp: Stamp) -> None:
+    """Writes the rows of one process to a Parquet file.
+
+    Args:
+        rollout: sorted, as `in_order` returns it.
+        texts: further columns, one value per row: prompts, completions and the data set's columns.
+        stamp: metadata that the journal needs to decide later whether the rows can be reused.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    stamp = {**stamp, "crc32": checksum(rollout.samples, stamp)}
+    tables = (table(rollout, rows, texts) for rows in row_groups(rollout.samples))
+    first = next(tables)
+    schema = first.schema.with_metadata({STAMP: json.dumps(stamp).encode()})
+    streams = [f"{name}.list.element" for name in TOKENS]
+    others = [leaf for leaf in leaves(schema) if leaf not in streams]
+    with (
+        whole_file(path) as file,
+        pq.ParquetWriter(
+            file,
+            schema,
+            compression="zstd",
+            compression_level={leaf: TOKEN_LEVEL if leaf in streams else LEVEL for leaf in leaves(schema)},
+            use_dictionary=[leaf for leaf in others if leaf != "completion"],
+            column_encoding=dict.fromkeys(streams, "BYTE_STREAM_SPLIT"),
+            write_page_checksum=True,
+            write_statistics=others,
+        ) as writer,
+    ):
+        for part in (first, *tables):
+            writer.write_table(part.cast(schema), row_group_size=max(1, len(part)))
+
+
+def row_groups(samples: Samples) -> Iterator[slice]:
+    """Yields slices of rows with about `ROW_GROUP` tokens each; one empty slice if there are no rows."""
+    ends = samples.lengths.cumsum()
+    start = 0
+    while start < len(samples) or start == 0:
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(ends.searchsorted(before + ROW_GROUP, side="right")))
+        yield slice(start, min(stop, len(samples)))
+        start = stop
+
+
+def table(rollout: Rollout, rows: slice, texts: Mapping[str, pa.Array]) -> pa.Table:
+    """Builds the Arrow table of some rows, with the columns in the order that is convenient to read."""
+    s = rollout.samples
+    count = rows.stop - rows.start
+    spans = s.spans[slice(*s.spans[:, 0].searchsorted([rows.start, rows.stop]))]
+    errors = [list(errors.items()) for errors in s.reward_errors[rows]]
+    fixed: dict[str, pa.Array] = {
+        "step": pa.array(np.full(count, rollout.step, dtype=np.int32)),
+        "group_id": pa.array(s.group_id[rows]),
+        "sample_index": pa.array(s.sample_index[rows].astype(np.int32)),
+        "prompt": texts["prompt"][rows],
+        "completion": texts["completion"][rows],
+        "finish_reason": pa.array(np.where(s.truncated[rows], "length", "stop").astype(object), pa.string()),
+        "rewards": by_label(s.labels, s.rewards[rows]),
+        "reward": pa.array(s.reward[rows], from_pandas=True),
+        "reward_errors": pa.array(errors, pa.map_(pa.string(), pa.string())),
+        "advantage": pa.array(rollout.advantage[rows].astype(np.float64)),
+        "trained": pa.array(rollout.trained[rows]),
+        **{name: column[rows] for name, column in texts.items() if name not in ("prompt", "completion")},
+        "prompt_ids": lists(s.prompt_ids, rows),
+        "completion_ids": lists(s.completion_ids, rows),
+        "sampler_logp": lists(s.sampler_logp, rows),
+        "policy_logp": lists(rollout.policy_logp, rows, empty_is_null=True),
+        "loss_mask": lists(s.loss_mask, rows),
+        "weight_version": pa.array(s.weight_version[rows].astype(np.int32)),
+        "spans": span_lists(spans, rows),
+        "seed": pa.array(s.seed[rows]),
+        "cached_tokens": pa.array(s.cached_tokens[rows].astype(np.int32)),
+    }
+    return pa.table({name: column for name, column in fixed.items() if name != "rewards" or s.labels})
+
+
+# Columns that every file has; a column of the data set with one of these names is renamed (`columns.free_name`).
+FIXED = frozenset(
+    [
+        *("step", "group_id", "sample_index", "prompt", "completion", "finish_reason", "reward", "rewards", "reward_errors"),
+        *("advantage", "trained", "prompt_ids", "completion_ids", "sampler_logp", "policy_logp", "loss_mask"),
+        *("weight_version", "spans", "seed", "cached_tokens"),
+    ]
+)
+DERIVED = frozenset(["prompt", "completion", "policy_logp", "loss_mask"])  # columns that the journal does not read
+
+
+def lists(ragged: Ragged, rows: slice, empty_is_null: bool = False) -> pa.Array:
+    """Converts rows of unequal lengths to an Arrow list array, without copying the values."""
+    offsets = ragged.offsets[rows.start : rows.stop + 1]
+    values = pa.array(ragged.values[offsets[0] : offsets[-1]])
+    mask = pa.array(np.diff(offsets) == 0) if empty_is_null else None
+    return pa.ListArray.from_arrays(pa.array((offsets - offsets[0]).astype(np.int32)), values, mask=mask)
+
+
+def span_lists(spans: NDArray[np.int64], rows: slice) -> pa.Array:
+    """Returns the spans of each row as a list array, from `Samples.spans` of these rows."""
+    offsets = spans[:, 0].searchsorted(np.arange(rows.start, rows.stop + 1)).astype(np.int32)
+    fields = [pa.array(spans[:, place].astype(np.int32)) for place in (1, 2, 3)]
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.StructArray.from_arrays(fields, fields=list(SPAN)))
+
+
+def by_label(labels: Sequence[str], rewards: NDArray[np.float64]) -> pa.Array:
+    """Converts rewards [B, K] to one struct per row; NaN becomes null."""
+    fields = [pa.array(rewards[:, place], from_pandas=True) for place in range(len(labels))]
+    return pa.StructArray.from_arrays(fields, names=list(labels)) if labels else pa.nulls(len(rewards))
+
+
+def leaves(schema: pa.Schema) -> list[str]:
+    """Returns the paths of the physical columns of a file, such as "prompt_ids.list.element"."""
+
+    def below(path: str, kind: pa.DataType) -> Iterator[str]:
+        if pa.types.is_struct(kind):
+            for field in kind:
+                yield from below(f"{path}.{field.name}", field.type)
+        elif pa.types.is_map(kind):
+            yield from below(f"{path}.key_value.key", kind.key_type)
+            yield from below(f"{path}.key_value.value", kind.item_type)
+        elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            yield from below(f"{path}.list.element", kind.value_type)
+        else:
+            yield path
+
+    return [path for field in schema for path in below(field.name, field.type)]
+
+
+def checksum(samples: Samples, stamp: Stamp) -> int:
+    """Returns the CRC-32 of everything that the journal reads from a file; Parquet's checksums cover pages, but not all bytes."""
+    said = sorted((key, value) for key, value in stamp.items() if key != "crc32")
+    rewards = np.where(np.isnan(samples.rewards), np.nan, samples.rewards)
+    reward = np.where(np.isnan(samples.reward), np.nan, samples.reward)
+    crc = zlib.crc32(
+        repr((json.dumps(said), samples.labels, [sorted(errors.items()) for errors in samples.reward_errors])).encode()
+    )
+    for ragged in (samples.prompt_ids, samples.completion_ids, samples.sampler_logp):
+        crc = zlib.crc32(np.ascontiguousarray(ragged.offsets).data, crc)
+        crc = zlib.crc32(np.ascontiguousarray(ragged.values).data, crc)
+    columns = (samples.group_id, samples.sample_index, samples.spans, samples.truncated, samples.seed, samples.cached_tokens)
+    for column in (*columns, rewards, reward):
+        crc = zlib.crc32(np.ascontiguousarray(column).data, crc)
+    return crc
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Returns the files of a step: `path` itself, or the complete parts in the folder of that name."""
+    return sorted(path.glob("part-*.parquet")) if path.is_dir() else [path] if path.is_file() else []
+
+
+def read_stamp(part: Path) -> Stamp | None:
+    """Reads the metadata that the journal needs; returns None if it is missing or unreadable."""
+    try:
+        stamp = json.loads((pq.read_schema(part).metadata or {})[STAMP])
+        return stamp if isinstance(stamp, dict) and stamp.keys() >= STAMPED else None
+    except UNREADABLE:
+        return None
+
+
+def read_part(part: Path) -> tuple[Samples, Stamp] | None:
+    """Reads the samples of a file and its metadata; returns None if the file is unreadable or its checksum does not match."""
+    stamp = read_stamp(part)
+    if stamp is None:
+        return None
+    try:
+        with pq.ParquetFile(part, page_checksum_verification=True) as file:
+            names = [name for name in file.schema_arrow.names if name in FIXED - DERIVED]
+            samples = samples_of(file.read(columns=names))
+        return (samples, stamp) if stamp["crc32"] == checksum(samples, stamp) else None
+    except UNREADABLE:
+        return None
+
+
+def samples_of(columns: pa.Table) -> Samples:
+    """Converts the columns that `table` builds back to samples, without the derived columns."""
+
+    def column(name: str) -> Any:
+        return columns[name].combine_chunks()
+
+    def numbers(name: str, dtype: Any) -> NDArray[Any]:
+        return np.asarray(column(name).to_numpy(zero_copy_only=False), dtype=dtype)
+
+    def ragged(name: str) -> Ragged:
+        array = column(name)
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        return Ragged(array.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    spans = column("spans")
+    edges = spans.offsets.to_numpy()
+    fields = [field.to_numpy()[edges[0] : edges[-1]].astype(np.int64) for field in spans.values.flatten()]
+    rewards = column("rewards") if "rewards" in columns.column_names else None
+    labels = tuple(field.name for field in rewards.type) if rewards is not None else ()
+    single = [one.to_numpy(zero_copy_only=False).astype(np.float64) for one in rewards.flatten()] if rewards is not None else []
+    return Samples(
+        labels=labels,
+        group_id=numbers("group_id", np.int64),
+        sample_index=numbers("sample_index", np.int64),
+        prompt_ids=ragged("prompt_ids"),
+        completion_ids=ragged("completion_ids"),
+        sampler_logp=ragged("sampler_logp"),
+        spans=np.column_stack([np.repeat(np.arange(len(columns)), np.diff(edges)), *fields]).astype(np.int64).reshape(-1, 4),
+        truncated=numbers("finish_reason", object) == "length",
+        seed=numbers("seed", np.int64),
+        cached_tokens=numbers("cached_tokens", np.int64),
+        rewards=np.stack(single, axis=1) if single else np.zeros((len(columns), 0)),
+        reward=numbers("reward", np.float64),
+        reward_errors=tuple(dict(errors) for errors in column("reward_errors").to_pylist()),
+    )

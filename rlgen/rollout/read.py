@@ -1,0 +1,67 @@
+"""Reads `rollouts/step_000012.parquet`, the samples of a step. Needs neither torch nor transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlgen.errors import CheckpointError
+from rlgen.rollout.columns import as_json
+from rlgen.rollout.parquet import UNREADABLE, parts_of
+
+
+def rollout_steps(folder: Path) -> list[int]:
+    """Returns the steps whose rollouts are in a folder, in ascending order."""
+    names = (path.name.removeprefix("step_").removesuffix(".parquet") for path in folder.glob("step_*.parquet"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_rollouts(place: Path, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+    """Returns the samples of a step, ordered by group and by sample within a group.
+
+    If the run was killed, rows of some processes may be missing: the table has those that were written.
+
+    Args:
+        place: a run's folder; or, without a step, the file or folder of one step.
+        columns: names of the columns to read, as far as the files have them; None: all.
+
+    Raises:
+        CheckpointError: there are no rollouts, or a file is damaged.
+    """
+    path = place if step is None else place / "rollouts" / f"step_{step:06d}.parquet"
+    tables = []
+    for part in parts_of(path):
+        try:
+            with pq.ParquetFile(part, page_checksum_verification=True) as file:
+                known = file.schema_arrow.names
+                wanted = known if columns is None else [name for name in known if name in columns]
+                tables.append(file.read(columns=wanted).replace_schema_metadata(None))
+        except UNREADABLE as error:
+            raise CheckpointError(f"{part} cannot be read ({error}); it is damaged: remove it, or bring it back") from error
+    if not tables:
+        raise CheckpointError(
+            f"{path} is not there: no process has written its rollouts; recipe: rollouts.every says which steps are"
+        )
+    if len(tables) == 1:
+        return tables[0]  # rows of one file are in order already
+    joined = pa.concat_tables(as_one_kind(tables), promote_options="permissive")
+    return joined.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+
+
+def as_one_kind(tables: Sequence[pa.Table]) -> list[pa.Table]:
+    """Returns the tables with equal column types: a column whose types cannot be unified becomes JSON text in all of them."""
+    try:
+        pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
+        return list(tables)
+    except pa.ArrowException:
+        return [as_json(table, clashing(tables)) for table in tables]
+
+
+def clashing(tables: Sequence[pa.Table]) -> list[str]:
+    """Returns the names of columns that have more than one type."""
+    kinds: dict[str, set[pa.DataType]] = {}
+    for table in tables:
+        for one in table.schema:
+            kinds.setdefault(one.name, set()).add(one.type)
+    return [name for name, of_name in kinds.items() if len(of_name) > 1]

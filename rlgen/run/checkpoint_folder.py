@@ -1,0 +1,137 @@
+"""Lists, selects, rotates and removes the checkpoints in `checkpoints/`. At no moment is a run without a complete checkpoint.
+
+step_000020/             a checkpoint; complete once it has this name and a manifest
+set_aside/step_000030/   a checkpoint that a run did not resume from: damaged, or later than the step that was asked for
+.writing_, .removing_    unfinished saves and removals; deleted at the next start
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
+from rlgen.files import flush, written
+from rlgen.run.manifest import check_files
+
+WRITING, REMOVING, ASIDE = ".writing_", ".removing_", "set_aside"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The checkpoint to resume from. Choice(step=20, path=.../step_000020, later=(.../step_000030,), notices=("...",))"""
+
+    step: int  # 0: no checkpoint exists
+    path: Path | None
+    later: tuple[Path, ...]  # newer checkpoints, which the run does not resume from
+    notices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """The checkpoint folder of one run. Whoever changes it must hold the lock of the run's directory."""
+
+    root: Path
+
+    def path(self, step: int) -> Path:
+        return self.root / f"step_{step:06d}"
+
+    def unfinished(self, step: int) -> Path:
+        """Returns the temporary folder in which the checkpoint of `step` is written before it is complete."""
+        return self.root / f"{WRITING}{step:06d}"
+
+    def steps(self) -> dict[int, Path]:
+        """Returns every folder that is named like a checkpoint, complete or not, by step, oldest first."""
+        names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.root.glob("step_*"))
+        return dict(sorted((int(match[1]), path) for match, path in names if match))
+
+    def has(self, step: int) -> bool:
+        """Returns whether a complete checkpoint of `step` exists. Compares file names and sizes, not hashes."""
+        return is_complete(self.path(step))
+
+    def choose(self, step: int | None) -> Choice:
+        """Returns the newest undamaged checkpoint, or that of `step`, after comparing every byte of it with its SHA-256.
+
+        Returns `Choice(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None.
+
+        Raises:
+            UsageError: there is no checkpoint of `step`.
+            DamagedCheckpoint: checkpoints exist but all are damaged; or that of `step` is damaged.
+            CheckpointError: the checkpoint is of another format.
+        """
+        found = self.steps()
+        if step is not None and step not in found:
+            there = ", ".join(map(str, found)) or "none"
+            raise UsageError(f"--resume-step {step}: {self.root} has no checkpoint of that step; there are: {there}")
+        damaged: list[str] = []
+        for number in [step] if step is not None else reversed(found):
+            try:
+                check_files(found[number], hashes=True)
+            except DamagedCheckpoint as error:
+                damaged.append(str(error))
+                continue
+            later = tuple(path for other, path in found.items() if other > number)
+            notices = tuple(f"DAMAGED CHECKPOINT: {text}; going on from step {number} instead" for text in damaged)
+            return Choice(step=number, path=found[number], later=later, notices=notices)
+        if damaged:
+            raise DamagedCheckpoint(
+                "no good checkpoint to go on from: " + "; ".join(damaged) + ". Bring the files back, name another with"
+                " --resume-step, or start again with --clean"
+            )
+        return Choice(step=0, path=None, later=(), notices=())
+
+    def rotate(self, keep: int) -> list[Path]:
+        """Removes the checkpoints that are older than the `keep` newest complete ones, and returns their paths.
+
+        Checks which ones are complete just before it removes any.
+        """
+        found = self.steps()
+        kept = [step for step, path in found.items() if is_complete(path)][-keep:]
+        old = [path for step, path in found.items() if kept and step < kept[0]]
+        for path in old:
+            self.remove(path)
+        return old
+
+    def remove(self, path: Path) -> None:
+        """Renames a checkpoint, then deletes it. After a crash in between, `sweep` deletes the renamed folder."""
+        doomed = self.root / f"{REMOVING}{path.name}"
+        with written(path):
+            shutil.rmtree(doomed, ignore_errors=True)
+            path.rename(doomed)
+            flush(self.root)
+        shutil.rmtree(doomed, ignore_errors=True)  # what cannot be deleted now is deleted by `sweep` at the next start
+
+    def set_aside(self, path: Path) -> Path:
+        """Moves a checkpoint to `set_aside/`, because the run no longer contains its step, and returns its new path."""
+        place, number = self.root / ASIDE / path.name, 1
+        with written(place):
+            place.parent.mkdir(exist_ok=True)
+            while place.exists():
+                number += 1
+                place = place.with_name(f"{path.name}.{number}")
+            path.rename(place)
+            flush(self.root)
+        return place
+
+    def aside(self) -> list[Path]:
+        """Returns the checkpoints in `set_aside/`."""
+        return sorted((self.root / ASIDE).glob("step_*"))
+
+    def leftovers(self) -> Iterator[Path]:
+        """Yields the folders of saves and removals that did not finish."""
+        for beginning in (WRITING, REMOVING):
+            yield from self.root.glob(f"{beginning}*")
+
+    def sweep(self) -> None:
+        """Deletes the folders of unfinished saves and removals. Ignores errors: what remains is tried again at the next start."""
+        for path in list(self.leftovers()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def is_complete(path: Path) -> bool:
+    try:
+        check_files(path, hashes=False)
+    except CheckpointError:
+        return False
+    return True

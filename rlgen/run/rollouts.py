@@ -1,0 +1,179 @@
+"""Writes and reads `rollouts/step_000012.parquet`, the samples of a step. Each is written once, in a thread beside the loop.
+
+One process writes one file. Several processes write a folder of that name with one file each, which pyarrow, pandas and DuckDB
+read as one table. A file is written under a temporary name, flushed and renamed: under its final name it is complete.
+"""
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.errors import CheckpointError
+from rlgen.files import flush, written
+from rlgen.rollout.columns import DataColumns
+from rlgen.rollout.digests import columns_digest
+from rlgen.rollout.parquet import Rollout, Stamp, parts_of, write_part
+from rlgen.rollout.read import read_rollouts, rollout_steps
+from rlgen.rollout.sample import without_stop
+from rlgen.types import Prompt, Samples
+
+WAITING = 2  # steps that may be queued for the disk before `write` blocks
+DECODED = 256  # completions that are decoded in one call
+
+
+class Prompts(Protocol):
+    """A source of prompts by position."""
+
+    def at(self, position: int) -> Prompt:
+        """Returns the prompt at a position of the data's order."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutWriter:
+    """Writes the rows of this process in its own thread. Errors of the thread are raised by `write` and `wait`."""
+
+    folder: Path
+    rank: int
+    world: int
+    prompts: Prompts
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: Sequence[int]
+    every: int  # steps between two that are written; 0: only those that are written with `always`
+    keep: int | None  # number of newest steps that are kept; None: all
+    needed: Callable[[], int]  # rollouts of steps after the returned one are never deleted: a resumed run may need them
+    stamp: Callable[[Rollout], Stamp]  # metadata of a step's file, which the journal reads when a run is resumed
+    on_disk: Callable[[int, Path], None]  # called in the thread when all processes have written their rows of a step
+    columns: DataColumns | None = None
+    failure: CheckpointError | None = None
+    pending: deque["Future[None]"] = field(default_factory=deque)
+    unfinished: list[int] = field(default_factory=list)  # steps that this process has written and others had not yet
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="rollouts"))
+
+    def write(self, rollout: Rollout, always: bool = False) -> None:
+        """Queues the rows of a step for the thread. Blocks only while `WAITING` earlier steps are not on disk yet.
+
+        Args:
+            always: write this step even if `every` would leave it out.
+
+        Raises:
+            CheckpointError: an earlier step could not be written.
+        """
+        self._look(WAITING - 1)
+        if always or (self.every and rollout.step % self.every == 0):
+            self.pending.append(self.thread.submit(self._write, rollout, self.stamp(rollout)))
+
+    def wait(self) -> None:
+        """Blocks until everything that this process has queued is on disk.
+
+        Raises:
+            CheckpointError: a step could not be written.
+        """
+        self._look(0)
+
+    def close(self) -> None:
+        """Writes what is queued, and ends the thread. Does not raise its errors: whoever needs the rollouts calls `wait`."""
+        self.thread.shutdown()
+        with suppress(CheckpointError):
+            self._tell()
+
+    def path(self, step: int) -> Path:
+        """Returns the path of the file or folder of a step."""
+        return self.folder / f"step_{step:06d}.parquet"
+
+    def _look(self, left: int) -> None:
+        """Blocks until at most `left` steps are not on disk.
+
+        Raises:
+            CheckpointError: the first error of the thread, now or earlier.
+        """
+        while self.pending and (len(self.pending) > left or self.pending[0].done()):
+            try:
+                self.pending.popleft().result()
+            except CheckpointError as error:
+                self.failure = self.failure or error
+        if self.failure is not None:
+            raise self.failure
+
+    def _write(self, rollout: Rollout, stamp: Stamp) -> None:
+        """Writes one step. Runs in the thread."""
+        path = self.path(rollout.step)
+        part = path if self.world == 1 else path / f"part-{self.rank:05d}.parquet"
+        with written(part):
+            part.parent.mkdir(parents=True, exist_ok=True)
+        rollout = rollout.in_order()
+        texts, digests = self._texts(rollout.samples)
+        write_part(part, rollout, texts, {**stamp, "columns": digests})
+        with written(part):
+            flush(part.parent)
+        self.unfinished.append(rollout.step)
+        self._tell()
+        if self.rank == 0 and self.keep is not None:
+            self._rotate(self.keep)
+
+    def _tell(self) -> None:
+        """Calls `on_disk` for the steps that all processes have written by now.
+
+        Steps that other processes finish later are reported at the next step of this process, or in `close`.
+        """
+        for step in [step for step in self.unfinished if self._whole(step)]:
+            self.unfinished.remove(step)
+            self.on_disk(step, self.path(step))
+
+    def _whole(self, step: int) -> bool:
+        """Returns whether all processes have written their rows of a step."""
+        return len(parts_of(self.path(step))) == self.world
+
+    def _rotate(self, keep: int) -> None:
+        """Deletes all but the newest `keep` steps, except those that a run resumed from a checkpoint may take samples from."""
+        needed = self.needed()
+        for step in rollout_steps(self.folder)[:-keep]:
+            path = self.path(step)
+            if step > needed:
+                continue
+            with written(path):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+
+    def _texts(self, samples: Samples) -> tuple[dict[str, pa.Array], dict[str, str]]:
+        """Returns the columns of text and of the data set, one value per row, and a digest of the data set's columns by group."""
+        if self.columns is None:
+            self.columns = DataColumns.of(self.prompts.at)
+        places = {group: place for place, (group, _) in enumerate(groupby(samples.group_id.tolist()))}
+        prompts = [self.prompts.at(group) for group in places]
+        row_of = pa.array(np.fromiter((places[group] for group in samples.group_id.tolist()), dtype=np.int64))
+        ended = zip(samples.completion_ids, np.where(samples.truncated, "length", "stop").tolist(), strict=True)
+        ids = [without_stop(row, finish_reason, self.stop_ids) for row, finish_reason in ended]
+        completions = [
+            text
+            for start in range(0, len(ids), DECODED)
+            for text in self.tokenizer.batch_decode(
+                [one.tolist() for one in ids[start : start + DECODED]], skip_special_tokens=True
+            )
+        ]
+        texts = {
+            "prompt": pa.array([sound(prompt.text) for prompt in prompts], pa.string()).take(row_of),
+            "completion": pa.array([sound(text) for text in completions], pa.string()),
+            **{name: column.take(row_of) for name, column in self.columns.arrays([prompt.columns for prompt in prompts]).items()},
+        }
+        return texts, {str(prompt.position): columns_digest(prompt) for prompt in prompts}
+
+
+def sound(text: str) -> str:
+    """Returns text that UTF-8 can encode: replaces lone surrogates, which JSON permits, with question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+__all__ = ["Prompts", "Rollout", "RolloutWriter", "read_rollouts", "rollout_steps"]

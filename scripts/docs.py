@@ -1,0 +1,323 @@
+"""`make docs`: writes the tables that follow from code into README.md and `rlgen/docs/*.md`, between their markers.
+
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. With `--check` nothing is
+written, and the exit code is 1 if a file would change.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+
+from rlgen import errors
+from rlgen.cli.app import app
+from rlgen.errors import Fault, RlgenError
+from rlgen.metrics import Family, Metric
+from rlgen.recipe.keys import models_of
+from rlgen.recipe.models import TASKS, HealthRecipe, HealthRule, Recipe
+from rlgen.recipe.trainers import Preset, TrainerRecipe
+from rlgen.recipe.trl import OPTIONS
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "rlgen" / "docs"
+FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
+BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# These read metrics; every other file that names one writes it.
+READERS = ("metrics.py", "run/health.py", "run/console.py", "look/", "cli/")
+
+Schema = Mapping[str, Any]
+Labelled = Sequence[tuple[str, type[BaseModel]]]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+# --- the recipe ------------------------------------------------------------------------------------------------------
+
+
+def sections(path: str, models: Labelled) -> Iterator[tuple[str, Labelled]]:
+    """(path, models) of a section and of the mappings in it. Several models: the label says which `kind` each belongs to."""
+    yield path, models
+    below: dict[str, dict[type[BaseModel], str]] = {}
+    for label, model in models:
+        for key, field in model.model_fields.items():
+            for found in models_of(field.annotation):
+                owners = below.setdefault("RULE" if found is HealthRule else key, {})
+                owners[found] = f"{owners[found]}, {label}" if found in owners and label not in owners[found] else label
+    for key, owners in below.items():
+        yield from sections(f"{path}.{key}", [(label, found) for found, label in owners.items()])
+
+
+def recipe_fields() -> str:
+    """Every section with its keys."""
+    text = []
+    for name, field in Recipe.model_fields.items():
+        models = models_of(field.annotation)
+        kinds = [get_args(m.model_fields["kind"].annotation)[0] if "kind" in m.model_fields else "" for m in models]
+        for path, labelled in sections(name, list(zip(kinds, models, strict=True))):
+            text.append(f"### {path}\n\n{of_section(labelled)}")
+            if path == "data":
+                text += [f"### data.options of `task:{task}`\n\n{of_section([('', options)])}" for task, options in TASKS.items()]
+    return "\n".join(text)
+
+
+def of_section(models: Labelled) -> str:
+    """The keys of a section; where it has several kinds, with those that have the key."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for label, model in models:
+        for key, schema in model.model_json_schema()["properties"].items():
+            if key != "kind":
+                default = as_yaml(schema["default"]) if "default" in schema else "required"
+                row = (f"`{key}`", default, values(schema), " ".join(schema.get("description", "").split()))
+                rows.setdefault(row, []).append(label)
+    head = ["key", "default", "values", "what it does"]
+    body: list[Sequence[str]] = list(rows)
+    if len(models) > 1:
+        head = ["key", "of", *head[1:]]
+        body = [(row[0], "all" if len(labels) == len(models) else ", ".join(labels), *row[1:]) for row, labels in rows.items()]
+    kinds = [label for label, model in models if "kind" in model.model_fields]
+    return "".join([f"`kind`: {', '.join(kinds)}.\n\n" if kinds else "", table(head, body), *presets(models)])
+
+
+def presets(models: Labelled) -> Iterator[str]:
+    """The defaults that depend on another key."""
+    for _, model in models:
+        if issubclass(model, Preset) and set(model.presets) <= set(get_args(model.model_fields[model.choice].annotation)):
+            rows = [
+                (f"`{value}`", ", ".join(f"{k}: {as_yaml(v)}" for k, v in said.items())) for value, said in model.presets.items()
+            ]
+            yield f"\nDefaults that follow from `{model.choice}`:\n\n" + table([model.choice, "defaults"], rows)
+
+
+def as_yaml(value: Any) -> str:
+    """A default as a recipe would say it. {"a": 1, "b": None} -> `{a: 1}`"""
+    if isinstance(value, dict):
+        said = ", ".join(f"{key}: {as_yaml(one)}" for key, one in value.items() if one is not None)
+        return f"{{{said}}}"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def values(schema: Schema) -> str:
+    """The values that a key takes, in words."""
+    if "anyOf" in schema or "oneOf" in schema:
+        return " or ".join(values(one) for one in schema.get("anyOf", schema.get("oneOf", [])) if one.get("type") != "null")
+    if "$ref" in schema:
+        return "mapping"
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
+    if schema.get("type") == "array":
+        return f"list of {values(schema.get('items') or {})}" if schema.get("items") else "list of two numbers"
+    words = {"boolean": "true or false", "string": "text", "object": "mapping"}
+    kind = str(schema.get("type", "any"))
+    return words.get(kind, kind) + bounds(schema)
+
+
+def bounds(schema: Schema) -> str:
+    """`, 1 or more, below 1000`"""
+    words = {"minimum": "{} or more", "exclusiveMinimum": "above {}", "maximum": "at most {}", "exclusiveMaximum": "below {}"}
+    return "".join(f", {form.format(short(schema[key]))}" for key, form in words.items() if key in schema)
+
+
+def short(number: float) -> str:
+    """1000000000 -> `1e9`"""
+    if number == int(number) and abs(number) >= 10**6 and len(str(int(abs(number))).strip("0")) == 1:
+        return f"{number:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{number:g}" if isinstance(number, float) else str(number)
+
+
+def choices() -> str:
+    """Every key of `trainer` that takes one of several names, with the kinds that have it."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for trainer in models_of(TrainerRecipe):
+        kind = get_args(trainer.model_fields["kind"].annotation)[0]
+        for path, labelled in sections("trainer", [(kind, trainer)]):
+            for key, field in labelled[0][1].model_fields.items():
+                if key != "kind" and get_origin(field.annotation) is Literal:
+                    names = " ".join(f"`{name}`" for name in get_args(field.annotation))
+                    rows.setdefault((f"`{path}.{key}`", names), []).append(kind)
+    return table(["key", "of", "choices"], [(key, ", ".join(kinds), names) for (key, names), kinds in rows.items()])
+
+
+def health_rules() -> str:
+    """Every rule with its default."""
+    rows = [
+        (f"`{name}`", f"{field.default.threshold:g}", str(field.default.steps), str(field.description))
+        for name, field in HealthRecipe.model_fields.items()
+        if isinstance(field.default, HealthRule)
+    ]
+    return table(["rule", "threshold", "steps", "broken when"], rows)
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """("recipes copy", its command), ..."""
+
+    def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+        below = getattr(command, "commands", None)
+        if below is None:
+            yield name, command
+        for part in below or ():
+            yield from walk(f"{name} {part}".strip(), below[part])
+
+    yield from walk("", typer.main.get_command(app))
+
+
+def usage(name: str, command: Any) -> str:
+    """`rlgen recipes copy NAME [PATH]`"""
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    words = [(p.metavar or p.name.upper()) if p.required else f"[{p.metavar or p.name.upper()}]" for p in arguments]
+    return " ".join(["rlgen", name, *words])
+
+
+def command_table() -> str:
+    """Every command with the first sentence of its help; the commands of a group stand in one row."""
+    rows = []
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        below = ", ".join(getattr(command, "commands", ()))
+        rows.append((f"`{f'rlgen {name} {below}' if below else usage(name, command)}`", first_sentence(command.help)))
+    return table(["command", ""], rows)
+
+
+def command_pages() -> str:
+    """Every command with its arguments and options."""
+    text = []
+    for name, command in commands():
+        rows = []
+        for parameter in command.params:
+            if parameter.name == "help":
+                continue
+            shown = parameter.metavar or parameter.name.upper()
+            if parameter.param_type_name == "option":
+                shown = f"{parameter.opts[0]}{'' if parameter.is_flag else f' {parameter.metavar or parameter.name.upper()}'}"
+            rows.append((f"`{shown}`", parameter.help or ""))
+        text.append(f"### {usage(name, command)}\n\n{' '.join(command.help.split())}\n\n{table(['', ''], rows) if rows else ''}")
+    return "\n".join(text)
+
+
+def first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.;])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(".;")
+
+
+# --- TRL -------------------------------------------------------------------------------------------------------------
+
+
+def trl_options() -> str:
+    """Every option of TRL by what becomes of it."""
+    heads = {"renamed": "here", "derived": "follows from", "not needed": "because", "not supported": "instead"}
+    text = []
+    for verdict, head in heads.items():
+        rows = [(f"`{option.name}`", option.said) for option in OPTIONS.values() if option.verdict == verdict]
+        text.append(f"### {verdict.capitalize()}\n\n{table(['option of TRL', head], rows)}")
+    return "\n".join(text)
+
+
+# --- metrics, errors, faults -----------------------------------------------------------------------------------------
+
+
+def metric_glossary() -> str:
+    """Every metric by what stands before its `/`, with the files that write it."""
+    groups: dict[str, list[Metric | Family]] = {}
+    for entry in [*Metric, *Family]:
+        groups.setdefault(entry.partition("/")[0] + "/" if "/" in entry else "without a prefix", []).append(entry)
+    text = []
+    for group, entries in groups.items():
+        rows = [
+            (
+                f"`{one}`",
+                one.unit,
+                one.what + (f" Only with {one.when}." if one.when else ""),
+                ", ".join(f"`{p}`" for p in writers(one)),
+            )
+            for one in entries
+        ]
+        text.append(f"### {group}\n\n{table(['metric', 'unit', 'what it is', 'written by'], rows)}")
+    return "\n".join(text)
+
+
+def writers(entry: Metric | Family) -> list[str]:
+    """The files of `rlgen/` that write a metric."""
+    name = re.compile(rf"\b{type(entry).__name__}\.{entry.name}\b")
+    package = ROOT / "rlgen"
+    files = {str(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))}
+    own = {"Family.HEALTH"}  # `run/health.py` reads all others and writes this one
+    readers = () if f"{type(entry).__name__}.{entry.name}" in own else READERS
+    return [file for file, text in files.items() if not file.startswith(readers or ("metrics.py",)) and name.search(text)]
+
+
+def exit_codes() -> str:
+    """Every exit code with the errors that lead to it."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RlgenError)]
+    rows = [("0", "", "The command did what it was asked.")]
+    for code in sorted({kind.exit_code for kind in kinds if kind is not RlgenError}):
+        own = [kind for kind in kinds if kind.exit_code == code]
+        rows += [(str(code), f"`{kind.__name__}`", " ".join((kind.__doc__ or "").split("\n\n")[0].split())) for kind in own]
+    rows.append((str(RlgenError.exit_code), "", "A bug in rlgen: any other exception. Its traceback is printed."))
+    rows.append(("130", "", "Stopped at once, by a second Ctrl-C or by one that came outside of training."))
+    return table(["code", "error", "what it means"], sorted(rows, key=lambda row: int(row[0])))
+
+
+def sentinel_faults() -> str:
+    return table(["fault", "what is wrong"], [(f"`{fault}`", fault.what) for fault in Fault])
+
+
+def faults() -> str:
+    """Every fault of `tests/faults/cases.py`."""
+    sys.path.append(str(ROOT / "tests"))
+    from faults.cases import ABSENT, CASES, GPU, PARTLY
+
+    def state(number: int) -> str:
+        if number in ABSENT:
+            return f"no: {ABSENT[number]}"
+        if number in GPU:
+            return "no: it needs a GPU"
+        return f"yes, but for this: {PARTLY[number]}" if number in PARTLY else "yes"
+
+    return table(["#", "fault", "produced by `make faults`"], [(str(n), title, state(n)) for n, title in CASES.items()])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "recipe": recipe_fields,
+    "choices": choices,
+    "health": health_rules,
+    "trl": trl_options,
+    "commands": command_table,
+    "command-pages": command_pages,
+    "metrics": metric_glossary,
+    "exit-codes": exit_codes,
+    "sentinel-faults": sentinel_faults,
+    "faults": faults,
+}
+
+
+def written(text: str) -> str:
+    """`text` with each table as the code has it now."""
+    return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+
+
+def main() -> None:
+    stale = []
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        if (now := written(text)) != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                path.write_text(now, encoding="utf-8")
+    said = "differ from the code; run `make docs`" if "--check" in sys.argv else "written"
+    print(f"{', '.join(stale)}: {said}" if stale else "every table is as the code has it")
+    sys.exit(1 if stale and "--check" in sys.argv else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The plan of an engine: what of it decides answers, what vLLM is told, and what a server's process imports."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from conftest import plan_of
+
+from rlgen.engines import vllm_compat
+from rlgen.engines.launch import ServerPlan
+from rlgen.engines.open import server_plans
+from rlgen.engines.plan import UNDECIDING, EnginePlan
+from rlgen.errors import UsageError
+from rlgen.recipe import Recipe
+from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, VllmRecipe
+
+# Another value of every field of a plan.
+OTHERS: dict[str, Any] = {
+    "model": "/models/other",
+    "revision": "main",
+    "dtype": "bfloat16",
+    "fp32_head": False,
+    "max_model_len": 641,
+    "max_num_seqs": 65,
+    "kv_cache_gib": 0.5,
+    "gpu_memory_utilization": 0.3,
+    "tensor_parallel_size": 2,
+    "sleep": True,
+    "model_impl": "transformers",
+    "quantization": "fp8",
+    "structured_outputs": True,
+    "enforce_eager": False,
+    "extra": {"block_size": 32},
+    "on_gpu": True,
+    "vllm": "0.31.0",
+}
+PLAN = replace(plan_of("qwen3"), model="/models/tiny", on_gpu=False, vllm="0.32.0")
+
+
+def recipe(**engine: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "run": {"name": "plan"},
+            "model": {"path": "tiny:qwen3", "revision": "r1"},
+            "data": {"source": "task:sort", "max_prompt_tokens": 40},
+            "rewards": [{"use": "exact_match"}],
+            "rollout": {"prompts_per_step": 5, "group_size": 2, "max_completion_tokens": 24},
+            "engine": engine or {"kind": "colocated"},
+        }
+    )
+
+
+def test_every_field_has_another_value() -> None:
+    assert [field.name for field in fields(EnginePlan)] == list(OTHERS)
+    assert all(getattr(PLAN, name) != value for name, value in OTHERS.items())
+    assert UNDECIDING.keys() < OTHERS.keys() and all(UNDECIDING.values())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_field_changes_the_digest_unless_it_decides_no_answer(name: str) -> None:
+    assert (replace(PLAN, **{name: OTHERS[name]}).digest() == PLAN.digest()) is (name in UNDECIDING)
+
+
+def test_a_digest_is_of_what_is_meant() -> None:
+    """Not of the order in which arguments are written, nor of whether a default is written at all."""
+    two = replace(PLAN, extra={"block_size": 32, "swap_space": 1})
+    assert two.digest() == replace(PLAN, extra={"swap_space": 1, "block_size": 32}).digest()
+    assert two.digest() != replace(PLAN, extra={"block_size": 32, "swap_space": 2}).digest()
+    assert replace(PLAN, enforce_eager=True).digest() == PLAN.digest()  # on the CPU nothing is captured
+    on_gpu = replace(PLAN, on_gpu=True)
+    assert replace(on_gpu, enforce_eager=False).digest() == on_gpu.digest() != replace(on_gpu, enforce_eager=True).digest()
+
+
+def test_a_plan_says_what_the_recipe_says() -> None:
+    shared = {key: OTHERS[key] for key in VllmRecipe.model_fields} | {"max_num_seqs": 7, "dtype": "float32"}
+    plan = EnginePlan.of(recipe(kind="colocated", sleep=True, structured_regex="a+", **shared), "/m")
+    assert (plan.model, plan.revision, plan.dtype, plan.fp32_head) == ("/m", "r1", "float32", True)
+    assert {key: getattr(plan, key) for key in shared} == shared and plan.sleep and plan.structured_outputs
+    assert plan.vllm is not None and plan.vllm.startswith("0.")
+    served = EnginePlan.of(recipe(kind="server", launch=True, **shared), "/m")
+    assert served == replace(plan, sleep=False, structured_outputs=False) and served.digest() == plan.digest()
+    assert EnginePlan.of(recipe(), "/m").dtype == "bfloat16" and EnginePlan.of(recipe(), "/m").max_num_seqs == 10
+    assert EnginePlan.of(recipe(), "/m").max_model_len == 64
+    with pytest.raises(UsageError, match=r"engine\.kind transformers runs without vLLM"):
+        EnginePlan.of(recipe(kind="transformers"), "/m")
+
+
+def test_every_field_reaches_vllm() -> None:
+    """In an engine's arguments and on a server's command line alike; what vLLM is told of a field differs with it."""
+    own = plan_of("qwen3", on_gpu=True)
+    told = {name: replace(own, **{name: OTHERS[name]}) for name in OTHERS if name not in ("on_gpu", "vllm", "fp32_head")}
+    told["fp32_head"] = replace(own, fp32_head=False, dtype="bfloat16")
+    told["enforce_eager"] = replace(own, enforce_eager=True)
+    before = {"fp32_head": replace(own, dtype="bfloat16")}
+    for name, plan in told.items():
+        was = before.get(name, own)
+        assert vllm_compat.arguments(plan) != vllm_compat.arguments(was), name
+        lines = [ServerPlan(engine=one, host="::1", port=0, nccl=False, devices=None).command() for one in (plan, was)]
+        assert lines[0] != lines[1], name
+
+
+def test_what_rlgen_tells_vllm_is_refused_in_extra() -> None:
+    """vLLM gets rlgen's value whatever `engine.extra` says: said there, it would have no effect."""
+    for plan in (plan_of("qwen3", on_gpu=False), plan_of("qwen3", on_gpu=True)):
+        line = ServerPlan(engine=plan, host="::1", port=0, nccl=True, devices=None).command()
+        of_server = {re.sub("^--(no-)?|=.*$", "", word).replace("-", "_") for word in line if word.startswith("--")}
+        assert (of_server | vllm_compat.arguments(plan).keys()) - RESERVED_ENGINE_ARGUMENTS == set()
+
+
+def test_servers_share_the_work_and_the_gpus() -> None:
+    plans = server_plans(
+        recipe(kind="server", launch=True, servers=2, port=8000, devices=[4, 5, 6, "7"], tensor_parallel_size=2), "/m"
+    )
+    assert [(plan.port, plan.devices) for plan in plans] == [(8000, "4,5"), (8001, "6,7")]
+    assert plans[0].engine == plans[1].engine and plans[0].engine.max_num_seqs == 5  # of 10 samples a step
+    assert [plan.environment("t")["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["4,5", "6,7"]
+    free = server_plans(recipe(kind="server", launch=True, servers=3), "/m")
+    assert [(plan.port, plan.devices) for plan in free] == [(0, None)] * 3
+    one = server_plans(recipe(kind="server", launch=True, devices="1"), "/m")
+    assert [(plan.port, plan.devices) for plan in one] == [(0, "1")] and one[0].engine.max_num_seqs == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["rlgen.engines.gate", "rlgen.engines.worker"])
+def test_a_server_imports_what_it_needs(module: str) -> None:
+    """vLLM's processes import the gate and the worker: neither the recipe nor the trainer's side."""
+    code = f"import sys, {module}; print(*sorted(sys.modules))"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    ours = {name.removeprefix("rlgen.") for name in names if name.startswith("rlgen.")}
+    both = {"engines", "errors", "out_of_memory", "redact", "types"}
+    both |= {f"engines.{name}" for name in ("answer", "arrays", "base", "gate", "vllm_compat")}
+    assert ours == both | {module.removeprefix("rlgen.")}
+    assert not {"peft", "pydantic", "datasets", "vllm"} & set(names)

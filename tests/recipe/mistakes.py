@@ -1,0 +1,228 @@
+"""Mistakes that newcomers make, and what the answer to each must contain: the remedy.
+
+A mistake is a change to a recipe that is right, and perhaps to a file beside it. `change` is a line of the recipe: it takes the
+place of the line of its section, or is added; "-data" takes the line out.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Command = Literal["validate", "look", "train", "rewards test"]  # look: validate that opens model and data
+
+RECIPE = """\
+run: {steps: 2, dir: RUNS}
+model: {path: "tiny:qwen3", dtype: float32}
+data: {source: train.jsonl, columns: {prompt: question, answer: answer}, chat: true}
+rewards: [{use: "rewards.py:correct"}]
+rollout: {prompts_per_step: 2, group_size: 2, max_completion_tokens: 8}
+engine: {kind: transformers}
+"""
+
+REWARDS = """\
+def correct(completion, answer):
+    return float(answer in completion)
+
+def always_none(completion):
+    return None
+
+def of_trl(completions, answer, **kwargs):
+    return [float(a in c) for c, a in zip(completions, answer)]
+
+def of_trl_chats(completions, **kwargs):
+    return [len(completion[0]["content"]) for completion in completions]
+
+def needs_more(completion, solution):
+    return 1.0
+"""
+
+ROWS = [{"question": f"{number} + {number}?", "answer": str(2 * number)} for number in range(20)]
+
+
+def lines(rows: Sequence[Mapping[str, object]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+FILES = {
+    "train.jsonl": lines(ROWS),
+    "rewards.py": REWARDS,
+    "long.jsonl": lines([*ROWS[:13], *({"question": "long " * 20, "answer": "1"} for _ in range(7))]),
+    "chats.jsonl": lines([{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS]),
+    "answered.jsonl": lines(
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": row["answer"]}]} for row in ROWS]
+    ),
+    "parts.jsonl": lines([{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]} for _ in ROWS]),
+    "from.jsonl": lines([{"prompt": [{"from": "human", "value": "a"}]} for _ in ROWS]),
+    "empty.jsonl": "",
+    "broken.jsonl": '{"question": "a", "answer": "b"}\n{"question": \n',
+    "few.jsonl": lines(ROWS[:3]),
+    "holes.jsonl": lines([{**row, "answer": "" if number % 2 else row["answer"]} for number, row in enumerate(ROWS)]),
+    "wrong.py": "import no_such_package\n\ndef f(completion):\n    return 1.0\n",
+    "typo.py": "def f(completion:\n    return 1.0\n",
+}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    change: str | tuple[str, ...]
+    remedy: str | tuple[str, ...]  # texts that the answer must contain
+    command: Command = "validate"
+    code: int = 2  # exit code; 0: a warning
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def data(source: str, more: str = "columns: {prompt: question, answer: answer}, chat: true") -> str:
+    return f"data: {{source: {source}, {more}}}"
+
+
+def chats(source: str) -> str:
+    return f"data: {{source: {source}}}"
+
+
+REWARD = 'rewards: [{use: "rewards.py:%s"}]'
+
+MISTAKES: dict[str, Mistake] = {
+    # A plain value where a mapping is expected.
+    "trainer by name": Mistake("trainer: ppo", ("write `trainer: {kind: grpo}`", "PPO's value model")),
+    "trainer by its loss": Mistake("trainer: dapo", "write `trainer: {kind: grpo, loss: dapo}`"),
+    "engine by name": Mistake("engine: vllm", ("write `engine: {kind: colocated}`", "server is vLLM elsewhere")),
+    "model by path": Mistake("model: Qwen/Qwen3-0.6B", "write `model: {path: Qwen/Qwen3-0.6B}`"),
+    "data by file": Mistake("data: train.jsonl", "write `data: {source: train.jsonl}`"),
+    "reward by name": Mistake("rewards: exact_match", "write `rewards: [{use: exact_match}]`"),
+    "rewards as a list of names": Mistake("rewards: [exact_match]", "write `{use: exact_match}`"),
+    "rewards as a mapping": Mistake("rewards: {use: exact_match, weight: 2}", "write `rewards: [{use: exact_match, weight: 2}]`"),
+    "lora switched on": Mistake('model: {path: "tiny:qwen3", lora: true}', "write `lora: {}` for its defaults"),
+    "lora by rank": Mistake('model: {path: "tiny:qwen3", lora: 16}', "write `lora: {rank: 16}`"),
+    "columns by name": Mistake("data: {source: train.jsonl, columns: question}", "write `columns: {prompt: question}`"),
+    "checkpoint by steps": Mistake("checkpoint: 50", "write `checkpoint: {every: 50}`"),
+    "optimizer by name": Mistake("optim: adamw_torch", ("write `optim: {learning_rate: 1.0e-6}`", "is AdamW")),
+    "processes by number": Mistake("processes: 4", "write `processes: {count: 4}`"),
+    # A key in the wrong place, of another tool, or misspelled.
+    "learning rate at the top": Mistake("learning_rate: 1.0e-5", "here it is `optim.learning_rate`"),
+    "group size in trainer": Mistake("trainer: {group_size: 4}", "here it is `rollout.group_size`"),
+    "lora at the top": Mistake("lora: {rank: 8}", "here it is `model.lora`"),
+    "kl_coef": Mistake("trainer: {kl_coef: 0.1}", "renamed to `trainer.beta`"),
+    "num_iterations": Mistake("trainer: {num_iterations: 2}", "renamed to `trainer.updates_per_rollout`"),
+    "num_generations": Mistake("trainer: {num_generations: 8}", "renamed to `rollout.group_size`"),
+    "num_train_epochs": Mistake("num_train_epochs: 3", ("renamed to `run.steps`", "epochs × rows / rollout.prompts_per_step")),
+    "report_to": Mistake("report_to: wandb", "`sinks: [{kind: wandb}]`"),
+    "eval_steps": Mistake("trainer: {eval_steps: 50}", "renamed to `eval.every`"),
+    "epsilon": Mistake("trainer: {epsilon: 0.2}", ("`trainer.clip_low`", "`trainer.clip_high`")),
+    "loss_type": Mistake("trainer: {loss_type: dr_grpo}", "renamed to `trainer.loss`"),
+    "max_prompt_length": Mistake("trainer: {max_prompt_length: 512}", "renamed to `data.max_prompt_tokens`"),
+    "use_vllm": Mistake("use_vllm: true", "renamed to `engine.kind`"),
+    "batch size of a device": Mistake("optim: {per_device_train_batch_size: 8}", "rollout.prompts_per_step"),
+    "accumulation": Mistake("optim: {gradient_accumulation_steps: 4}", "micro_batch_tokens"),
+    "nucleus sampling": Mistake("rollout: {top_p: 0.9}", "the log-probs of a truncated one are not the trainer's"),
+    "deepspeed": Mistake("deepspeed: zero3.json", "processes.strategy is ddp or fsdp"),
+    "push_to_hub": Mistake("push_to_hub: true", "`rlgen export RUN --out DIR`"),
+    "fp16": Mistake("fp16: true", "model.dtype is bfloat16 or float32"),
+    "resume as a key": Mistake("run: {resume: true}", "`rlgen train RECIPE --resume`"),
+    "key of another kind": Mistake("trainer: {kind: rloo, cispo_max: 3.0}", "it is a key of kind grpo"),
+    "letters swapped": Mistake("trainer: {clip_hgih: 0.28}", "did you mean `clip_high`?"),
+    "section misspelled": Mistake("rolout: {group_size: 4}", "did you mean `rollout`?"),
+    "misspelled and in the wrong place": Mistake("lerning_rate: 1.0e-5", "did you mean `optim.learning_rate`?"),
+    "wandb": Mistake("wandb: {project: mine}", "say `sinks: [{kind: wandb}]`"),
+    "batch_size": Mistake("batch_size: 32", "renamed to `rollout.prompts_per_step`"),
+    # Something is missing.
+    "no model": Mistake("-model", "such as `model: {path: Qwen/Qwen3-0.6B}`"),
+    "no data": Mistake("-data", "such as `data: {source: train.jsonl, columns: {prompt: question, answer: answer}}`"),
+    "no rewards": Mistake("-rewards", "such as `rewards: [{use: exact_match}]`"),
+    "no path": Mistake("model: {dtype: float32}", "`model.path` is missing; such as `path: Qwen/Qwen3-0.6B`"),
+    "no source": Mistake("data: {chat: true}", "`data.source` is missing; such as `source: train.jsonl`"),
+    "reward without use": Mistake("rewards: [{weight: 1.0}]", "`rewards.0.use` is missing; such as `use: exact_match`"),
+    # A value that is none.
+    "vllm as kind": Mistake("engine: {kind: vllm}", "colocated is vLLM in this process"),
+    "ppo as kind": Mistake("trainer: {kind: ppo}", "PPO's value model is not trained"),
+    "gspo as kind": Mistake("trainer: {kind: gspo}", "write `trainer: {kind: grpo, loss: gspo}`"),
+    "fp16 as dtype": Mistake('model: {path: "tiny:qwen3", dtype: fp16}', "take bfloat16"),
+    "quoted number": Mistake('run: {steps: "100"}', "write 100, without quotes"),
+    "thousands": Mistake("run: {steps: 1_000}", "write 1000"),
+    "float for a count": Mistake("run: {steps: 1e3}", "write 1000"),
+    "yes": Mistake("data: {source: train.jsonl, chat: yes}", "write true"),
+    "empty value": Mistake("optim: {learning_rate: }", "a key without a value is null: give it one, or remove it"),
+    "None": Mistake("checkpoint: {keep: None}", "leave it out, or write null"),
+    "a warm-up as a share": Mistake("optim: {warmup_steps: 0.1}", "must be a whole number"),
+    "a learning rate of 5": Mistake("optim: {learning_rate: 5}", ("warning: optim.learning_rate 5", "1e-6"), code=0),
+    "one completion": Mistake("rollout: {group_size: 1}", "set rollout.group_size to 2 or more"),
+    "greedy": Mistake("rollout: {temperature: 0}", "set rollout.temperature to 0.01 or more"),
+    "server without an address": Mistake("engine: {kind: server}", "set engine.url to what `rlgen serve` printed"),
+    "a name of 300 characters": Mistake(f"run: {{dir: {'x' * 300}}}", "at most 255 characters"),
+    "an unknown reward": Mistake("rewards: [{use: exactmatch}]", "did you mean `exact_match`?"),
+    "a reward file alone": Mistake("rewards: [{use: rewards.py}]", "rewards.py:my_reward"),
+    "a reward with a dot": Mistake("rewards: [{use: rewards.correct}]", "did you mean `rewards:correct`?"),
+    # Files.
+    "no such file": Mistake(data("trian.jsonl"), "train.jsonl`?"),
+    "no such folder": Mistake("model: {path: ./modles}", ("there is no folder", "did you mean"), files={"models/x": ""}),
+    "a path in two folders": Mistake("model: {path: a/b/modles}", "there is no folder"),
+    "prompt column misspelled": Mistake(
+        data("train.jsonl", "columns: {prompt: qestion, answer: answer}"), ("did you mean `question`?", "data.columns.prompt")
+    ),
+    "answer column of another name": Mistake(
+        data("train.jsonl", "columns: {prompt: question, answer: solution}"),
+        ("has no column `solution`", "it has answer, question; set data.columns.answer to one of them"),
+    ),
+    "default column": Mistake("data: {source: train.jsonl}", "it has answer, question; set data.columns.prompt to one of them"),
+    "function misspelled": Mistake(REWARD % "corect", "did you mean `correct`?"),
+    "no reward file": Mistake('rewards: [{use: "reward.py:correct"}]', "rewards.py`?"),
+    "a reward that needs a column": Mistake(REWARD % "needs_more", "`solution`, which is no column of the data"),
+    "a reward that cannot be imported": Mistake(
+        'rewards: [{use: "wrong.py:f"}]', ("No module named 'no_such_package'", "wrong.py:1")
+    ),
+    "a reward that is no Python": Mistake('rewards: [{use: "typo.py:f"}]', ("typo.py", "line 1")),
+    "a reward package that is not there": Mistake('rewards: [{use: "no_package.rewards:f"}]', "No module named 'no_package'"),
+    # What model and data show.
+    "prompts too long": Mistake(
+        data("long.jsonl", "columns: {prompt: question, answer: answer}, chat: true, max_prompt_tokens: 64"),
+        ("warning: 7 of 20 rows are left out", "have 119 tokens, and data.max_prompt_tokens is 64"),
+        "look",
+        0,
+    ),
+    "all prompts too long": Mistake(
+        data("long.jsonl", "columns: {prompt: question, answer: answer}, chat: true, max_prompt_tokens: 4"),
+        ("no row is left", "25 to 119 tokens, and data.max_prompt_tokens is 4: raise that"),
+        "look",
+        4,
+    ),
+    "texts for a chat model": Mistake(
+        data("train.jsonl", "columns: {prompt: question, answer: answer}"),
+        ("warning: model.path has a chat template, but prompts are texts", "set data.chat to true, or to false if that is meant"),
+        "look",
+        0,
+    ),
+    "conversations with their answer": Mistake(
+        "data: {source: answered.jsonl, columns: {prompt: messages}}",
+        ("the last message is the assistant's", "leave that message out"),
+        "look",
+        4,
+        {"rewards.py": "def correct(completion):\n    return 1.0\n"},
+    ),
+    "content in parts": Mistake(
+        chats("parts.jsonl"), "write the text itself", "look", 4, {"rewards.py": "def correct(completion):\n    return 1.0\n"}
+    ),
+    "from and value": Mistake(
+        chats("from.jsonl"),
+        "a message needs a role of system, user, assistant",
+        "look",
+        4,
+        {"rewards.py": "def correct(completion):\n    return 1.0\n"},
+    ),
+    "no rows": Mistake(data("empty.jsonl"), "holds no row", "look", 4),
+    "a broken line": Mistake(data("broken.jsonl"), "broken.jsonl:2: the line is not JSON", "look", 4),
+    "half of the answers missing": Mistake(data("holes.jsonl"), "name another column, or complete the data", "look", 4),
+    "more prompts a step than rows": Mistake(
+        (data("few.jsonl"), "rollout: {prompts_per_step: 8, group_size: 2}"), "set it to 3 or less", "look", 4
+    ),
+    "an unknown tiny model": Mistake('model: {path: "tiny:qwen9"}', "tiny", "look", 3),
+    "more completion than the model has positions": Mistake(
+        "rollout: {max_completion_tokens: 5000}", "has 4096 positions; set it to 4095 or less", "look"
+    ),
+    # Rewards.
+    "a reward that is always None": Mistake(REWARD % "always_none", "returns None for each answer", "rewards test", 0),
+    "completions as TRL has them in chats": Mistake(
+        REWARD % "of_trl_chats", "a completion is a text here, not a list of messages", "rewards test", 5
+    ),
+    # A run.
+    "no server there": Mistake('engine: {kind: server, url: "http://127.0.0.1:9"}', "`rlgen serve RECIPE`", "train", 6),
+}

@@ -1,0 +1,40 @@
+"""`rlgen train` as one of several processes, which prints the bytes that it received in each step: traffic_worker.py train …"""
+
+import json
+import sys
+from typing import Any
+
+from rlgen.cli.app import main
+from rlgen.trainers.report import Reporter
+from rlgen.trainers.window import Window, WindowBuilder
+
+
+def bytes_of(window: Window) -> int:
+    """Bytes of the rows that this process trains."""
+    columns = (window.samples.prompt_ids, window.samples.completion_ids, window.samples.sampler_logp)
+    return sum(column.values.nbytes for column in columns)
+
+
+def count() -> None:
+    """Prints a JSON object at the end of each step."""
+    build, metrics = WindowBuilder.build, Reporter.metrics
+    trained, before = [0], [0]
+
+    def built(builder: WindowBuilder, *arguments: Any) -> Any:
+        found = build(builder, *arguments)
+        trained[0] = bytes_of(found[0])
+        return found
+
+    def ended(report: Reporter, step: int, *arguments: Any) -> Any:
+        received = report.processes.traffic.received
+        line = {"step": step, "rank": report.processes.rank, "received": received - before[0], "rows": trained[0]}
+        print("TRAFFIC", json.dumps(line), file=sys.stderr, flush=True)
+        before[0] = received
+        return metrics(report, step, *arguments)
+
+    WindowBuilder.build, Reporter.metrics = built, ended  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    count()
+    sys.exit(main())
