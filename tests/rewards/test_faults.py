@@ -55,10 +55,10 @@ def f(completion):
     if completion == "interrupt":
         raise KeyboardInterrupt
     if completion == "close":
-        os.closerange(3, 100)
+        os.closerange(3, 1 << 16)  # the line has the number that it has in the trainer
         time.sleep(100_000)
     if completion == "spoil":
-        for descriptor in range(3, 100):
+        for descriptor in range(3, 1 << 16):
             try:
                 os.write(descriptor, b"nonsense\\n")
             except OSError:
@@ -89,16 +89,20 @@ NUMBERS = {"sleep": 30, "power": 31, "regex": 31, "raise": 28}
 
 
 @pytest.fixture(scope="module")
-def misbehaving(tmp_path_factory):
+def shared_scorer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("misbehaving")
     (folder / "rewards.py").write_text(MISBEHAVING)
     entry = RewardRecipe(use=f"{folder}/rewards.py:f", timeout=LIMIT, on_error="skip", max_error_fraction=1.0)
-    with pytest.MonkeyPatch.context() as patch:
-        without_haste(patch)
-        overdue(patch, lambda completion: LIMIT if FAULTS.get(completion, ("", "", False))[2] else None)
-        scorer = open_scorer([entry], {"answer"}, 20, ScoringRecipe(workers=1), folder / "rewards.log", folder / "failed")
+    recipe = ScoringRecipe(workers=1)
+    with closing(open_scorer([entry], {"answer"}, 20, recipe, folder / "rewards.log", folder / "failed")) as scorer:
         yield scorer
-        scorer.close()
+
+
+@pytest.fixture
+def misbehaving(shared_scorer, monkeypatch):
+    without_haste(monkeypatch)
+    overdue(monkeypatch, lambda completion: LIMIT if FAULTS.get(completion, ("", "", False))[2] else None)
+    return shared_scorer
 
 
 @pytest.mark.parametrize(
@@ -655,13 +659,14 @@ def test_a_function_tries_again_by_itself_within_its_timeout(scorer, judge, proo
     proof("Retry-After 0.2: answered at the third try; Retry-After 100000: cancelled at the timeout of 5 s")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(30, 31)
 def test_an_event_loop_that_is_stuck_is_killed_and_the_others_are_asked_again(scorer, proof):
     source = """
         import asyncio, time
 
         async def f(completion):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)
             if completion == "block":
                 time.sleep(1000)
             if completion == "deaf":
@@ -670,13 +675,13 @@ def test_an_event_loop_that_is_stuck_is_killed_and_the_others_are_asked_again(sc
                         await asyncio.sleep(1000)
                     except asyncio.CancelledError:
                         pass
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)
             return float(len(completion))
     """
-    build = scorer(source, {"use": "f", "timeout": 0.5, "on_error": "skip", "max_error_fraction": 1.0})
+    build = scorer(source, {"use": "f", "timeout": 10.0, "on_error": "skip", "max_error_fraction": 1.0})
     (scored,) = build.score([group("a", "bb", "block", "cccc", "deaf")], 1)
     assert [sample.reward for sample in scored.samples] == [1.0, 2.0, None, 4.0, None]
-    assert all(scored.samples[i].reward_errors["f"].startswith("timeout: no answer within 0.5 s (") for i in (2, 4))
+    assert all(scored.samples[i].reward_errors["f"].startswith("timeout: no answer within 10 s (") for i in (2, 4))
     assert build.pool.killed >= 2
     proof(f"{build.pool.killed} loops killed: one blocked, one deaf to its cancellation")
 
