@@ -115,6 +115,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def measure(tokens: int, folder: Path, noise: float = 1e-6) -> dict[str, float]:
     """Bytes and nanoseconds a token: of rollouts written and read, of the text in them, and of the journal written and read."""
+    folder.mkdir(exist_ok=True)
     rollout = made(tokens, noise)
     count = int(rollout.samples.completion_ids.offsets[-1])
     words = Words(np.random.default_rng(1))

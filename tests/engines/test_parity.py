@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", slow_but(CHOSEN, "qwen3-tied", "gpt2-tied", "qwen3_moe-untied"))
+@pytest.mark.parametrize("name", slow_but(CHOSEN, "qwen3-tied"))
 def test_changed_weights_arrive(name: str) -> None:
     found = measure(name)
     assert found.gap <= BOUND

@@ -239,6 +239,7 @@ def test_bfloat16_runs_within_its_bounds(recipe_file: Path) -> None:
     assert len(gaps) == 2 and all(1e-6 < gap < 0.03 for gap in gaps)
 
 
+@pytest.mark.slow
 def test_vllm_on_transformers_model_code_spares_the_trainers_model(recipe_file: Path) -> None:
     directory = run(recipe_file, "engine={kind: colocated, model_impl: transformers}")
     gaps = [record["sampler/delta_max"] for record in read_jsonl(directory / "metrics.jsonl")]
