@@ -132,6 +132,9 @@ HOSTILE = {
 }
 
 
+COLUMNS = {name: text for name, text in HOSTILE.items() if name != "10 MB"}  # each row has them all
+
+
 class Says:
     """A tokenizer whose ids are places in `HOSTILE`."""
 
@@ -141,7 +144,7 @@ class Says:
 
 class NoPrompts:
     def at(self, position: int) -> Prompt:
-        return Prompt(position=position, row=0, text=HOSTILE["escapes"], prompt_ids=ids_of((1,)), columns=HOSTILE)
+        return Prompt(position=position, row=0, text=HOSTILE["escapes"], prompt_ids=ids_of((1,)), columns=COLUMNS)
 
 
 @pytest.mark.fault(81)
@@ -170,7 +173,7 @@ def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> Non
     rows = rollout_rows(tmp_path, 1)
     assert [row["completion"] for row in rows] == [text.replace("\ud83d", "?") for text in HOSTILE.values()]
     assert {row["prompt"] for row in rows} == {HOSTILE["escapes"]}
-    expected = {**HOSTILE, "half a character": '"\\ud83d"'}  # UTF-8 has none: as JSON text
+    expected = {**COLUMNS, "half a character": '"\\ud83d"'}  # UTF-8 has none: as JSON text
     assert all(rows[0][name] == text for name, text in expected.items())
     proof(f"{', '.join(HOSTILE)}: written and read back")
 

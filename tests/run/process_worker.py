@@ -1,10 +1,11 @@
 """Several processes, or one, with a real vLLM that is opened once: a step of each trainer, through ladder, step and checkpoint.
 
-process_worker.py FOLDER TENSOR_PARALLEL_SIZE       alone or by torchrun; leaves a run directory for each trainer
+process_worker.py RECIPE FOLDER TENSOR_PARALLEL_SIZE TRAINER...     alone or by torchrun; leaves a run directory for each trainer
 """
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlgen.engines.colocated import ColocatedEngine
@@ -43,12 +44,12 @@ class Kept:
         return self.engine
 
 
-def main(recipe: Path, folder: Path, size: str) -> None:
+def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None:
     processes = Processes.open(60) if "RANK" in os.environ else Processes.alone()
     kept = Kept()
     pair.build_engine = kept.build  # type: ignore[assignment]
-    for name, trainer in TRAINERS.items():
-        loaded = load_recipe(recipe, [f"trainer={trainer}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
+    for name in trainers:
+        loaded = load_recipe(recipe, [f"trainer={TRAINERS[name]}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
         path = folder / name
         if processes.is_main:
             RunDirectory.create(path, loaded.text, dump_recipe(loaded.recipe)).close()
@@ -63,4 +64,4 @@ def main(recipe: Path, folder: Path, size: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
