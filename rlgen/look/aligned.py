@@ -59,19 +59,17 @@ def metric_chart(groups: Sequence[Group], metric: str, by: By) -> Chart:
 
 def other_charts(groups: Sequence[Group], by: By) -> list[Chart]:
     """Returns a chart for each curve that the report of any of the runs draws, in the order of the report."""
+    drawn = [(run, chart) for group in groups for run in group.runs for chart in charts_of(run)]
+    several = {(chart.group, chart.title) for _, chart in drawn if len(chart.lines) > 1}
     charts: dict[tuple[str, str, str], Chart] = {}
     curves: dict[tuple[str, str, str], dict[Run, Curve]] = {}
-    for run in (run for group in groups for run in group.runs):
-        for chart in charts_of(run):
-            for line in chart.lines:
-                title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {line.label}"
-                key = (chart.group, chart.title, line.label)
-                known = charts.setdefault(key, replace(chart, title=title, stacked=False))
-                charts[key] = replace(known, title=max(known.title, title, key=len))
-                values = zip(chart.x, line.values, strict=True)
-                series = {int(step): float("nan") if value is None else value for step, value in values}
-                if curve := curve_of(run, series, by):
-                    curves.setdefault(key, {})[run] = curve
+    for run, chart, line in ((run, chart, line) for run, chart in drawn for line in chart.lines):
+        key = (chart.group, chart.title, line.label)
+        title = f"{chart.title}: {line.label}" if key[:2] in several else chart.title
+        charts.setdefault(key, replace(chart, title=title, stacked=False))
+        values = zip(chart.x, line.values, strict=True)
+        if curve := curve_of(run, {int(step): float("nan") if value is None else value for step, value in values}, by):
+            curves.setdefault(key, {})[run] = curve
     return [joined(chart, groups, curves.get(key, {}), by) for key, chart in charts.items()]
 
 

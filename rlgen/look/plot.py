@@ -28,7 +28,7 @@ def plot(chart: Chart, width: int) -> list[Text]:
     room = 0.0 if high > low else abs(low) * 0.1 or 1.0
     labels = {row: f"{high + room - (high - low + 2 * room) * row / (HEIGHT - 1):.3g}" for row in (0, HEIGHT // 2, HEIGHT - 1)}
     left = max(map(len, labels.values()))
-    columns = width - left - 3
+    columns = max(width - left - 3, len(chart.axis))
     cells = [[Text(" ") for _ in range(columns)] for _ in range(HEIGHT)]
     places = np.array(chart.x, dtype=float)
     span = float(places[-1] - places[0]) or 1.0

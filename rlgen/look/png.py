@@ -37,21 +37,23 @@ def write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
         CheckpointError: the file cannot be written.
     """
     try:
+        from matplotlib import rc_context
+
         # Not pyplot: a figure of its own needs no window and leaves no global state.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SetupError(f"a PNG needs matplotlib ({error}): pip install 'rlgen[report]'") from error
     shown = charts[:MOST]
     rows = max(1, -(-len(shown) // COLUMNS))
-    figure = Figure(figsize=(COLUMNS * WIDTH, rows * HEIGHT + 0.5), dpi=DPI, layout="constrained")
-    figure.suptitle(title, fontweight="bold")
-    grid = figure.subplots(rows, COLUMNS, squeeze=False)
-    for place, axes in enumerate(grid.flat):
-        if place < len(shown):
-            paint(axes, shown[place])
-        else:
-            axes.set_axis_off()
-    with whole_file(path) as file:
+    with rc_context({"text.parse_math": False}), whole_file(path) as file:  # a name with $ is no formula
+        figure = Figure(figsize=(COLUMNS * WIDTH, rows * HEIGHT + 0.5), dpi=DPI, layout="constrained")
+        figure.suptitle(title, fontweight="bold")
+        grid = figure.subplots(rows, COLUMNS, squeeze=False)
+        for place, axes in enumerate(grid.flat):
+            if place < len(shown):
+                paint(axes, shown[place])
+            else:
+                axes.set_axis_off()
         figure.savefig(file, format="png")
 
 
