@@ -63,13 +63,14 @@ def other_charts(groups: Sequence[Group], by: By) -> list[Chart]:
     several = {(chart.group, chart.title) for _, chart in drawn if len(chart.lines) > 1}
     charts: dict[tuple[str, str, str], Chart] = {}
     curves: dict[tuple[str, str, str], dict[Run, Curve]] = {}
-    for run, chart, line in ((run, chart, line) for run, chart in drawn for line in chart.lines):
-        key = (chart.group, chart.title, line.label)
-        title = f"{chart.title}: {line.label}" if key[:2] in several else chart.title
-        charts.setdefault(key, replace(chart, title=title, stacked=False))
-        values = zip(chart.x, line.values, strict=True)
-        if curve := curve_of(run, {int(step): float("nan") if value is None else value for step, value in values}, by):
-            curves.setdefault(key, {})[run] = curve
+    for run, chart in drawn:
+        for line in chart.lines:
+            key = (chart.group, chart.title, line.label)
+            title = f"{chart.title}: {line.label}" if key[:2] in several else chart.title
+            charts.setdefault(key, replace(chart, title=title, stacked=False))
+            values = zip(chart.x, line.values, strict=True)
+            if curve := curve_of(run, {int(step): float("nan") if value is None else value for step, value in values}, by):
+                curves.setdefault(key, {})[run] = curve
     return [joined(chart, groups, curves.get(key, {}), by) for key, chart in charts.items()]
 
 

@@ -58,7 +58,7 @@ def compared(run: Run) -> dict[str, Any]:
 
 
 def differences_of(runs: Sequence[Run]) -> dict[str, dict[Run, Any]]:
-    """Returns the keys in which the recipes differ, by section, each with its values; a run in which it has no effect has none."""
+    """Returns the keys in which the recipes differ, by section, each with its values; where it has no effect there is none."""
     recipes = {run: compared(run) for run in runs}
     sections = list(Recipe.model_fields)
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)

@@ -267,7 +267,7 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
 def test_odd_values_are_said(tmp_path: Path, rewards: list[float | str | None], sentence: str, note: str) -> None:
     odd, other = bare_run(tmp_path / "odd", rewards), bare_run(tmp_path / "well", [0.5] * 40, recipe=RLOO)
     for by in ("step", "tokens", "time"):
-        said = command(odd, other, "--by", by, "--html", "--png", "--out", tmp_path / "out.html")
+        said = command(odd, other, "--by", by, "--html", "--out", tmp_path / "out.html")
         assert sentence in said and note in " ".join(said.split())
     found = json.loads(command(odd, other, "--json"))
     assert found["verdicts"][0]["sentence"] == sentence and found["runs"]["odd"]["steps"] == len(rewards)
