@@ -174,7 +174,8 @@ def verdict(left: Group, right: Group, metric: str) -> Verdict:
 
 def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int], letters: tuple[str, str]) -> Estimate:
     """Returns how far the runs of two groups are apart at these steps: over seeds if each has two, else over the steps."""
-    means = [[mean for values in side if math.isfinite(mean := mean_of(values, steps))] for side in (left, right)]
+    sides = [[values for values in side if math.isfinite(mean_of(values, steps))] for side in (left, right)]
+    means = [[mean_of(values, steps) for values in side] for side in sides]
     if not all(means):
         empty = " and ".join(letter for letter, found in zip(letters, means, strict=True) if not found)
         return Estimate(basis=f"{empty} measured nothing there" if steps else "there is no step at which both have measured it")
@@ -187,7 +188,7 @@ def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[in
             basis=f"95 % interval over {seeds[0]} and {seeds[1]} seeds (Welch's t)",
         )
     caution = "one seed each proves little" if max(seeds) == 1 else f"{letters[seeds.index(1)]} has one seed, which proves little"
-    apart = differences(left, right, steps)
+    apart = differences(sides[0], sides[1], steps)
     if len(apart) < LEAST:
         basis = f"no interval: steps with a number on both sides are {len(apart)}, at least {LEAST} are needed; {caution}"
         return Estimate(difference=float(np.mean(means[0]) - np.mean(means[1])), basis=basis)

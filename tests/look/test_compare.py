@@ -204,6 +204,14 @@ def test_each_group_is_compared_with_the_first(tmp_path: Path) -> None:
     assert comparison.notes == ["each of the 2 intervals holds with 95 %, not all of them together"]
 
 
+def test_a_seed_without_numbers_is_left_out(tmp_path: Path) -> None:
+    grpo, rloo = seeds(tmp_path, "grpo", [0.8, 0.9, math.nan], GRPO), seeds(tmp_path, "rloo", [0.5, math.nan], RLOO)
+    comparison = compare([*grpo, *rloo], REWARD, "step")
+    (verdict,) = comparison.verdicts
+    assert verdict.sentence == "A is better than B by 0.35 (0.35 to 0.35)" and "B has one seed" in verdict.estimate.basis
+    assert [note.partition(":")[0] for note in comparison.notes] == ["grpo-2", "rloo-1"]
+
+
 @pytest.mark.parametrize(
     "metric, word",
     [
