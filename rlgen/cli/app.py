@@ -183,7 +183,7 @@ def report(
 
 @app.command(epilog="Example: rlgen compare grpo-0 grpo-1 rloo-0 rloo-1 --by tokens --html")
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs' directories, or names of some in runs/.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Runs' directories, or names of some in runs/.")],
     metric: Annotated[
         str, typer.Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
     ] = Metric.REWARD_MEAN.value,
