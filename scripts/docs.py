@@ -175,9 +175,10 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def usage(name: str, command: Any) -> str:
-    """`rlgen recipes copy NAME [PATH]`"""
+    """`rlgen recipes copy NAME [PATH]`; of an argument that takes several values `RUN...`"""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    words = [(p.metavar or p.name.upper()) if p.required else f"[{p.metavar or p.name.upper()}]" for p in arguments]
+    shown = {p: f"{p.metavar or p.name.upper()}{'...' if p.nargs == -1 else ''}" for p in arguments}
+    words = [word if p.required else f"[{word}]" for p, word in shown.items()]
     return " ".join(["rlgen", name, *words])
 
 

@@ -14,6 +14,7 @@ import typer
 import rlgen
 from rlgen.cli.output import echo, prepare
 from rlgen.errors import RecipeError, RlgenError, UsageError, redacted
+from rlgen.metrics import Metric
 
 app = typer.Typer(
     name="rlgen",
@@ -178,6 +179,28 @@ def report(
     from rlgen.cli.report import report_command
 
     report_command(run, out, png, rollouts, as_json)
+
+
+@app.command(epilog="Example: rlgen compare grpo-0 grpo-1 rloo-0 rloo-1 --by tokens --html")
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Runs' directories, or names of some in runs/.")],
+    metric: Annotated[
+        str, typer.Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
+    ] = Metric.REWARD_MEAN.value,
+    by: Annotated[Literal["step", "tokens", "time"], typer.Option(help="What the curves are aligned by.")] = "step",
+    html: Annotated[
+        bool, typer.Option("--html", help="Also write all curves into compare.html, which needs no network.")
+    ] = False,
+    png: Annotated[
+        bool, typer.Option("--png", help="Also draw the curves into compare.png, for slides; needs rlgen[report].")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The HTML file; the PNG is beside it.")] = Path("compare.html"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs. Recipes, curves, and whether a metric differs; runs that differ only in the seed are grouped."""
+    from rlgen.cli.compare import compare_command
+
+    compare_command(runs, metric, by, html, png, out, as_json)
 
 
 @app.command()

@@ -3,16 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import rlgen
 from rlgen.cli.output import echo
 from rlgen.errors import UsageError
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
-from rlgen.recipe.yaml import leaves
-
-if TYPE_CHECKING:
-    pass
+from rlgen.recipe.yaml import by_key
 
 
 def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool) -> None:
@@ -32,14 +28,7 @@ def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool
 
 def values_of(recipe: Recipe) -> dict[str, object]:
     """Returns the values by dotted key: {"run.name": "demo", ...}."""
-    data = recipe.model_dump(mode="json")
-    values: dict[str, object] = {}
-    for leaf in leaves(data):
-        node: Any = data
-        for part in leaf:
-            node = node[part]
-        values[".".join(map(str, leaf))] = node
-    return values
+    return by_key(recipe.model_dump(mode="json"))
 
 
 def recipes_folder() -> Path:

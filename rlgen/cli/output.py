@@ -1,13 +1,18 @@
 """Prints what commands say, on any standard output: a terminal, a file on a full disk, or a closed pipe."""
 
+import io
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
 from rlgen.redact import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def prepare() -> None:
@@ -35,11 +40,32 @@ def echo(text: str, err: bool = False, nl: bool = True, exact: bool = False) -> 
         hush(stream)
 
 
-def echo_styled(text: str) -> None:
-    """Prints text that holds colours of our own. Its author escapes what others wrote with `printable`, part by part.
+def page_for_terminal(whole_lines: bool) -> "Console":
+    """Returns a console of the width and colours of standard output, which keeps what it is given for `echo_styled`.
+
+    Args:
+        whole_lines: other programs get lines of any length; only a terminal wraps them.
+    """
+    from rich.console import Console
+
+    terminal = Console()
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal.is_terminal,
+        width=terminal.width,
+        color_system=cast(Any, terminal.color_system),
+        no_color=terminal.no_color,
+        highlight=False,
+        soft_wrap=whole_lines and not terminal.is_terminal,
+    )
+
+
+def echo_styled(page: "Console") -> None:
+    """Prints what a page holds, with colours of our own. Its author escapes what others wrote with `printable`, part by part.
 
     A terminal shows it through the user's pager, as git does: it ends at once if the text fits the screen.
     """
+    text = cast(io.StringIO, page.file).getvalue()
     pager = shlex.split(os.environ.get("PAGER", "less"))
     if sys.stdout.isatty() and pager and shutil.which(pager[0]):
         with suppress(OSError):

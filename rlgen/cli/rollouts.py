@@ -1,15 +1,13 @@
 """Prints rollouts of a run: `rlgen rollouts`."""
 
-import io
 import json
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
-from rlgen.cli.output import echo, echo_styled
+from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.errors import UsageError
 from rlgen.look.rows import Found, Query, find, gap, read_rows
 from rlgen.redact import printable, printable_json
@@ -62,16 +60,7 @@ def finite(value: Any) -> Any:
 
 def show(run: Path, found: Found, page: int, pages: int, limit: int, rows: list[dict[str, Any]], full: bool) -> None:
     """Prints the rows for people."""
-    terminal = Console()
-    lines = Console(
-        file=io.StringIO(),
-        force_terminal=terminal.is_terminal,
-        width=terminal.width,
-        color_system=cast(Any, terminal.color_system),
-        no_color=terminal.no_color,
-        highlight=False,
-        soft_wrap=not terminal.is_terminal,  # other programs get whole lines
-    )
+    lines = page_for_terminal(whole_lines=True)
     first = (page - 1) * limit + 1
     which = f", {first} to {first + len(rows) - 1} shown" if pages > 1 else ""
     lines.print(Text(f"{run}: {len(found)} of {found.total} rollouts{which}", style="bold"))
@@ -79,7 +68,7 @@ def show(run: Path, found: Found, page: int, pages: int, limit: int, rows: list[
         lines.print(Text("\n").append_text(block(row, full)))
     if page < pages:
         lines.print(Text(f"\npage {page} of {pages}; next: --page {page + 1}", style="dim"))
-    echo_styled(cast(io.StringIO, lines.file).getvalue())
+    echo_styled(lines)
 
 
 def block(row: dict[str, Any], full: bool) -> Text:

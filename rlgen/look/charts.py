@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rlgen.look.run import Record, Run, number
 from rlgen.metrics import Family, Metric
@@ -22,14 +23,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One chart. Its lines have a value for each of `steps`."""
+    """One chart. Its lines have a value for each place of `x`."""
 
     group: str
     title: str
     unit: str
     what: str  # one sentence
-    steps: Sequence[int]
+    x: Sequence[float]
     lines: Sequence[Line]
+    axis: str = "step"  # what `x` counts
     log: bool = False  # logarithmic axis
     stacked: bool = False  # areas that add up
 
@@ -114,7 +116,10 @@ def charts_of(run: Run) -> list[Chart]:
     return [*evaluation_charts(run.evaluations), *planned, *other_charts(rows)]
 
 
-def thinned(records: Sequence[Record]) -> Sequence[Record]:
+T = TypeVar("T")
+
+
+def thinned(records: Sequence[T]) -> Sequence[T]:
     """Returns at most about `MOST_POINTS` of the records, evenly spaced, with the last."""
     every = -(-len(records) // MOST_POINTS)
     return records if every <= 1 else [record for place, record in enumerate(reversed(records)) if place % every == 0][::-1]
@@ -149,7 +154,7 @@ def drawn(plan: Plan, rows: Sequence[Record]) -> Chart | None:
         title=plan.title,
         unit=known.unit if known else "tokens/s" if SPEED in plan.keys.values() else "reward",
         what=known.what if known else "",
-        steps=[row[Metric.STEP] for row in rows],
+        x=[row[Metric.STEP] for row in rows],
         lines=lines,
         log=plan.log,
         stacked=plan.stacked,
@@ -191,7 +196,7 @@ def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
             high=high if has_band else None,
         )
         steps = [row[Metric.STEP] for row in evaluations]
-        charts.append(Chart(group="Evaluation", title=key.removeprefix("eval/"), unit="", what="", steps=steps, lines=[line]))
+        charts.append(Chart(group="Evaluation", title=key.removeprefix("eval/"), unit="", what="", x=steps, lines=[line]))
     return charts
 
 
@@ -207,6 +212,6 @@ def other_charts(rows: Sequence[Record]) -> list[Chart]:
             unit, what = (glossary[key].unit, glossary[key].what) if key in glossary else ("", "")
             steps = [row[Metric.STEP] for row in rows]
             charts.append(
-                Chart(group="Other metrics", title=key, unit=unit, what=what, steps=steps, lines=[Line(label=key, values=values)])
+                Chart(group="Other metrics", title=key, unit=unit, what=what, x=steps, lines=[Line(label=key, values=values)])
             )
     return charts

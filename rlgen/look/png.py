@@ -1,6 +1,7 @@
 """Draws charts into a PNG file for slides, with matplotlib, which is an extra: `pip install 'rlgen[report]'`."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,30 +23,37 @@ TITLES = (
 MOST = 9  # charts
 
 
+def chosen(charts: Sequence[Chart]) -> list[Chart]:
+    """Returns the charts that say most: evaluations first, then those of `TITLES`."""
+    evaluations = [chart for chart in charts if chart.group == EVALUATION]
+    return [*evaluations, *(chart for title in TITLES for chart in charts if chart.title == title)]
+
+
 def write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
-    """Writes the charts that say most, three in a row: evaluations first, then those of `TITLES`.
+    """Writes the first `MOST` charts, three in a row.
 
     Raises:
         SetupError: matplotlib is not installed.
         CheckpointError: the file cannot be written.
     """
     try:
+        from matplotlib import rc_context
+
         # Not pyplot: a figure of its own needs no window and leaves no global state.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SetupError(f"a PNG needs matplotlib ({error}): pip install 'rlgen[report]'") from error
-    evaluations = [chart for chart in charts if chart.group == EVALUATION]
-    shown = [*evaluations, *(chart for title in TITLES for chart in charts if chart.title == title)][:MOST]
+    shown = charts[:MOST]
     rows = max(1, -(-len(shown) // COLUMNS))
-    figure = Figure(figsize=(COLUMNS * WIDTH, rows * HEIGHT + 0.5), dpi=DPI, layout="constrained")
-    figure.suptitle(title, fontweight="bold")
-    grid = figure.subplots(rows, COLUMNS, squeeze=False)
-    for place, axes in enumerate(grid.flat):
-        if place < len(shown):
-            paint(axes, shown[place])
-        else:
-            axes.set_axis_off()
-    with whole_file(path) as file:
+    with rc_context({"text.parse_math": False}), whole_file(path) as file:  # a name with $ is no formula
+        figure = Figure(figsize=(COLUMNS * WIDTH, rows * HEIGHT + 0.5), dpi=DPI, layout="constrained")
+        figure.suptitle(title, fontweight="bold")
+        grid = figure.subplots(rows, COLUMNS, squeeze=False)
+        for place, axes in enumerate(grid.flat):
+            if place < len(shown):
+                paint(axes, shown[place])
+            else:
+                axes.set_axis_off()
         figure.savefig(file, format="png")
 
 
@@ -55,17 +63,18 @@ def paint(axes: "Axes", chart: Chart) -> None:
     axes.set_title(f"{title}{f' ({chart.unit})' if chart.unit else ''}", fontsize=10, loc="left")
     axes.grid(color="#dfe3e8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(chart.axis, fontsize=8)
     if chart.log:
         axes.set_yscale("log")
     if chart.stacked:
         values = [[value or 0.0 for value in line.values] for line in chart.lines]
-        axes.stackplot(chart.steps, values, labels=[line.label for line in chart.lines], colors=COLOURS, alpha=0.8)
-    for line, colour in zip(chart.lines, COLOURS, strict=False):
+        axes.stackplot(chart.x, values, labels=[line.label for line in chart.lines], colors=COLOURS, alpha=0.8)
+    for line, colour in zip(chart.lines, cycle(COLOURS), strict=False):
         if chart.stacked:
             break
-        axes.plot(chart.steps, gaps(line.values), color=colour, label=line.label, linewidth=1.4)
+        axes.plot(chart.x, gaps(line.values), color=colour, label=line.label, linewidth=1.4)
         if line.low is not None and line.high is not None:
-            axes.fill_between(chart.steps, gaps(line.low), gaps(line.high), color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(chart.x, gaps(line.low), gaps(line.high), color=colour, alpha=0.15, linewidth=0)
     if len(chart.lines) > 1:
         axes.legend(fontsize=8, frameon=False)
 

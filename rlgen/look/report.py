@@ -83,6 +83,8 @@ def as_facts(chart: Chart) -> dict[str, Any]:
         "what": chart.what,
         "log": chart.log,
         "stacked": chart.stacked,
-        "x": list(chart.steps),
+        "axis": chart.axis,
+        "whole": all(place == int(place) for place in chart.x),
+        "x": list(chart.x),
         "lines": lines,
     }

@@ -1,6 +1,7 @@
 """Reads the folder of a run: recipe, status, metrics and evaluations."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def records(file: Path) -> list[Record]:
 def number(record: Record, key: str) -> float | None:
     """Returns a finite number of a record; None if it was not measured, or was not finite (written as text, such as "nan")."""
     value = record.get(key)
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def tenth(values: Sequence[float | None], last: bool) -> float | None:

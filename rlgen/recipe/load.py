@@ -80,9 +80,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Returns the resolved recipe as YAML, with every value that has an effect and does not follow from model and data. Loading
-    it gives the same recipe, dumping that the same bytes.
-    """
+    """Returns the resolved recipe as YAML. Loading it gives the same recipe, dumping that the same bytes."""
+    return yaml.dump(effective(recipe))
+
+
+def effective(recipe: Recipe) -> dict[str, Any]:
+    """Returns every value of a recipe that has an effect and does not follow from model and data, by section."""
     data = recipe.model_dump(mode="json")
     open_sizes = [path for path in FOLLOWING if not is_written(recipe, path)]
     for path in (*open_sizes, *(finding.path for finding in inert(recipe))):
@@ -91,7 +94,7 @@ def dump_recipe(recipe: Recipe) -> str:
         for parent in parents:
             node = node[int(parent)] if isinstance(node, list) else node[parent]
         node.pop(key, None)
-    return yaml.dump(data)
+    return data
 
 
 def _fill(data: dict[str, Any], path: Path) -> None:

@@ -179,6 +179,17 @@ def leaves(data: Any, path: Path = ()) -> list[Path]:
     return [path]
 
 
+def by_key(data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values by dotted key: {"run.name": "demo", ...}."""
+    values: dict[str, Any] = {}
+    for leaf in leaves(data):
+        node: Any = data
+        for part in leaf:
+            node = node[part]
+        values[".".join(map(str, leaf))] = node
+    return values
+
+
 def place_of(places: dict[Path, str], loc: tuple[str | int, ...]) -> str | None:
     """Returns the position of the key at `loc`, or of the nearest key above it; None if neither has one."""
     return next((places[loc[:end]] for end in range(len(loc), 0, -1) if loc[:end] in places), None)

@@ -191,6 +191,37 @@ def metrics_of(step: int, rows: Sequence[Row], rng: np.random.Generator, progres
     }
 
 
+def write_recipe(path: Path, steps: int, seed: int, recipe: Mapping[str, Any] | None) -> Recipe:
+    """Makes the folder of a run with `RECIPE` and the values of `recipe` over it."""
+    place = {"run": {"name": path.name, "dir": str(path.parent), "seed": seed, "steps": steps}}
+    whole = Recipe.model_validate(merge(RECIPE, merge(place, recipe or {})))
+    path.mkdir(parents=True)
+    (path / "resolved.yaml").write_text(dump_recipe(whole))
+    (path / "recipe.yaml").write_text("# the recipe as it was written\n")
+    return whole
+
+
+def bare_run(
+    path: Path,
+    rewards: Sequence[float | str | None],
+    seed: int = 0,
+    recipe: Mapping[str, Any] | None = None,
+    steps: int | None = None,
+    state: str = "done",
+    tokens: int = 10,
+) -> Path:
+    """Writes the folder of a run with these values of reward/mean, two seconds and as many tokens a step, and no rollouts."""
+    write_recipe(path, steps or max(1, len(rewards)), seed, recipe)
+    records = [
+        {"step": step, "reward/mean": reward, "tokens/generated": tokens, "time/step": 2.0}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    status = {"state": state, "step": len(rewards), "steps": steps or len(rewards), "exit_code": None, "message": "", "pid": 1}
+    (path / "status.json").write_text(json.dumps({**status, "health": [], "time": 1e9}))
+    return path
+
+
 def make_run(
     path: Path,
     steps: int = 4,
@@ -201,14 +232,9 @@ def make_run(
     recipe: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes the folder of a run whose share of right answers grows from 0.2 to `reach`."""
-    whole = Recipe.model_validate(
-        merge(RECIPE, merge({"run": {"name": path.name, "dir": str(path.parent), "seed": seed, "steps": steps}}, recipe or {}))
-    )
+    whole = write_recipe(path, steps, seed, recipe)
     prompts, group = whole.rollout.prompts_per_step, whole.rollout.group_size
     rng, words = np.random.default_rng(seed), Words()
-    path.mkdir(parents=True)
-    (path / "resolved.yaml").write_text(dump_recipe(whole))
-    (path / "recipe.yaml").write_text("# the recipe as it was written\n")
     lines, evaluations = [], []
     for step in range(1, steps + 1):
         progress = step / steps

@@ -192,7 +192,7 @@ def test_charts_and_numbers_of_a_run(run: Path) -> None:
     )
     assert [title for title, chart in charts.items() if chart.group == "Evaluation"] == ["reward/mean", "completions/truncated"]
     evaluation = charts["reward/mean"]
-    assert (evaluation.group, list(evaluation.steps)) == ("Evaluation", [0, 2, 3, 4])
+    assert (evaluation.group, list(evaluation.x)) == ("Evaluation", [0, 2, 3, 4])
     assert evaluation.lines[0].high == [record["eval/reward/mean_high"] for record in made.evaluations]
     assert [line.label for line in charts["Rewards by name"].lines] == ["exact_match", "length"]
     assert charts["Speed"].lines[0].values[0] == pytest.approx(made.metrics[0]["tokens/generated"] / made.metrics[0]["time/step"])

@@ -65,3 +65,9 @@ function table(head, rows, attributes = {}) {
   const body = rows.map((row) => cells("td", row));
   return make("div", { class: "scroll" }, make("table", attributes, make("thead", {}, cells("th", head)), make("tbody", {}, body)));
 }
+
+/** Makes the navigation from the sections of the page. */
+function navigation(page) {
+  const links = [...page.querySelectorAll("section")].map((one) => make("a", { href: `#${one.id}` }, one.dataset.title));
+  return make("nav", {}, links);
+}

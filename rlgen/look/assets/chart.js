@@ -196,3 +196,21 @@ function smoothing(charts) {
   });
   return make("label", { class: "control" }, "Smooth ", input);
 }
+
+/** Makes the section of all curves: a row of cards for each group of charts. */
+function curves(all, charts, ...notes) {
+  const groups = Map.groupBy ? Map.groupBy(all, (chart) => chart.group) : grouped(all);
+  const parts = [...groups].map(([group, own]) => {
+    const cards = make("div", { class: "cards" }, own.map((chart) => charts.card(chart)));
+    if (group !== "Other metrics") return [make("h3", { class: "group" }, group), cards];
+    const details = make("details", {}, make("summary", {}, `${group} (${own.length})`), cards);
+    return [details];
+  });
+  return section("curves", "Curves", ...notes, make("div", { class: "controls" }, smoothing(charts)), ...parts.flat());
+}
+
+function grouped(charts) {
+  const groups = new Map();
+  for (const chart of charts) groups.set(chart.group, [...(groups.get(chart.group) ?? []), chart]);
+  return groups;
+}

@@ -11,23 +11,6 @@ function head(facts) {
       make("span", { class: "label" }, fact.label), make("b", {}, fact.value), make("small", {}, fact.note)))));
 }
 
-function curves(facts, charts) {
-  const groups = Map.groupBy ? Map.groupBy(facts.charts, (chart) => chart.group) : grouped(facts.charts);
-  const parts = [...groups].map(([group, own]) => {
-    const cards = make("div", { class: "cards" }, own.map((chart) => charts.card(chart)));
-    if (group !== "Other metrics") return [make("h3", { class: "group" }, group), cards];
-    const details = make("details", {}, make("summary", {}, `${group} (${own.length})`), cards);
-    return [details];
-  });
-  return section("curves", "Curves", make("div", { class: "controls" }, smoothing(charts)), ...parts.flat());
-}
-
-function grouped(charts) {
-  const groups = new Map();
-  for (const chart of charts) groups.set(chart.group, [...(groups.get(chart.group) ?? []), chart]);
-  return groups;
-}
-
 function phases(facts) {
   const whole = facts.phases.reduce((sum, phase) => sum + phase.seconds, 0) || 1;
   const bar = make("div", { class: "phases", role: "img", "aria-label": "Shares of the time" }, facts.phases.map((phase, place) => {
@@ -74,12 +57,6 @@ function provenance(facts) {
   return section("provenance", "Provenance", cards.length ? cards : make("p", { class: "note" }, "No attempt has begun to train."));
 }
 
-/** Makes the navigation from the sections of the page. */
-function navigation(page) {
-  const links = [...page.querySelectorAll("section")].map((one) => make("a", { href: `#${one.id}` }, one.dataset.title));
-  return make("nav", {}, links);
-}
-
 async function main() {
   const facts = JSON.parse(find("facts").textContent);
   const rollouts = facts.rollouts.count ? new Rollouts(facts.rollouts) : null;
@@ -88,7 +65,7 @@ async function main() {
     find("rollouts").scrollIntoView({ behavior: "smooth" });
   }));
   const page = find("page");
-  page.append(head(facts), curves(facts, charts), phases(facts), health(facts), ...(rollouts ? [rollouts.element()] : []), recipe(facts), provenance(facts));
+  page.append(head(facts), curves(facts.charts, charts), phases(facts), health(facts), ...(rollouts ? [rollouts.element()] : []), recipe(facts), provenance(facts));
   page.prepend(navigation(page));
   charts.watch();
   document.body.dataset.ready = "page";

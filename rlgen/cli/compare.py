@@ -1,0 +1,158 @@
+"""Compares runs: `rlgen compare`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rlgen.cli.output import echo, echo_styled, page_for_terminal
+from rlgen.cli.rollouts import finite
+from rlgen.cli.status import status_of
+from rlgen.errors import UsageError
+from rlgen.look.aligned import BAND, By, other_charts
+from rlgen.look.comparison import Comparison, Verdict, compare
+from rlgen.look.comparison_page import title_of, write_comparison
+from rlgen.look.interval import Interval
+from rlgen.look.plot import STYLES, plot
+from rlgen.look.png import chosen, write_png
+from rlgen.look.run import Run, read_run
+from rlgen.redact import printable, printable_json
+from rlgen.run.find import find_run
+
+
+def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png: bool, out: Path, as_json: bool) -> None:
+    """Prints what differs between runs, or one JSON object with it; with `html` and `png` also writes these files.
+
+    Args:
+        out: the HTML file; the PNG file is beside it, with its own suffix.
+
+    Raises:
+        UsageError: there are fewer than two runs, no run is there, one is named twice, or none has measured the metric.
+        SetupError: `png`, and matplotlib is not installed.
+        CheckpointError: a file cannot be written.
+    """
+    runs = runs_of(names)
+    comparison = compare(runs, metric, by)
+    charts = [comparison.chart, *other_charts(comparison.groups, by)] if html or png else []
+    files = {"html": str(out) if html else None, "png": str(out.with_suffix(".png")) if png else None}
+    if png:  # first: what it lacks is said before anything is written
+        write_png(out.with_suffix(".png"), title_of(comparison), [charts[0], *chosen(charts[1:])])
+    if html:
+        write_comparison(comparison, charts, by, out)
+    if as_json:
+        echo(printable_json(json.dumps(finite({**as_object(comparison, by), **files}))), exact=True)
+        return
+    show(comparison, by)
+    for file in filter(None, files.values()):
+        echo(f"{file} written")
+
+
+def runs_of(names: Sequence[Path]) -> list[Run]:
+    """Returns the runs with their states, also of those that were killed and could not write it. Raises UsageError."""
+    paths = [find_run(name) for name in names]
+    if len(paths) < 2:
+        raise UsageError(f"compare: {names[0]} alone is nothing to compare; name two runs or more")
+    whole = [path.resolve() for path in paths]
+    for name, path in zip(names, whole, strict=True):
+        if whole.count(path) > 1:
+            raise UsageError(f"compare: {name} is named twice; name each run once")
+    return [replace(read_run(path), status=status_of(path)) for path in paths]
+
+
+def as_object(comparison: Comparison, by: By) -> dict[str, Any]:
+    """Returns what `--json` prints. Runs are keyed by their names, which are unique."""
+    names = comparison.names
+    letters = {run: group.letter for group in comparison.groups for run in group.runs}
+    return {
+        "metric": comparison.metric,
+        "by": by,
+        "runs": {
+            name: {
+                "path": str(run.path),
+                "group": letters[run],
+                "seed": run.recipe.run.seed,
+                "state": run.status["state"],
+                "steps": len(run.metrics),
+            }
+            for run, name in names.items()
+        },
+        "groups": {group.letter: bounds(comparison.ends[group.letter]) for group in comparison.groups},
+        "differences": {
+            key: {names[run]: value for run, value in values.items()} for key, values in comparison.differences.items()
+        },
+        "curves": {
+            "x": comparison.chart.x,
+            "lines": {line.label: {"mean": line.values, "low": line.low, "high": line.high} for line in comparison.chart.lines},
+        },
+        "verdicts": [verdict_object(verdict) for verdict in comparison.verdicts],
+        "notes": comparison.notes,
+    }
+
+
+def bounds(value: Interval | float | None) -> dict[str, float | None]:
+    """Returns an estimate with the ends of its interval, if it has one."""
+    if isinstance(value, Interval):
+        return {"mean": value.value, "low": value.low, "high": value.high}
+    return {"mean": value, "low": None, "high": None}
+
+
+def verdict_object(verdict: Verdict) -> dict[str, Any]:
+    """Returns a verdict: `difference` is `left` less `right`, with its interval."""
+    estimate = verdict.estimate
+    return {
+        "left": verdict.left,
+        "right": verdict.right,
+        "higher": verdict.higher,
+        "difference": estimate.difference,
+        "low": estimate.interval.low if estimate.interval else None,
+        "high": estimate.interval.high if estimate.interval else None,
+        "method": estimate.method,
+        "steps": [verdict.steps[0], verdict.steps[-1]] if verdict.steps else None,
+        "sentence": verdict.sentence,
+        "basis": estimate.basis,
+    }
+
+
+def show(comparison: Comparison, by: By) -> None:
+    """Prints a comparison for people."""
+    page = page_for_terminal(whole_lines=False)
+    letters = {group.letter: style for group, style in zip(comparison.groups, cycle(STYLES), strict=False)}
+    runs = table(["", "runs", "seeds", "steps", f"{comparison.metric}, last quarter"])
+    for group in comparison.groups:
+        runs.add_row(Text(group.letter, style=f"bold {letters[group.letter]}"), *cells(comparison.row_of(group)))
+    page.print(runs)
+    page.print(Text("\nDifferences of the recipes", style="bold"))
+    recipes = table(["key", *letters])
+    for key in comparison.differences:
+        recipes.add_row(*cells([key, *comparison.difference_of(key)]))
+    page.print(recipes if comparison.differences else Text("The recipes are the same."))
+    if lines := plot(comparison.chart, page.width):
+        page.print(Text(printable(f"\n{comparison.metric} by {by}"), style="bold"))
+        for line in lines:
+            page.print(line)
+        if any(len(group.runs) > 1 for group in comparison.groups):
+            page.print(Text(BAND, style="dim"))
+    for verdict in comparison.verdicts:
+        page.print(Text(f"\n{verdict.sentence}", style="bold"))
+        page.print(Text(printable(f"{comparison.metric}, {verdict.place}; {verdict.estimate.basis}"), style="dim"))
+    for place, note in enumerate(comparison.notes):
+        page.print(Text(printable(("" if place else "\n") + f"note: {note}"), style="yellow"))
+    echo_styled(page)
+
+
+def table(heads: Sequence[str]) -> Table:
+    """Returns a table without lines, whose cells are folded where they do not fit."""
+    made = Table(box=None, pad_edge=False, header_style="dim")
+    for head in heads:
+        made.add_column(Text(printable(head)), overflow="fold")
+    return made
+
+
+def cells(texts: Sequence[str]) -> list[Text]:
+    """Returns texts that others wrote as cells: literally, without markup or control characters."""
+    return [Text(printable(text)) for text in texts]
