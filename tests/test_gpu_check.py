@@ -45,6 +45,7 @@ def row(name: str) -> Row:
     return next(row for row in ROWS if row.name == name)
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_or_fails_is_a_row_of_the_table(tmp_path: Path) -> None:
     place = Place(folder=str(tmp_path), gpu=False, vllm=False)
     hung = run_apart(row("parity tiny float32"), place, seconds=0.5)

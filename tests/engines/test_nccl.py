@@ -242,6 +242,7 @@ def test_a_server_that_fails_ends_the_sync_at_once_and_for_good(route: str) -> N
     assert group.log == []
 
 
+@pytest.mark.slow
 @pytest.mark.fault(56)
 def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     group, servers, broadcast = bench()

@@ -426,6 +426,7 @@ def starting(scorer, tmp_path):
 
 
 @pytest.mark.fault(27)
+@pytest.mark.slow
 def test_an_import_that_worked_before_is_tried_again(starting, caplog, proof):
     build = starting("ok kill hang ok kill kill ok", workers=1, import_timeout=10.0)
     assert totals(build.score([group("exit", "b", "exit", "c")], 1)) == [[None, 1.0, None, 1.0]]

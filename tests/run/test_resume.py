@@ -256,6 +256,7 @@ def test_prove_resume_says_yes_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["judge.py", "recipe.yaml"]
 
 
+@pytest.mark.slow
 def test_prove_resume_names_the_first_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recipe = proven(monkeypatch, tmp_path, "import os\n\ndef judge():\n    return os.urandom(1)[0] / 256\n")
     with pytest.raises(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import planted as p
 import pytest
+from helpers.slow import slow_but
 
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault
@@ -148,7 +149,7 @@ def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyP
     proof(f"planted and fired: {name}")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "float32"))
 @pytest.mark.parametrize("engine", [LONG, TRANSFORMERS])
 def test_without_a_fault_nothing_is_named(recipe_file: Path, engine: str, dtype: str) -> None:
     rungs = ladder(recipe_file, [engine, WARM, f"model.dtype={dtype}"])

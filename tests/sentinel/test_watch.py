@@ -179,7 +179,7 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
 }
 
 
-QUICK = ("a tensor is lost", "older rollouts", "noise")
+QUICK = ("a tensor is lost",)
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
@@ -225,7 +225,10 @@ def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
     proof(f"came in a run: {name}; named in step {step}, then resumed" + (", equal to the last bit" if whole else ""))
 
 
-@pytest.mark.parametrize(("policy", "kept"), [("stop", []), ("checkpoint_and_stop", ["step_000002"])])
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [pytest.param("stop", [], marks=pytest.mark.slow), ("checkpoint_and_stop", ["step_000002"])],
+)
 def test_what_a_drift_leads_to(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, policy: str, kept: list[str]) -> None:
     after_the_start(in_rollouts(lambda _, a: p.noisy(a), 2, probes_too=True))(monkeypatch)
     overrides = [f"sentinel={{on_drift: {policy}}}", "run.steps=5", "rollout.group_size=8", TRANSFORMERS]

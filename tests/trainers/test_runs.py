@@ -65,7 +65,7 @@ class Forwards:
 
 
 @pytest.mark.parametrize("engine", slow_but(ENGINES, "transformers"))
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", slow_but([2, 4], 4))
 def test_pairs_share_their_prompt_and_the_chosen_outscores(recipe_file: Path, engine: str, size: int) -> None:
     overrides = ["trainer={kind: online_dpo}", f"engine={{kind: {engine}}}", f"rollout.group_size={size}", "run.steps=8"]
     (recipe_file.parent / "r.py").write_text("def f(completion_ids): return len(completion_ids) + sum(completion_ids) % 3\n")
