@@ -42,7 +42,7 @@ kills: $(READY) ## SIGKILL at 40 instants of a run, with vLLM in the process and
 	$(VENV)/python scripts/kills.py
 
 oracle: $(READY) ## compare all losses with TRL's own code, in value and gradient, and print the table
-	$(VENV)/python tests/oracle/matrix.py
+	PYTHONPATH=tests $(VENV)/python tests/oracle/matrix.py
 
 golden: $(READY) ## ten steps of each trainer, compared with scripts/golden.json to the last bit
 	$(VENV)/python scripts/golden.py
