@@ -441,11 +441,11 @@ def test_asked_to_stop_it_leaves_nothing(serving: Serving) -> None:
 OWNER = """
 import sys
 from pathlib import Path
-from test_serve import PLAN, TOKEN
+from test_serve import ENGINE, PLAN, TOKEN
 from dataclasses import replace
 from rlgen.engines.launch import ServerProcess
 from rlgen.models.tiny import build_tiny
-plan = replace(PLAN, model=str(build_tiny("qwen3")), tensor_parallel_size=2)
+plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3")), tensor_parallel_size=2))
 server = ServerProcess.start(plan, TOKEN, Path(sys.argv[1]))
 server.wait_ready(200)
 print("ready", flush=True)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
+from helpers.samples import request
 from helpers.waiting import HANGS
 
 from rlgen.engines.fleet import Fleet
@@ -21,11 +22,11 @@ from rlgen.models.load import locate
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.types import Request, Sampling
+from rlgen.types import Sampling
 
 pytestmark = pytest.mark.vllm
 SAMPLING = Sampling(max_tokens=48, temperature=1.0, stop_ids=(257,))
-REQUESTS = [Request(prompt_ids=tuple(range(3, 5 + place % 7)), seed=1000 + place) for place in range(16)]
+REQUESTS = [request(range(3, 5 + place % 7), seed=1000 + place) for place in range(16)]
 
 
 def recipe(**engine: Any) -> Recipe:
