@@ -58,9 +58,9 @@ def runs_of(names: Sequence[Path]) -> list[Run]:
     if len(paths) < 2:
         raise UsageError(f"compare: {names[0]} alone is nothing to compare; name two runs or more")
     whole = [path.resolve() for path in paths]
-    for name, path in zip(names, whole, strict=True):
-        if whole.count(path) > 1:
-            raise UsageError(f"compare: {name} is named twice; name each run once")
+    for place, path in enumerate(whole):
+        if path in whole[:place]:
+            raise UsageError(f"compare: {names[place]} is named twice; name each run once")
     return [replace(read_run(path), status=status_of(path)) for path in paths]
 
 

@@ -233,15 +233,16 @@ def test_more_is_not_always_better(tmp_path: Path, metric: str, word: str) -> No
     assert verdict.sentence.startswith(f"A is {word} than B by 1 (")
 
 
-def test_a_metric_of_evaluations(tmp_path: Path) -> None:
-    runs = [read_run(make_run(tmp_path / name, steps=24, tokens=3, seed=seed)) for seed, name in enumerate("ab")]
-    runs += [
-        read_run(make_run(tmp_path / name, steps=24, tokens=3, seed=seed, reach=0.3, recipe=RLOO))
-        for seed, name in enumerate("cd")
-    ]
-    (verdict,) = compare(runs, "eval/reward/mean", "step").verdicts
-    assert list(verdict.steps) == [20, 24], "the last quarter of the seven steps that were evaluated"
-    assert verdict.higher == "A"
+def test_a_metric_that_few_steps_have(tmp_path: Path) -> None:
+    """Evaluations at every fourth of 32 steps: the last quarter of them are those at 28 and 32."""
+    runs = seeds(tmp_path, "a", [2, 2.1], GRPO) + seeds(tmp_path, "b", [1, 1.1], RLOO)
+    for run in runs:
+        records = [dict(record) for record in run.metrics[:32]]
+        for record in records[3::4]:
+            record["eval/reward/mean"] = record["reward/mean"] + 1
+        (run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (verdict,) = compare([read_run(run.path) for run in runs], "eval/reward/mean", "step").verdicts
+    assert list(verdict.steps) == [28, 32] and verdict.estimate.difference == pytest.approx(0.5)
 
 
 # --- odd runs --------------------------------------------------------------------------------------------------------
