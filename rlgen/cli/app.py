@@ -55,6 +55,16 @@ def options(
     os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
 
 
+@app.command(epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
+) -> None:
+    """Write a folder to start from. Recipe with comments, rewards with their test, data; it trains as it is, on a CPU."""
+    from rlgen.cli.init import init_command
+
+    init_command(folder)
+
+
 @app.command()
 def train(
     recipe: RecipePath,
@@ -180,18 +190,26 @@ def report(
     report_command(run, out, png, rollouts, as_json)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen export mine --out mine-model --push-to-hub me/mine")
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
     step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; the newest unless said.")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")] = "float32",
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged; the model is reloaded and compared."""
+    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged, the model is reloaded and compared, and
+    a model card says how it was trained.
+    """
     from rlgen.cli.export import export_command
 
-    export_command(source, out, step, dtype, as_json)
+    export_command(source, out, step, dtype, as_json, push_to_hub)
 
 
 @app.command()
@@ -225,17 +243,30 @@ def validate(
     validate_command(recipe, overrides or [], as_json, data)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen show recipe.yaml | less")
 def show(
     recipe: RecipePath,
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the resolved recipe as YAML.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show every value of a recipe and where it comes from."""
+    """Show every value of a recipe, where it comes from and what it does."""
     from rlgen.cli.inspect import show_command
 
     show_command(recipe, overrides or [], resolved, as_json)
+
+
+@app.command(epilog="Example: rlgen schema --out recipe.schema.json")
+def schema(
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
+) -> None:
+    """Print the JSON Schema of recipes. Editors complete keys and mark mistakes if this is a recipe's first line:
+
+    # yaml-language-server: $schema=recipe.schema.json
+    """
+    from rlgen.cli.inspect import schema_command
+
+    schema_command(out)
 
 
 @app.command()
@@ -246,7 +277,15 @@ def docs(page: Annotated[str | None, typer.Argument(help="Name of a page; withou
     docs_command(page)
 
 
-@recipes.command("list")
+@app.command(epilog="Example: rlgen env > env.txt")
+def env(as_json: AsJson = False) -> None:
+    """Print what a bug report needs. Versions, machine and environment variables, without secrets."""
+    from rlgen.cli.env import env_command
+
+    env_command(as_json)
+
+
+@recipes.command("list", epilog="Example: rlgen recipes list")
 def list_recipes(as_json: AsJson = False) -> None:
     """List the recipes that come with rlgen."""
     from rlgen.cli.inspect import list_command
@@ -254,7 +293,7 @@ def list_recipes(as_json: AsJson = False) -> None:
     list_command(as_json)
 
 
-@recipes.command("copy")
+@recipes.command("copy", epilog="Example: rlgen recipes copy smoke && rlgen train smoke.yaml")
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="A name from `rlgen recipes list`.")],
     path: Annotated[Path | None, typer.Argument(help="Where to; a file or a folder. The working directory unless said.")] = None,
@@ -263,6 +302,19 @@ def copy_recipe(
     from rlgen.cli.inspect import copy_command
 
     copy_command(name, path)
+
+
+@recipes.command("warm-start", epilog="Example: rlgen recipes warm-start demo-grpo.yaml")
+def warm_start(
+    recipe: RecipePath,
+    model: Annotated[str, typer.Option(help="What to start from.")] = "tiny:qwen3",
+    out: Annotated[Path | None, typer.Option(help="Folder to write; the recipe's model.path unless said.")] = None,
+    accuracy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of sampled answers that are right at the end.")] = 0.35,
+) -> None:
+    """Make the model that a demo recipe starts from: a tiny one that answers some prompts of its task right."""
+    from rlgen.cli.warm import warm_start_command
+
+    warm_start_command(recipe, model, out, accuracy)
 
 
 @checkpoints.command("list")
