@@ -65,7 +65,7 @@ def init(
     init_command(folder)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen train recipe.yaml --set optim.learning_rate=1e-5")
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -101,7 +101,7 @@ def train(
     train_command(recipe, overrides, resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen doctor recipe.yaml")
 def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -114,7 +114,7 @@ def doctor(
     doctor_command(recipe, overrides or [], as_json, store_baseline)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen serve recipe.yaml --port 8000")
 def serve(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -127,7 +127,7 @@ def serve(
     serve_command(recipe, overrides or [], host, port)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen status mine")
 def status(
     run: RunPath,
     as_json: AsJson = False,
@@ -212,7 +212,7 @@ def export(
     export_command(source, out, step, dtype, as_json, push_to_hub)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen estimate recipe.yaml --gpu-gib 80")
 def estimate(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -225,7 +225,7 @@ def estimate(
     estimate_command(recipe, overrides or [], gpu_gib, as_json)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen validate recipe.yaml --data 3")
 def validate(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -234,10 +234,7 @@ def validate(
         int, typer.Option("--data", min=0, max=1000, metavar="N", help="Prompts to show; 0: open neither model nor data.")
     ] = 2,
 ) -> None:
-    """Check a recipe without running it: keys, values, rules, files, rewards; show the first prompts. Loads no weights.
-
-    rlgen validate recipe.yaml --data 3
-    """
+    """Check a recipe without running it: keys, values, rules, files, rewards; show the first prompts. Loads no weights."""
     from rlgen.cli.validate import validate_command
 
     validate_command(recipe, overrides or [], as_json, data)
@@ -269,7 +266,7 @@ def schema(
     schema_command(out)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen docs first-run")
 def docs(page: Annotated[str | None, typer.Argument(help="Name of a page; without one they are listed.")] = None) -> None:
     """Print a page of the documentation, or list the pages."""
     from rlgen.cli.docs import docs_command
@@ -317,7 +314,7 @@ def warm_start(
     warm_start_command(recipe, model, out, accuracy)
 
 
-@checkpoints.command("list")
+@checkpoints.command("list", epilog="Example: rlgen checkpoints list mine")
 def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
     """List the checkpoints of a run by name and size of their files; `verify` reads them."""
     from rlgen.cli.checkpoints import list_command
@@ -325,7 +322,7 @@ def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
     list_command(run, as_json)
 
 
-@checkpoints.command("verify")
+@checkpoints.command("verify", epilog="Example: rlgen checkpoints verify mine --step 40")
 def verify_checkpoints(
     run: RunPath,
     step: Annotated[int | None, typer.Option(help="Of one checkpoint; all unless said.")] = None,
@@ -337,7 +334,7 @@ def verify_checkpoints(
     verify_command(run, step, as_json)
 
 
-@checkpoints.command("prune")
+@checkpoints.command("prune", epilog="Example: rlgen checkpoints prune mine --keep 2")
 def prune_checkpoints(
     run: RunPath,
     keep: Annotated[int, typer.Option(min=1, help="Good ones that stay, the newest.")] = 1,
@@ -349,7 +346,7 @@ def prune_checkpoints(
     prune_command(run, keep, as_json)
 
 
-@rewards.command("test")
+@rewards.command("test", epilog="Example: rlgen rewards test recipe.yaml --rows 10")
 def test_rewards(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -384,7 +381,8 @@ def main() -> None:
     except Exception as error:
         if not getattr(error, "told", False):
             echo(redacted(traceback.format_exc()), err=True)
-            echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
+            asked = "please report it with the lines above and what `rlgen env` prints"
+            echo(f"error: this is a bug in rlgen {rlgen.__version__}; {asked}", err=True)
         leave(70)
 
 

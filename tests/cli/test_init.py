@@ -73,7 +73,7 @@ def test_it_trains_where_it_lands(folder: Path, capsys: pytest.CaptureFixture[st
     assert all(0 <= record["reward/digits/mean"] <= 1 and record["updates/done"] == 1 for record in metrics)
     capsys.readouterr()
     rewards_test_command(Path("recipe.yaml"), [], 4, as_json=True)
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rewards"]
+    rows = json.loads(capsys.readouterr().out)["rewards"]
     means = {(row["reward"], row["answers"]): row["mean"] for row in rows}
     assert means["correct", "gold"] == means["digits", "gold"] == 1.0
     assert means["correct", "empty"] == means["digits", "empty"] == means["correct", "garbage"] == 0.0
