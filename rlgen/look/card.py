@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rlgen.look.charts import EDGES, SIZES
 from rlgen.look.run import Record, Run, number
 from rlgen.metrics import Family, Metric
-from rlgen.recipe import Recipe, dump_recipe
-from rlgen.recipe.models import ServerEngineRecipe
+from rlgen.recipe import Recipe
 from rlgen.recipe.rules import is_local_model, is_local_source
-from rlgen.recipe.yaml import dump
+from rlgen.recipe.yaml import dump, parse
 
 SPANS = 10  # rows of the table of rewards
+PATHS, ADDRESSES = ("path", "source", "use", "dir"), ("url", "host", "port", "transfer_dir")  # keys of recipes
 OF_MACHINE = ("rlgen", "time", "python", "platform", "processor", "gpus", "packages")  # of provenance.json: nothing private
 
 
@@ -31,7 +32,7 @@ def model_card(run: Run, step: int, dtype: str) -> str:
         f" step {step} of {recipe.run.steps}, weights in {dtype}.\n",
         f"## Reward\n\n{reward_table(trained)}",
         evaluation_table([row for row in run.evaluations if row[Metric.STEP] <= step]),
-        f"## Recipe\n\nEvery value, without folders and addresses:\n\n{fenced(dump_recipe(portable(recipe)))}",
+        f"## Recipe\n\nEvery value, without folders and addresses:\n\n{fenced(dump(portable(parse(run.resolved, '').data)))}",
         f"## Provenance\n\n{provenance_table(run, step)}",
     ]
     return "\n".join(part for part in parts if part)
@@ -89,23 +90,18 @@ def provenance_table(run: Run, step: int) -> str:
     return table(["", ""], rows)
 
 
-def portable(recipe: Recipe) -> Recipe:
-    """Returns the recipe with local paths cut to their last name, and without addresses: both mean nothing elsewhere, and may
-    name a person or a machine.
+def portable(value: Any, key: str = "") -> Any:
+    """Returns the data of a recipe with local paths cut to their last name, and without addresses: both mean nothing elsewhere,
+    and may name a person or a machine.
+
+    Args:
+        key: that `value` stands under.
     """
-    rewards = [reward.model_copy(update={"use": last_name(reward.use)}) for reward in recipe.rewards]
-    engine = recipe.engine
-    if isinstance(engine, ServerEngineRecipe):
-        engine = engine.model_copy(update={"url": None, "host": "127.0.0.1", "transfer_dir": None})
-    return recipe.model_copy(
-        update={
-            "run": recipe.run.model_copy(update={"dir": last_name(recipe.run.dir)}),
-            "model": recipe.model.model_copy(update={"path": last_name(recipe.model.path)}),
-            "data": recipe.data.model_copy(update={"source": last_name(recipe.data.source)}),
-            "rewards": rewards,
-            "engine": engine,
-        }
-    )
+    if isinstance(value, dict):
+        return {name: portable(one, name) for name, one in value.items() if name not in ADDRESSES}
+    if isinstance(value, list):
+        return [portable(one, key) for one in value]
+    return last_name(value) if key in PATHS and isinstance(value, str) else value
 
 
 def last_name(path: str) -> str:

@@ -55,7 +55,7 @@ def test_the_test_of_the_rewards_passes_and_can_fail(folder: Path) -> None:
     command = [sys.executable, "test_rewards.py"]
     assert subprocess.run(command, cwd=folder, capture_output=True, timeout=60).returncode == 0
     names = [node.name for node in ast.parse((folder / "test_rewards.py").read_text()).body if isinstance(node, ast.FunctionDef)]
-    assert names == ["test_only_the_answer_is_correct", "test_digits_are_counted"]
+    assert names == ["test_only_the_answer_is_correct", "test_digits_count_as_far_as_the_answer_has_them"]
     rewards = folder / "rewards.py"
     for before, after in (("== answer", "!= answer"), ("0123456789", "012345678")):
         text = rewards.read_text()

@@ -7,7 +7,7 @@ from helpers.runs import make_run
 
 from rlgen.look.card import fenced, model_card, portable
 from rlgen.look.run import read_run
-from rlgen.recipe import Recipe, dump_recipe, yaml
+from rlgen.recipe import yaml
 
 
 def rows_of(card: str, section: str) -> list[list[str]]:
@@ -52,21 +52,23 @@ def test_what_the_hub_reads(tmp_path: Path) -> None:
 
 
 LOCAL = {
-    "run": {"name": "mine", "dir": "/home/me/runs"},
-    "model": {"path": "/home/me/models/base", "dtype": "float32"},
+    "run": {"dir": "/home/me/runs"},
+    "model": {"path": "/home/me/models/base"},
     "data": {"source": "/home/me/train.jsonl"},
     "rewards": [{"use": "/home/me/rewards.py:good"}, {"use": "regex_match", "args": {"pattern": "/a/b"}}],
     "engine": {"kind": "server", "url": "http://10.1.2.3:8000", "transfer_dir": "/home/me/shared"},
 }
 
 
-def test_no_folder_and_no_address_gets_out() -> None:
-    said = dump_recipe(portable(Recipe.model_validate(LOCAL)))
-    assert "/home/me" not in said and "10.1.2.3" not in said
-    data = yaml.parse(said, "").data
-    assert (data["model"]["path"], data["data"]["source"], data["run"]["dir"]) == ("base", "train.jsonl", "runs")
-    assert [reward["use"] for reward in data["rewards"]] == ["rewards.py:good", "regex_match"]
-    assert data["rewards"][1]["args"] == {"pattern": "/a/b"}
+def test_no_folder_and_no_address_gets_out(tmp_path: Path) -> None:
+    card = model_card(read_run(make_run(tmp_path / "mine", recipe=LOCAL)), 4, "float32")
+    assert "/home/me" not in card and "10.1.2.3" not in card and "shared" not in card
+    recipe = yaml.parse(card.split("```yaml\n")[1].split("```")[0], "").data
+    assert (recipe["model"]["path"], recipe["data"]["source"], recipe["run"]["dir"]) == ("base", "train.jsonl", "runs")
+    assert [reward["use"] for reward in recipe["rewards"]] == ["rewards.py:good", "regex_match"]
+    assert recipe["rewards"][1]["args"] == {"pattern": "/a/b"} and recipe["engine"]["kind"] == "server"
+    later = {"eval": {"source": "/home/me/held.jsonl", "rewards": [{"use": "/home/me/r.py:f"}]}}
+    assert portable(later) == {"eval": {"source": "held.jsonl", "rewards": [{"use": "r.py:f"}]}}
 
 
 def test_versions_are_those_of_the_attempt_that_trained_the_step(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ def correct(completion: str, answer: str) -> float:
     return float(completion.strip() == answer)
 
 
-def digits(completion: str) -> float:
-    """Returns the share of the completion's characters that are digits: a hint that a model can follow from the start."""
-    return sum(character in "0123456789" for character in completion) / max(len(completion), 1)
+def digits(completion: str, answer: str) -> float:
+    """Returns how much it looks like an answer, from 0 to 1: digits, as many as the answer has, and nothing more."""
+    found = sum(character in "0123456789" for character in completion[: len(answer)])
+    return found / max(len(completion), len(answer))
