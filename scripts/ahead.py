@@ -66,7 +66,9 @@ def main() -> None:
     os.environ.setdefault("RLGEN_SERVER_TOKEN", os.urandom(16).hex())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for the server, one for the trainer
     model = ROOT / "runs" / "warm" / "qwen3"
-    subprocess.run([sys.executable, "scripts/warm_start.py", str(RECIPE), "--out", str(model)], check=True, cwd=ROOT)
+    if not model.exists():
+        command = [sys.executable, "-m", "rlgen", "recipes", "warm-start", str(RECIPE), "--out", str(model)]
+        subprocess.run(command, check=True, cwd=ROOT)
     counted = compare(model, folder, steps=24, rounds=2)
     print(f"{'rollout.ahead':<14} {'s a step':>9} {'waiting':>9} {'training':>9} {'reward':>7} {'oldest':>7}")
     for ahead, records in counted.items():

@@ -46,7 +46,8 @@ def plain_score(folder: Path, count: int = 256) -> float:
 def main() -> None:
     start = time.monotonic()
     warm = ROOT / "runs" / "warm" / "qwen3"
-    call(sys.executable, "scripts/warm_start.py", "recipes/demo-grpo.yaml", "--out", warm)
+    shutil.rmtree(warm, ignore_errors=True)
+    call(sys.executable, "-m", "rlgen", "recipes", "warm-start", "recipes/demo-grpo.yaml")
     table, failed = [], []
     for name, (level, rise) in RUNS.items():
         directory = ROOT / "runs" / name

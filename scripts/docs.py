@@ -187,8 +187,9 @@ def command_table() -> str:
     rows = []
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         below = ", ".join(getattr(command, "commands", ()))
-        rows.append((f"`{f'rlgen {name} {below}' if below else usage(name, command)}`", first_sentence(command.help)))
-    return table(["command", ""], rows)
+        said = f"{name} {below}" if below else usage(name, command).removeprefix("rlgen ")
+        rows.append((f"`{said}`", first_sentence(command.help)))
+    return table(["rlgen", ""], rows)
 
 
 def command_pages() -> str:

@@ -134,7 +134,7 @@ def measure(first: str, directory: Path, steps: int) -> tuple[float, list[float]
 
 def main(steps: int) -> None:
     if not WARM.exists():
-        command = [sys.executable, "scripts/warm_start.py", str(RECIPE), "--out", str(WARM)]
+        command = [sys.executable, "-m", "rlgen", "recipes", "warm-start", str(RECIPE), "--out", str(WARM)]
         subprocess.run(command, check=True, cwd=ROOT)
     openings: list[float] = []
     found: dict[str, list[list[float]]] = {kind: [[] for _ in range(steps + 1)] for kind in ("with", "without")}

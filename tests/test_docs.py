@@ -149,4 +149,12 @@ def test_every_command_is_on_its_page() -> None:
     page = page_text("commands")
     result = CliRunner().invoke(app, ["--help"])
     listed = re.findall(r"^  ([a-z]+) ", result.output[result.output.index("Commands:") :], re.MULTILINE)
-    assert len(listed) > 10 and all(f"\n### rlgen {name} " in page for name in listed)
+    assert len(listed) > 10 and all(re.search(rf"\n### rlgen {name}[ \n]", page) for name in listed)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in docs.commands()])
+def test_every_command_has_an_example(name: str) -> None:
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}).output
+    examples = [line.strip() for line in shown.splitlines() if not line.startswith("Usage: ")]
+    assert any(f"rlgen {name} " in f"{line} " for line in examples)
+    assert max(map(len, shown.splitlines())) <= 80

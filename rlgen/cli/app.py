@@ -56,7 +56,17 @@ def options(
     os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
 
 
-@app.command()
+@app.command(epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
+) -> None:
+    """Write a folder to start from. Recipe with comments, rewards with their test, data; it trains as it is, on a CPU."""
+    from rlgen.cli.init import init_command
+
+    init_command(folder)
+
+
+@app.command(epilog="Example: rlgen train recipe.yaml --set optim.learning_rate=1e-5")
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -92,7 +102,7 @@ def train(
     train_command(recipe, overrides, resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen doctor recipe.yaml")
 def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -105,7 +115,7 @@ def doctor(
     doctor_command(recipe, overrides or [], as_json, store_baseline)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen serve recipe.yaml --port 8000")
 def serve(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -118,7 +128,7 @@ def serve(
     serve_command(recipe, overrides or [], host, port)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen status mine")
 def status(
     run: RunPath,
     as_json: AsJson = False,
@@ -203,21 +213,29 @@ def compare(
     compare_command(runs, metric, by, html, png, out, as_json)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen export mine --out mine-model --push-to-hub me/mine")
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
     step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; the newest unless said.")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")] = "float32",
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged; the model is reloaded and compared."""
+    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged, the model is reloaded and compared, and
+    a model card says how it was trained.
+    """
     from rlgen.cli.export import export_command
 
-    export_command(source, out, step, dtype, as_json)
+    export_command(source, out, step, dtype, as_json, push_to_hub)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen estimate recipe.yaml --gpu-gib 80")
 def estimate(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -230,7 +248,7 @@ def estimate(
     estimate_command(recipe, overrides or [], gpu_gib, as_json)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen validate recipe.yaml --data 3")
 def validate(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -239,29 +257,39 @@ def validate(
         int, typer.Option("--data", min=0, max=1000, metavar="N", help="Prompts to show; 0: open neither model nor data.")
     ] = 2,
 ) -> None:
-    """Check a recipe without running it: keys, values, rules, files, rewards; show the first prompts. Loads no weights.
-
-    rlgen validate recipe.yaml --data 3
-    """
+    """Check a recipe without running it: keys, values, rules, files, rewards; show the first prompts. Loads no weights."""
     from rlgen.cli.validate import validate_command
 
     validate_command(recipe, overrides or [], as_json, data)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen show recipe.yaml | less")
 def show(
     recipe: RecipePath,
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the resolved recipe as YAML.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show every value of a recipe and where it comes from."""
+    """Show every value of a recipe, where it comes from and what it does."""
     from rlgen.cli.inspect import show_command
 
     show_command(recipe, overrides or [], resolved, as_json)
 
 
-@app.command()
+@app.command(epilog="Example: rlgen schema --out recipe.schema.json")
+def schema(
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
+) -> None:
+    """Print the JSON Schema of recipes. Editors complete keys and mark mistakes if this is a recipe's first line:
+
+    # yaml-language-server: $schema=recipe.schema.json
+    """
+    from rlgen.cli.inspect import schema_command
+
+    schema_command(out)
+
+
+@app.command(epilog="Example: rlgen docs first-run")
 def docs(page: Annotated[str | None, typer.Argument(help="Name of a page; without one they are listed.")] = None) -> None:
     """Print a page of the documentation, or list the pages."""
     from rlgen.cli.docs import docs_command
@@ -269,7 +297,15 @@ def docs(page: Annotated[str | None, typer.Argument(help="Name of a page; withou
     docs_command(page)
 
 
-@recipes.command("list")
+@app.command(epilog="Example: rlgen env > env.txt")
+def env(as_json: AsJson = False) -> None:
+    """Print what a bug report needs. Versions, machine and environment variables, without secrets."""
+    from rlgen.cli.env import env_command
+
+    env_command(as_json)
+
+
+@recipes.command("list", epilog="Example: rlgen recipes list")
 def list_recipes(as_json: AsJson = False) -> None:
     """List the recipes that come with rlgen."""
     from rlgen.cli.inspect import list_command
@@ -277,7 +313,7 @@ def list_recipes(as_json: AsJson = False) -> None:
     list_command(as_json)
 
 
-@recipes.command("copy")
+@recipes.command("copy", epilog="Example: rlgen recipes copy smoke && rlgen train smoke.yaml")
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="A name from `rlgen recipes list`.")],
     path: Annotated[Path | None, typer.Argument(help="Where to; a file or a folder. The working directory unless said.")] = None,
@@ -288,7 +324,20 @@ def copy_recipe(
     copy_command(name, path)
 
 
-@checkpoints.command("list")
+@recipes.command("warm-start", epilog="Example: rlgen recipes warm-start demo-grpo.yaml")
+def warm_start(
+    recipe: RecipePath,
+    model: Annotated[str, typer.Option(help="What to start from.")] = "tiny:qwen3",
+    out: Annotated[Path | None, typer.Option(help="Folder to write; the recipe's model.path unless said.")] = None,
+    accuracy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of sampled answers that are right at the end.")] = 0.35,
+) -> None:
+    """Make the model that a demo recipe starts from: a tiny one that answers some prompts of its task right."""
+    from rlgen.cli.warm import warm_start_command
+
+    warm_start_command(recipe, model, out, accuracy)
+
+
+@checkpoints.command("list", epilog="Example: rlgen checkpoints list mine")
 def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
     """List the checkpoints of a run by name and size of their files; `verify` reads them."""
     from rlgen.cli.checkpoints import list_command
@@ -296,7 +345,7 @@ def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
     list_command(run, as_json)
 
 
-@checkpoints.command("verify")
+@checkpoints.command("verify", epilog="Example: rlgen checkpoints verify mine --step 40")
 def verify_checkpoints(
     run: RunPath,
     step: Annotated[int | None, typer.Option(help="Of one checkpoint; all unless said.")] = None,
@@ -308,7 +357,7 @@ def verify_checkpoints(
     verify_command(run, step, as_json)
 
 
-@checkpoints.command("prune")
+@checkpoints.command("prune", epilog="Example: rlgen checkpoints prune mine --keep 2")
 def prune_checkpoints(
     run: RunPath,
     keep: Annotated[int, typer.Option(min=1, help="Good ones that stay, the newest.")] = 1,
@@ -320,7 +369,7 @@ def prune_checkpoints(
     prune_command(run, keep, as_json)
 
 
-@rewards.command("test")
+@rewards.command("test", epilog="Example: rlgen rewards test recipe.yaml --rows 10")
 def test_rewards(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -355,7 +404,8 @@ def main() -> None:
     except Exception as error:
         if not getattr(error, "told", False):
             echo(redacted(traceback.format_exc()), err=True)
-            echo(f"error: this is a bug in rlgen {rlgen.__version__}; please report it with the lines above", err=True)
+            asked = "please report it with the lines above and what `rlgen env` prints"
+            echo(f"error: this is a bug in rlgen {rlgen.__version__}; {asked}", err=True)
         leave(70)
 
 

@@ -1,32 +1,45 @@
-"""Exports a checkpoint as a model of its own, which is opened again and compared before it gets its final name: `rlgen
-export`.
+"""Exports a checkpoint as a model of its own with a model card, which is opened again and compared before it gets its final
+name, and sends it to the hub if asked: `rlgen export`.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlgen.cli.output import echo
-from rlgen.errors import CheckpointError, UsageError
+from rlgen.errors import CheckpointError, RecipeError, SetupError, UsageError
+from rlgen.files import read_json, write_text
 from rlgen.run.checkpoint_folder import CheckpointFolder
-from rlgen.run.find import find_run
+from rlgen.run.find import RUNS, find_run, holds_run
 from rlgen.run.manifest import NAME, check_files
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 ROWS, IDS, PREFIX = 4, 32, 8  # rows, ids a row, and first ids of a row without compared log-probs
+CARD = "README.md"
 
 
-def export_command(source: Path, out: Path, step: int | None, dtype: Literal["float32", "bfloat16"], as_json: bool) -> None:
+def export_command(
+    source: Path, out: Path, step: int | None, dtype: Literal["float32", "bfloat16"], as_json: bool, repo: str | None = None
+) -> None:
     """Writes `out` by an atomic rename: whole or not at all.
 
+    Args:
+        repo: of the hub, which gets what was written.
+
     Raises:
-        UsageError: `source` holds no checkpoint, or `out` exists.
+        UsageError: `source` holds no checkpoint, `out` exists, or `repo` cannot be a name of the hub.
         CheckpointError: it is damaged, cannot be read or written, or the written model differs from the trained policy.
+        SetupError: the hub does not take it; the folder stays.
     """
     checkpoint = find(source, step)
     out = out.expanduser().resolve()
     if out.exists():
         raise UsageError(f"--out: {out} exists already; name another folder")
+    api = None if repo is None else hub(repo)
     check_files(checkpoint, hashes=True)
     aside = out.with_name(f".writing_{out.name}")
     # Left by an export that was killed; nothing else uses this name.
@@ -34,21 +47,84 @@ def export_command(source: Path, out: Path, step: int | None, dtype: Literal["fl
     try:
         aside.mkdir(parents=True)
         report = write(checkpoint, aside, dtype)
+        report["card"] = write_card(checkpoint, aside, dtype)
         aside.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error}; free space or name another folder") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     report = {"out": str(out), "checkpoint": str(checkpoint), "dtype": dtype, **report}
+    if not as_json:
+        echo(summary(report))
+    report["pushed"] = None if api is None or repo is None else push(api, out, repo, f"Step {report['step']}, by rlgen")
     if as_json:
-        echo(json.dumps(report, indent=2))
-        return
+        echo(json.dumps(report))
+    elif repo is not None:
+        echo(f"sent to {report['pushed']}, private if it is new")
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Returns what was written, in lines for people."""
     merged = "the adapter merged into its base" if report["adapter"] else "all weights"
-    echo(
-        f"{out} written: {merged}, step {report['step']}, {report['parameters']:,} parameters in {dtype}\n"
+    rounding = f"; rounding to {report['dtype']} moves them by {report['rounding_mean_delta']:.1e} on average"
+    return (
+        f"{report['out']} written: {merged}, step {report['step']}, {report['parameters']:,} parameters in {report['dtype']}\n"
         f"opened again and compared: log-probs are the policy's within {report['max_delta']:.1e} nats"
-        + ("" if dtype == "float32" else f"; rounding to {dtype} moves them by {report['rounding_mean_delta']:.1e} on average")
+        f"{'' if report['dtype'] == 'float32' else rounding}\n"
+        f"model card: {report['card'] or 'none, for the checkpoint lies in no run that this version of rlgen can read'}"
     )
+
+
+def write_card(checkpoint: Path, folder: Path, dtype: str) -> str | None:
+    """Writes the model card beside the model, and returns its name; None if the checkpoint lies in no run that can be read."""
+    from rlgen.look.card import model_card
+    from rlgen.look.run import read_run
+
+    run = checkpoint.parent.parent
+    if not holds_run(run):
+        return None
+    try:
+        write_text(folder / CARD, model_card(read_run(run), step_of(checkpoint), dtype))
+    except RecipeError:  # of another version of rlgen; the model is whole without it
+        return None
+    return CARD
+
+
+def hub(repo: str) -> "HfApi":
+    """Returns the client of the hub. Raises UsageError if `repo` cannot be a name there."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UsageError(f"--push-to-hub: {error}") from error
+    return HfApi()
+
+
+def push(api: "HfApi", folder: Path, repo: str, message: str) -> str:
+    """Sends a folder to a repository of the hub, which is made, private, unless it is there. Returns its address.
+
+    Raises:
+        SetupError: the hub does not take it.
+    """
+    from rlgen.models.load import bottom
+
+    try:
+        url = api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except Exception as error:  # whatever the client's HTTP library raises
+        raise SetupError(
+            f"--push-to-hub: {repo} was not sent: {bottom(error)}; log in with `hf auth login` and check name and network:"
+            f" `hf upload {repo} {folder}` sends what was written"
+        ) from error
+    return str(url)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns the step of a checkpoint."""
+    step: int = read_json(checkpoint / "state" / "state.json")["step"]
+    return step
 
 
 def find(source: Path, step: int | None) -> Path:
@@ -56,7 +132,8 @@ def find(source: Path, step: int | None) -> Path:
     if there is none.
     """
     source = source.expanduser()
-    source = (source if source.exists() else find_run(source)).resolve()
+    named = not os.path.exists(source) or holds_run(RUNS / source)  # a folder of that name may be no run
+    source = (find_run(source) if named else source).resolve()
     if (source / NAME).is_file():
         if step is not None:
             raise UsageError(f"--step: {source} is one checkpoint; name the run's directory to choose among several")
@@ -78,7 +155,7 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
-    from rlgen.files import flush_tree, read_json
+    from rlgen.files import flush_tree
     from rlgen.models.load import load_model, load_tokenizer
     from rlgen.models.lora import CONFIG
     from rlgen.models.weights import own_tensors
@@ -108,7 +185,7 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
         raise CheckpointError("the written tokenizer, opened again, has another vocabulary")
     flush_tree(folder)
     return {
-        "step": read_json(checkpoint / "state" / "state.json")["step"],
+        "step": step_of(checkpoint),
         "adapter": adapter,
         "parameters": sum(parameter.numel() for parameter in again.parameters()),
         "max_delta": gap.max_delta,

@@ -25,7 +25,8 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
     problems: list[Problem] = []
     model, source = loaded.recipe.model.path, loaded.recipe.data.source
     if is_local_model(model) and not Path(model).is_dir():
-        problems.append(Problem(loaded.origins["model.path"], f"model.path: there is no folder {model}", like(model)))
+        made = f"`rlgen recipes warm-start {loaded.path}` makes a small one" if loaded.recipe.task else None
+        problems.append(Problem(loaded.origins["model.path"], f"model.path: there is no folder {model}", like(model) or made))
     if is_local_source(source) and not glob.glob(source, recursive=True):
         problems.append(Problem(loaded.origins["data.source"], f"data.source: {source} does not exist", like(source)))
     for index, reward in enumerate(loaded.recipe.rewards):

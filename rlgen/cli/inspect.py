@@ -1,29 +1,77 @@
-"""Answers quick questions about recipes, without torch: `rlgen show` and `rlgen recipes`."""
+"""Answers quick questions about recipes, without torch: `rlgen show`, `rlgen schema`, `rlgen recipes list` and `copy`."""
 
 import json
-import shutil
+import textwrap
 from pathlib import Path
 
 import rlgen
 from rlgen.cli.output import echo
 from rlgen.errors import UsageError
+from rlgen.files import write_text
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
+from rlgen.recipe.keys import sentences
+from rlgen.recipe.rules import is_local_model
+from rlgen.recipe.schema import HEADER, recipe_schema
 from rlgen.recipe.yaml import by_key
+
+COLUMNS = 80
+OF_CHECKOUT, OF_COPY = "../runs/", "runs/"  # folder of runs, as a shipped recipe sees it and as its copy does
 
 
 def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool) -> None:
-    """Prints every value of a recipe with its origin, or with `resolved` the resolved recipe as YAML."""
+    """Prints every value of a recipe with its origin and its sentence, or with `resolved` the resolved recipe as YAML."""
     loaded = load_recipe(path, overrides)
     if resolved:
         echo(dump_recipe(loaded.recipe), nl=False, exact=True)
         return
     values = values_of(loaded.recipe)
     if as_json:
-        echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}, indent=2))
+        echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}))
         return
-    width = max(map(len, values))
+    said = sentences_of(loaded.recipe)
+    shown: set[str] = set()  # sections
     for key, value in values.items():
-        echo(f"{key:<{width}} = {json.dumps(value, ensure_ascii=False):<24} {loaded.origins[key]}")
+        parts = key.split(".")
+        for section in (".".join(parts[:end]) for end in range(1, len(parts))):
+            if said.get(section) and section not in shown:
+                shown.add(section)
+                echo(("\n" if "." not in section else "") + folded(f"{section}: {said[section]}", "", "    "))
+        echo(folded(f"{key} = {json.dumps(value, ensure_ascii=False)}  ({loaded.origins[key]})", "  ", "        "))
+        if said.get(key):
+            echo(folded(said[key], "    ", "    "))
+
+
+def folded(text: str, first: str, rest: str) -> str:
+    """Returns a text in lines of at most `COLUMNS` characters, indented by `first` and `rest`. A longer word stays whole."""
+    wrapper = textwrap.TextWrapper(COLUMNS, first, rest, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
+
+
+def sentences_of(recipe: Recipe) -> dict[str, str]:
+    """Returns the sentence of every key by its dotted path, the options of a task: source among them."""
+    options = recipe.task_options
+    return sentences(recipe) | ({} if options is None else sentences(options, "data.options."))
+
+
+def schema_command(out: Path | None) -> None:
+    """Prints the JSON Schema of recipes, or writes it into a file.
+
+    Raises:
+        UsageError: the file is not named as JSON: it may be the recipe.
+        CheckpointError: it cannot be written.
+    """
+    if out is None:
+        echo(schema_text(), nl=False, exact=True)
+        return
+    if out.suffix != ".json":
+        raise UsageError(f"--out: {out} would be written over with JSON; name a file that ends in .json")
+    write_text(out, schema_text())
+    echo(f"{out} written; first line of a recipe beside it: {HEADER}{out.name}")
+
+
+def schema_text() -> str:
+    """Returns the JSON Schema of recipes as the text of a file."""
+    return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def values_of(recipe: Recipe) -> dict[str, object]:
@@ -42,11 +90,11 @@ def list_command(as_json: bool) -> None:
     """Lists the shipped recipes with their first comment."""
     found = {path.stem: first_comment(path) for path in sorted(recipes_folder().glob("*.yaml"))}
     if as_json:
-        echo(json.dumps(found, indent=2))
+        echo(json.dumps(found))
         return
     width = max(map(len, found), default=0)
     for name, what in found.items():
-        echo(f"{name:<{width}}  {what}")
+        echo(folded(f"{name:<{width}}  {what}", "", " " * (width + 2)))
 
 
 def first_comment(path: Path) -> str:
@@ -55,7 +103,10 @@ def first_comment(path: Path) -> str:
 
 
 def copy_command(name: str, path: Path | None) -> None:
-    """Copies a shipped recipe. Raises UsageError for an unknown recipe or if the target exists."""
+    """Copies a shipped recipe. Raises UsageError for an unknown recipe or if the target exists.
+
+    A path into the checkout's folder of runs becomes one beside the copy.
+    """
     source = recipes_folder() / f"{name.removesuffix('.yaml')}.yaml"
     if not source.is_file():
         known = ", ".join(file.stem for file in sorted(recipes_folder().glob("*.yaml")))
@@ -65,5 +116,7 @@ def copy_command(name: str, path: Path | None) -> None:
     if target.exists():
         raise UsageError(f"{target} exists already; name another file")
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
-    echo(f"{target} written; next: rlgen validate {target}")
+    target.write_text(source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY), encoding="utf-8")
+    model = load_recipe(target).recipe.model.path
+    warm = is_local_model(model) and not Path(model).is_dir()
+    echo(f"{target} written; next: rlgen {'recipes warm-start' if warm else 'validate'} {target}")

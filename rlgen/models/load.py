@@ -37,8 +37,8 @@ def locate(path: str) -> str:
     if path.startswith("tiny:"):
         return str(build_tiny(path.removeprefix("tiny:")))
     if path.startswith("/") and not Path(path).is_dir():
-        hint = like(path) or "name a folder that save_pretrained wrote, or a hub id"
-        raise SetupError(f"model.path: there is no folder {path}; {hint}")
+        hint = "name a folder that save_pretrained wrote, or a hub id; for a demo `rlgen recipes warm-start RECIPE` makes it"
+        raise SetupError(f"model.path: there is no folder {path}; {like(path) or hint}")
     if path.startswith("/") and not (Path(path) / "config.json").is_file():
         hint = "name a folder that save_pretrained wrote, or a hub id"
         if (Path(path) / "adapter_config.json").is_file():

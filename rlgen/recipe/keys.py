@@ -1,4 +1,4 @@
-"""Knows every key of a recipe, and says where a key that stands in the wrong place belongs."""
+"""Knows every key of a recipe and its sentence, and says where a key that stands in the wrong place belongs."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -42,6 +42,22 @@ def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
     for key, path, kind in _walk(Recipe, "", None):
         kinds = found.setdefault(key, {}).get(path, ())
         found[key][path] = kinds if kind is None or kind in kinds else (*kinds, kind)
+    return found
+
+
+def sentences(model: BaseModel, above: str = "") -> dict[str, str]:
+    """Returns the sentence of every key of a recipe by its dotted path; that of a section comes before those of its keys.
+
+    Args:
+        above: what precedes each path, such as "engine.".
+    """
+    found: dict[str, str] = {}
+    for key, value in model:
+        path = f"{above}{key}"
+        found[path] = " ".join((type(model).model_fields[key].description or "").split())
+        parts = {f"{path}.{index}.": item for index, item in enumerate(value)} if isinstance(value, list) else {f"{path}.": value}
+        for start, part in parts.items():
+            found |= sentences(part, start) if isinstance(part, BaseModel) else {}
     return found
 
 

@@ -235,6 +235,7 @@ class VllmRecipe(Strict):
 
 class ColocatedEngineRecipe(VllmRecipe):
     kind: Literal["colocated"] = "colocated"
+    """colocated: vLLM in this process."""
     sleep: StrictBool = False
     """Free the engine's memory while the trainer works. GPU only."""
     structured_regex: Text | None = None
@@ -252,11 +253,16 @@ def joined(value: Any) -> Any:
     return ",".join(map(str, value)) if listed else value
 
 
-Devices = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$"), BeforeValidator(joined)]
+Devices = Annotated[
+    StrictStr,
+    Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$"),
+    BeforeValidator(joined, json_schema_input_type=StrictStr | list[StrictInt | StrictStr]),
+]
 
 
 class ServerEngineRecipe(VllmRecipe):
     kind: Literal["server"]
+    """server: vLLM in processes of its own, here or on other machines."""
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
     """Servers that run already, started by `rlgen serve`."""
     launch: StrictBool = False
@@ -319,6 +325,7 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
 
 class TransformersEngineRecipe(Strict):
     kind: Literal["transformers"]
+    """transformers: its own generation, slow, and without vLLM."""
     dtype: Dtype | None = None
     """None: model.dtype."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 64
@@ -449,19 +456,33 @@ class Recipe(Strict):
     """A whole recipe, frozen and validated. Validation reads no files."""
 
     run: RunRecipe
+    """Name, length and seed of the run, and where its folder is."""
     model: ModelRecipe
+    """The model that is trained."""
     data: DataRecipe
+    """The rows: prompts, and the columns that rewards get."""
     rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)]
+    """What completions are worth: functions, whose results are multiplied by their weights and added up."""
     scoring: ScoringRecipe = ScoringRecipe()
+    """The processes that run rewards."""
     rollout: RolloutRecipe = RolloutRecipe()
+    """What a step samples."""
     engine: EngineRecipe = ColocatedEngineRecipe()
+    """What samples the completions."""
     trainer: TrainerRecipe = GRPORecipe()
+    """The algorithm that learns from the samples."""
     optim: OptimRecipe = OptimRecipe()
+    """The optimizer, and how a step is cut into micro-batches."""
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    """When the state of the run is saved, and how many of these stay."""
     rollouts: RolloutsRecipe = RolloutsRecipe()
+    """Which samples are written to rollouts/, one file a step."""
     sentinel: SentinelRecipe = SentinelRecipe()
+    """How far engine and trainer may differ, and what happens beyond that."""
     health: HealthRecipe = HealthRecipe()
+    """Signs of a failing run, checked after each step."""
     processes: ProcessesRecipe = ProcessesRecipe()
+    """The processes that train together."""
 
     @property
     def run_path(self) -> Path:

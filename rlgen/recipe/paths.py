@@ -1,6 +1,7 @@
 """Makes the paths of a recipe absolute: those of local inputs start at the folder of the file that names them."""
 
 import errno
+import os
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -48,13 +49,17 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
 def impossible_run_path(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> list[Problem]:
     """Returns a problem if no file system could hold the run's folder: a name that is too long, or ~ of an unknown user."""
     where = places.get(("run", "dir")) or places.get(("run", "name")) or str(path)
+    said = f"run.dir: {short(recipe.run.dir)} is no path"
     try:
-        recipe.run_path.lstat()
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) or error.errno == errno.ENAMETOOLONG:
-            why = getattr(error, "strerror", None) or error
-            hint = "a folder's name has at most 255 characters" if isinstance(error, OSError) else "write the path without ~"
-            return [Problem(where, f"run.dir: {short(recipe.run.dir)} is no path: {why}", hint)]
+        place = recipe.run_path
+    except RuntimeError as error:
+        return [Problem(where, f"{said}: {error}", "write the path without ~")]
+    for part in (place, *place.parts):  # each name alone, too: the system looks at none below a folder that is not there yet
+        try:
+            os.lstat(part)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return [Problem(where, f"{said}: {error.strerror}", "a folder's name has at most 255 characters")]
     return []
 
 

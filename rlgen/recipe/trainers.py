@@ -122,6 +122,7 @@ class GRPORecipe(PolicyRecipe, Preset):
     }
 
     kind: Literal["grpo"] = "grpo"
+    """grpo: a completion is compared with the mean of its group, and ratios are clipped."""
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo"] = "dapo"
     """A paper's loss with its aggregation, scaling and clipping, each of which can be set. bnpo is another name of dapo."""
     aggregation: Literal["token_mean", "seq_mean", "fixed", "seq_sum", "prompt_mean"] = "token_mean"
@@ -150,6 +151,7 @@ class GRPORecipe(PolicyRecipe, Preset):
 
 class RLOORecipe(PolicyRecipe):
     kind: Literal["rloo"]
+    """rloo: a completion is compared with the mean of the others of its group."""
     kl: KLPlace = "k1_in_reward"
     """Estimator of the KL, in the loss or taken from the reward."""
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.2
@@ -167,6 +169,7 @@ Beta = Annotated[float, Field(strict=True, gt=0, le=1000)]
 
 class OnlineDPORecipe(Strict):
     kind: Literal["online_dpo"]
+    """online_dpo: pairs of a group's completions, the better one preferred."""
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair: that of DPO, IPO or SLiC."""
     beta: Beta | Annotated[list[Beta], Field(min_length=1, max_length=1000)] = 0.1

@@ -226,7 +226,7 @@ NOT_SUPPORTED = {
     "a completion is one answer": "max_tool_calling_iterations",
     "prompts and completions are texts": "log_multimodal",
     "processes.strategy is ddp or fsdp": "deepspeed fsdp_config accelerator_config parallelism_config",
-    "a run makes no upload; `rlgen export RUN --out DIR` writes the model": (
+    "a run makes no upload; `rlgen export RUN --out DIR --push-to-hub REPO` sends the model": (
         "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision log_completions_hub_repo"
     ),
     "sinks take it: `sinks: [{kind: trackio}]`": "project trackio_space_id trackio_bucket_id trackio_static_space_id",

@@ -1,6 +1,7 @@
 """Finds the folder of a run by what a user calls it: a path, or the name of a run in `runs/`."""
 
 import difflib
+import os
 from pathlib import Path
 
 from rlgen.errors import UsageError
@@ -34,8 +35,8 @@ def find_run(name: Path, runs: Path = RUNS) -> Path:
 
 
 def holds_run(folder: Path) -> bool:
-    """Returns whether a folder is that of a run."""
-    return (folder / "resolved.yaml").is_file()
+    """Returns whether a folder is that of a run. False for what cannot be a path, such as a name of 300 characters."""
+    return os.path.isfile(folder / "resolved.yaml")
 
 
 def names_of_runs(runs: Path) -> list[str]:

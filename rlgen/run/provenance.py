@@ -1,4 +1,4 @@
-"""Collects the versions, machine, command and code revision of a run."""
+"""Collects the versions, machine, command and code revision of a run, and what of it a bug report needs."""
 
 import importlib.metadata
 import os
@@ -7,8 +7,6 @@ import subprocess
 import sys
 import time
 from typing import Any
-
-import torch
 
 import rlgen
 from rlgen.redact import redacted
@@ -29,17 +27,33 @@ PACKAGES = (
 def provenance() -> dict[str, Any]:
     """Returns facts about this attempt, for `provenance.json`. Leaves out environment variables, because they hold secrets."""
     return {
-        "rlgen": rlgen.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [redacted(word) for word in sys.argv],
         "directory": os.getcwd(),
         "git": _git_revision(),
+        **software(),
+        **hardware(),
+    }
+
+
+def software() -> dict[str, Any]:
+    """Returns versions, without importing any of the packages: one of them may be broken."""
+    return {
+        "rlgen": rlgen.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Returns processor and GPUs as torch sees them. Raises ImportError if torch cannot be imported."""
+    import torch
+
+    return {
         "processor": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlgen.cli.export import adapted_and_merged, export_command
 from rlgen.cli.train import train_command
-from rlgen.errors import CheckpointError, UsageError
+from rlgen.errors import CheckpointError, SetupError, UsageError
 from rlgen.models import weights
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.policy import Policy
@@ -99,8 +99,68 @@ def test_full_weights_are_copied(full_run: Path, tmp_path: Path) -> None:
     export_command(newest, tmp_path / "out", None, "float32", False)
     saved, written = load_file(newest / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert set(saved) == set(written) and all(torch.equal(saved[name], written[name]) for name in saved)
-    names = {path.name for path in newest.iterdir()} - {"state", "manifest.json"}
+    names = {path.name for path in newest.iterdir()} - {"state", "manifest.json"} | {"README.md"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+def test_a_run_is_exported_by_its_name_with_a_model_card(
+    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(full_run, tmp_path / "runs" / "mine")
+    (tmp_path / "mine").mkdir()  # a folder that is no run, such as that of `rlgen init mine`
+    export_command(Path("mine"), Path("out"), 2, "bfloat16", False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# mine\n" in card and "step 2 of 4, weights in bfloat16" in card and "\n| 2 to 2 |" in card
+    assert "| 3 to 3 |" not in card, "what came after the checkpoint"
+    assert str(tmp_path) not in card and str(full_run.parent) not in card
+    assert "model card: README.md" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "runs/mine/checkpoints/step_000004", tmp_path / "alone")
+    export_command(Path("alone"), Path("out2"), None, "float32", False)
+    assert "model card: none, for the checkpoint lies in no run" in capsys.readouterr().out
+    assert not (tmp_path / "out2" / "README.md").exists()
+
+
+class Hub:
+    """Takes down what it is told; a folder is listed when it is sent."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.error = error
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> str:
+        self.calls.append(("create", repo_id, private, exist_ok))
+        return f"https://hub.example/{repo_id}"
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.calls.append(("upload", repo_id, sorted(path.name for path in folder_path.iterdir()), commit_message))
+        if self.error is not None:
+            raise self.error
+
+
+def test_an_export_is_sent_to_the_hub(
+    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: taken)
+    export_command(full_run, tmp_path / "out", None, "float32", True, "me/mine")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pushed"] == "https://hub.example/me/mine"
+    create, upload = taken.calls
+    assert create == ("create", "me/mine", True, True)
+    assert upload[:2] == ("upload", "me/mine") and upload[3] == "Step 4, by rlgen"
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(upload[2])
+
+
+def test_what_the_hub_does_not_take_stays(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = Hub(ConnectionError("no route to host"))
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: refusing)
+    said = rf"me/mine was not sent: no route to host; log in .* `hf upload me/mine {tmp_path}/out` sends what was written"
+    with pytest.raises(SetupError, match=said):
+        export_command(full_run, tmp_path / "out", None, "float32", False, "me/mine")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    with pytest.raises(UsageError, match="--push-to-hub: "):
+        export_command(full_run, tmp_path / "out2", None, "float32", False, "a name/with/slashes")
+    assert not (tmp_path / "out2").exists() and len(refusing.calls) == 2
 
 
 def test_a_wrong_merge_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,3 +37,5 @@ def test_what_is_no_run_is_answered_with_those_that_there_are(tmp_path: Path) ->
         find_run(Path("count3"), runs)
     with pytest.raises(UsageError, match="it has count-0, count-1, count-2, count-3, count-4 and 2 more"):
         find_run(Path("zzz"), runs)
+    with pytest.raises(UsageError, match=r"x{300} holds no run"):  # longer than any file system has names
+        find_run(Path("x" * 300), runs)

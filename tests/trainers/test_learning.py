@@ -16,7 +16,7 @@ STEPS = 70  # of the recipe's 120: what is left adds little
 
 
 def warm_start(name: str, out: Path) -> Path:
-    command = [sys.executable, "scripts/warm_start.py", str(RECIPE), "--model", f"tiny:{name}", "--out", str(out)]
+    command = [sys.executable, "-m", "rlgen", "recipes", "warm-start", str(RECIPE), "--model", f"tiny:{name}", "--out", str(out)]
     subprocess.run(command, check=True, cwd=ROOT, timeout=200)
     return out
 

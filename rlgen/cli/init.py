@@ -1,0 +1,34 @@
+"""Writes a folder to start from: `rlgen init`."""
+
+import shutil
+from pathlib import Path
+
+from rlgen.cli.inspect import schema_text
+from rlgen.cli.output import echo
+from rlgen.errors import CheckpointError, UsageError
+
+STARTER = Path(__file__).parent / "starter"  # recipe, rewards with their test, data, README
+SCHEMA = "recipe.schema.json"  # as the first line of the recipe names it
+
+
+def init_command(folder: Path) -> None:
+    """Writes recipe, rewards, data and the schema of recipes into a folder, which is made unless it is there and empty.
+
+    Raises:
+        UsageError: the folder is a file, or not empty.
+        CheckpointError: it cannot be written.
+    """
+    names = sorted(path.name for path in STARTER.iterdir() if path.is_file())
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file; name a folder")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty, and nothing in it is written over; name a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(STARTER / name, folder / name)
+        (folder / SCHEMA).write_text(schema_text(), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}; name another folder") from error
+    echo(f"{folder} written: {', '.join([*names, SCHEMA])}")
+    echo(f"next: {f'cd {folder} && ' if folder.resolve() != Path.cwd() else ''}rlgen train recipe.yaml")

@@ -1,0 +1,90 @@
+"""Makes a model to start from, for a recipe of a built-in task: a short supervised phase on other rows of the task.
+
+RL needs a model that succeeds now and then, and a random one never does. A tiny model takes less than a minute on two cores.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlgen.data import build_prompts, load_rows
+from rlgen.engines.transformers import TransformersEngine
+from rlgen.errors import CheckpointError, SetupError
+from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
+from rlgen.recipe import Recipe
+from rlgen.rollout.batch import pad_rows
+from rlgen.rollout.sample import rollout
+from rlgen.types import Prompt, Sampling
+
+BATCH = 64  # rows of a step
+EVERY, TESTED = 5, 128  # steps between two measurements, and prompts of each
+MOST_STEPS, LEARNING_RATE = 1500, 2e-3
+TRAIN_SEED, TEST_SEED = 1001, 2002  # other rows than those of a run
+
+
+def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], None]) -> float:
+    """Trains the recipe's model on answers of its task until it answers enough prompts right, and saves it.
+
+    Args:
+        recipe: its model is what to start from; its task, template and limits are used.
+        out: folder to write.
+        accuracy: share of sampled answers that are right at the end.
+
+    Returns:
+        The share that was reached.
+
+    Raises:
+        SetupError: it was not reached, or the model cannot be loaded.
+        CheckpointError: the folder cannot be written.
+    """
+    location = locate(recipe.model.path)
+    tokenizer = load_tokenizer(location, recipe.model.revision)
+    learn, test = (build_prompts(recipe.data, load_rows(recipe.data, seed), tokenizer, seed) for seed in (TRAIN_SEED, TEST_SEED))
+    model = load_model(location, recipe.model.revision, torch.float32, "sdpa", torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    ends = stop_ids(tokenizer, location, recipe.model.revision)
+    sampling = Sampling(max_tokens=recipe.rollout.max_completion_tokens, temperature=1.0, stop_ids=ends)
+    tested, right, step = test.take(0, TESTED), 0.0, 0
+    while right < accuracy:
+        if step == MOST_STEPS:
+            raise SetupError(f"{right:.0%} of the answers are right after {step} steps, not {accuracy:.0%}; lower --accuracy")
+        loss = supervised_loss(model, tokenizer, learn.take(step * BATCH, BATCH))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % EVERY == 0:
+            right = share_right(model, tokenizer, tested, sampling)
+            say(f"step {step}  loss {loss.item():.3f}  right {right:.2f}")
+    try:
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}; free space or name another folder with --out") from error
+    return right
+
+
+def supervised_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> torch.Tensor:
+    """Returns the mean cross entropy of the answers' ids, the end of the turn among them."""
+    rows, labels = [], []
+    for prompt in prompts:
+        answer = [*tokenizer(prompt.columns["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        rows.append(torch.tensor([*prompt.prompt_ids, *answer]))
+        labels.append(torch.tensor([-100] * len(prompt.prompt_ids) + answer))
+    logits = model(input_ids=pad_rows(rows, 0), use_cache=False).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), pad_rows(labels, -100)[:, 1:].flatten())
+
+
+def share_right(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], sampling: Sampling
+) -> float:
+    """Returns the share of prompts whose sampled answer is the task's."""
+    engine = TransformersEngine(model=model, fp32_head=True, max_num_seqs=TESTED)
+    groups = rollout(engine, prompts, sampling, 1, 0, engine.weight_version, tokenizer)
+    model.requires_grad_(True)  # the engine has frozen it
+    right = [group.samples[0].completion == group.prompt.columns["answer"] for group in groups]
+    return sum(right) / len(right)

@@ -1,0 +1,94 @@
+"""Quick answers about recipes: `rlgen show`, `schema`, `recipes list` and `copy`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE, ROOT
+from typer.testing import CliRunner
+
+from rlgen.cli.app import app
+from rlgen.cli.inspect import copy_command, schema_command, show_command
+from rlgen.errors import UsageError
+from rlgen.recipe import load_recipe
+from rlgen.recipe.schema import recipe_schema
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+def shown(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    show_command(path, list(overrides), resolved=False, as_json=False)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_value_stands_with_its_origin_and_its_sentence(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(recipe_file, capsys, "run.seed=3", "model.lora={rank: 4}", "data.options={size: 9}")
+    for value, sentence in {
+        "  run.seed = 3  (--set 1: run.seed=3)": "    Every random choice follows from it and from a position.",
+        "  optim.weight_decay = 0.0  (default)": "    Weight decay of AdamW.",
+        "  model.lora.rank = 4  (--set 2: model.lora={rank: 4})": "    Rank of the two factors of each adapted layer.",
+        "  data.options.size = 9  (--set 3: data.options={size: 9})": "    Rows that are made.",
+        '  engine.kind = "colocated"  (default)': "    colocated: vLLM in this process.",
+        "  health.entropy.threshold = 0.01  (default)": "    Value beyond which the sign counts.",
+    }.items():
+        assert lines[lines.index(value) + 1] == sentence
+    assert lines[:2] == ["", "run: Name, length and seed of the run, and where its folder is."]
+    rule = lines.index("health.entropy: Mean entropy of a token, in nats, below it.")
+    assert lines[rule + 1] == "  health.entropy.threshold = 0.01  (default)"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_value_of_a_recipe_has_a_sentence_in_80_columns(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    lines = shown(path.relative_to(ROOT), capsys)
+    show_command(path, [], resolved=False, as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    heads = [index for index, line in enumerate(lines) if line.startswith("  ") and line[2] != " "]
+    assert [lines[index].split()[0] for index in heads] == list(values)
+    for index in heads:
+        rest = iter(lines[index + 1 :])
+        folded = next(line for line in rest if not line.startswith("        "))
+        mapping = lines[index].split()[0].rpartition(".")[0]  # its sentence is that of a key in it that the user has named
+        assert folded.startswith("    ") or any(line.startswith(f"{mapping}: ") for line in lines[:index]), lines[index]
+    assert [line for line in lines if len(line) > 80 and len(line.split()) > 1] == []
+
+
+def test_the_schema_is_printed_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema_command(None)
+    assert json.loads(capsys.readouterr().out) == recipe_schema()
+    file = tmp_path / "recipe.schema.json"
+    schema_command(file)
+    file.write_text("{}")
+    schema_command(file)  # after an update of rlgen
+    assert json.loads(file.read_text()) == recipe_schema()
+    assert "# yaml-language-server: $schema=recipe.schema.json" in capsys.readouterr().out
+    help_text = CliRunner().invoke(app, ["schema", "--help"]).output
+    assert "# yaml-language-server: $schema=recipe.schema.json" in help_text
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    with pytest.raises(UsageError, match=r"recipe\.yaml would be written over with JSON; name a file that ends in \.json"):
+        schema_command(recipe)
+    assert recipe.read_text() == RECIPE
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_copied_recipe_names_nothing_outside_of_its_folder(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy_command(path.stem, tmp_path)
+    copy = tmp_path / path.name
+    model = load_recipe(copy).recipe.model.path
+    assert not model.startswith("/") or Path(model).is_relative_to(tmp_path)
+    assert copy.read_text().replace("path: runs/", "path: ../runs/") == path.read_text()
+    following = "recipes warm-start" if path.stem.startswith("demo") else "validate"
+    assert capsys.readouterr().out == f"{copy} written; next: rlgen {following} {copy}\n"
+
+
+def test_the_list_of_recipes_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    from rlgen.cli.inspect import list_command
+
+    list_command(as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and [line.split()[0] for line in lines if line[0] != " "] == [path.stem for path in RECIPES]
