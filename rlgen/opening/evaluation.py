@@ -117,7 +117,8 @@ def words_of(recipe: Recipe, held_out: HeldOut) -> str:
     """Returns what is evaluated, in words: "64 prompts, greedy, at the start and every 20 steps; 0 are trained on, too"."""
     settings = held_out.settings
     how = "greedy" if temperature_of(recipe, settings) == 0 else f"{settings.group_size} completions each"
-    when = f"{'at the start and ' if settings.at_start else ''}every {settings.every} steps"
+    steps = "step" if settings.every == 1 else f"{settings.every} steps"
+    when = f"{'at the start and ' if settings.at_start else ''}every {steps}"
     return f"{len(held_out.prompts)} prompts, {how}, {when}; {held_out.overlap} are trained on, too"
 
 

@@ -123,7 +123,7 @@ def test_the_best_checkpoint_is_saved_and_stays(tmp_path: Path, capsys: pytest.C
     best = "eval={limit: 2, every: 1, rewards: [{use: 'judge.py:by_step'}]}"
     run = train(tmp_path, "run", best, "checkpoint={every: 100, keep: 1}")
     shown = capsys.readouterr().out
-    assert "eval: 2 prompts, greedy, at the start and every 1 steps; 0 are trained on, too" in shown
+    assert "eval: 2 prompts, greedy, at the start and every step; 0 are trained on, too" in shown
     assert "eval 0/4  reward 9.000 (9.000 to 9.000)  pass@1 1.000" in shown and max(map(len, shown.splitlines())) < 130
     assert all(len(line) <= 80 for line in shown.splitlines() if line.startswith("eval "))
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_000002", "step_000004"]
