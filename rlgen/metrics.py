@@ -24,7 +24,7 @@ class Metric(StrEnum):
         member._value_, member.unit, member.what, member.when = key, unit, what, when
         return member
 
-    STEP = "step", "steps", "Number of the step, from 1."
+    STEP = "step", "steps", "Number of the step, from 1; 0 is an evaluation before step 1."
 
     LOSS = "loss", "", "Loss that was differentiated; the mean over the updates of the step."
     POLICY_LOSS = "policy_loss", "", "Loss without the KL and the entropy bonus.", "`trainer.kind`: grpo, rloo"
@@ -174,16 +174,47 @@ class Metric(StrEnum):
     )
     WEIGHTS_VERSION = "weights/version", "version", "Version of the engine's weights after the sync: the number of the step."
 
+    EVAL_REWARD_MEAN = (
+        "eval/reward/mean",
+        "reward",
+        "Evaluation: mean of the weighted sums of the rewards, first over the completions of a prompt, then over prompts.",
+        "`eval`",
+    )
+    EVAL_REWARD_LOW = "eval/reward/mean_low", "reward", "Lower end of its 95 % interval.", "`eval`"
+    EVAL_REWARD_HIGH = "eval/reward/mean_high", "reward", "Upper end of its 95 % interval.", "`eval`"
+    EVAL_REWARD_UNSCORED = "eval/reward/unscored", "samples", "Completions of an evaluation without a reward.", "`eval`"
+    EVAL_MEAN_TOKENS = "eval/completions/mean_tokens", "tokens", "Mean length of a completion of an evaluation.", "`eval`"
+    EVAL_TRUNCATED = (
+        "eval/completions/truncated",
+        "share",
+        "Completions of an evaluation that `eval.max_completion_tokens` ended.",
+        "`eval`",
+    )
+    EVAL_PROMPTS = "eval/prompts", "prompts", "Prompts that were evaluated.", "`eval`"
+    EVAL_DELTA_MEAN = (
+        "eval/sampler/delta_mean",
+        "nats",
+        "Mean difference of the log-probs of engine and trainer on a few completions of an evaluation.",
+        "`eval`, if engine and trainer can be compared",
+    )
+    EVAL_DELTA_MAX = (
+        "eval/sampler/delta_max",
+        "nats",
+        "Largest difference on the same completions.",
+        "`eval`, if engine and trainer can be compared",
+    )
+
     TIME_STEP = "time/step", "seconds", "The whole step; the times below add up to it."
     TIME_GENERATE = "time/generate", "seconds", "Sampling, or waiting for samples."
     TIME_REWARD = "time/reward", "seconds", "Scoring."
     TIME_TRAIN = "time/train", "seconds", "Forward, backward and optimizer steps."
     TIME_SYNC = "time/sync", "seconds", "Sending weights to the engine."
     TIME_SAVE = "time/save", "seconds", "Writing rollouts, and the checkpoint of the step before."
+    TIME_EVAL = "time/eval", "seconds", "Evaluating.", "`eval`"
 
 
 class Family(StrEnum):
-    """A pattern of keys with one metric per reward or per health rule, such as `reward/exact_match/mean`.
+    """A pattern of keys with one metric per reward, health rule or k of pass@k, such as `reward/exact_match/mean`.
 
     Family.REWARD_FAILED.of("judge") == "reward/judge/failed"
     """
@@ -209,6 +240,16 @@ class Family(StrEnum):
         "Of these, calls that needed more memory than `scoring.memory_gib`.",
         "steps in which a reward failed",
     )
+    EVAL_REWARD = "eval/reward/<name>/mean", "reward", "Evaluation: mean of one reward, over completions, then prompts.", "`eval`"
+    EVAL_FAILED = "eval/reward/<name>/failed", "samples", "Completions of an evaluation whose reward failed.", "`eval`"
+    EVAL_PASS = (
+        "eval/pass@<name>",
+        "share",
+        "Chance that one of so many completions of a prompt, drawn without replacement, is correct (`eval.threshold`).",
+        "`eval`; 1, 2, 4, … up to `eval.group_size`",
+    )
+    EVAL_PASS_LOW = "eval/pass@<name>_low", "share", "Lower end of the 95 % interval of this chance.", "`eval`"
+    EVAL_PASS_HIGH = "eval/pass@<name>_high", "share", "Upper end of the 95 % interval of this chance.", "`eval`"
     HEALTH = (
         "health/<name>",
         "true or false",

@@ -82,6 +82,7 @@ class Sampling:
     max_tokens: int
     temperature: float  # 0: greedy, the most probable id, or the lowest of equally probable ones; the seed then has no effect
     stop_ids: tuple[int, ...]  # every id that ends a completion; the sampled one is kept
+    top_p: float = 1.0  # below 1: only the fewest most probable ids with this share; log-probs are then of what is left
     regex: str | None = None  # restricts the completions; log-probs are then those of the restricted distribution
 
     @property

@@ -45,6 +45,7 @@ ENGINES = {
     "adapter": ["engine={kind: transformers}", "model.lora={rank: 4}", "rollout.refill=2"],
     "preferences": ["engine={kind: transformers}", "trainer={kind: online_dpo, updates_per_rollout: 2}"],
     "reference": ["engine={kind: transformers}", "trainer={kind: rloo, beta: 0.05}", "rollout.temperature=0.8"],
+    "evaluated": ["engine={kind: transformers}", "checkpoint={every: 3, keep: 1}", "eval={limit: 6, every: 1, group_size: 2}"],
     "colocated": [],
     "server": [SERVER],
     "ahead": [SERVER, "rollout.ahead=1", "sentinel.probe_every=2"],

@@ -128,6 +128,26 @@ def serve(
     serve_command(recipe, overrides or [], host, port)
 
 
+@app.command("eval", epilog="Example: rlgen eval runs/mine recipe.yaml --step best --set eval.group_size=8")
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL_OR_RUN", help="A folder, hub id or tiny:NAME; a run, by directory or name; a checkpoint."),
+    ],
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    step: Annotated[
+        str | None, typer.Option(metavar="STEP", help="Of a run's checkpoint: a number, best or last. last unless said.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the samples, as Parquet.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a model. It answers the prompts of the recipe's section `eval`; means are printed with their intervals."""
+    from rlgen.cli.evaluate import eval_command
+
+    eval_command(model, recipe, overrides or [], step, out, as_json)
+
+
 @app.command(epilog="Example: rlgen status mine")
 def status(
     run: RunPath,

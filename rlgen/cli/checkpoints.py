@@ -7,6 +7,7 @@ from typing import Any
 
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
+from rlgen.run.best import pinned_step
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.directory import RunDirectory
 from rlgen.run.find import find_run
@@ -16,7 +17,8 @@ from rlgen.run.manifest import check_files
 def list_command(name: Path, as_json: bool) -> None:
     """Lists the checkpoints by names and sizes of their files. Raises UsageError if there is no run."""
     run = find_run(name)
-    say(run, [look(path, hashes=False) for path in entries(run)], as_json)
+    best = pinned_step(run)
+    say(run, [look(path, hashes=False, best=best) for path in entries(run)], as_json)
 
 
 def verify_command(name: Path, step: int | None, as_json: bool) -> None:
@@ -32,7 +34,8 @@ def verify_command(name: Path, step: int | None, as_json: bool) -> None:
         found = [path for path in found if path == CheckpointFolder(run / "checkpoints").path(step)]
         if not found:
             raise UsageError(f"--step: {run} has no checkpoint of step {step}")
-    rows = [look(path, hashes=True) for path in found]
+    best = pinned_step(run)
+    rows = [look(path, hashes=True, best=best) for path in found]
     say(run, rows, as_json)
     # Checkpoints that were set aside are listed, but are no error: no run resumes from them.
     if wrong := [str(row["problem"]) for row in rows if row["problem"] and not row["set_aside"]]:
@@ -42,7 +45,7 @@ def verify_command(name: Path, step: int | None, as_json: bool) -> None:
 
 
 def prune_command(name: Path, keep: int, as_json: bool) -> None:
-    """Deletes all checkpoints but the `keep` newest good ones, and everything that was set aside.
+    """Deletes all checkpoints but the `keep` newest good ones and the best by evaluation, and everything that was set aside.
 
     Raises:
         UsageError: there is no run, or it is in use.
@@ -56,7 +59,9 @@ def prune_command(name: Path, keep: int, as_json: bool) -> None:
         good = [path for path in folder.steps().values() if not look(path, hashes=True)["problem"]]
         if not good:
             raise CheckpointError(f"{run} has no good checkpoint; nothing was deleted")
-        doomed = [path for path in folder.steps().values() if path not in good[-keep:]]
+        pinned = pinned_step(run)
+        kept = [path for path in good if path in good[-keep:] or (pinned is not None and path == folder.path(pinned))]
+        doomed = [path for path in folder.steps().values() if path not in kept]
         gone = [*doomed, *folder.aside(), *folder.leftovers()]
         freed = sum(size_of(path) for path in gone)
         for path in [*doomed, *folder.aside()]:
@@ -64,12 +69,11 @@ def prune_command(name: Path, keep: int, as_json: bool) -> None:
         folder.sweep()
     finally:
         directory.close()
-    kept = [path.name for path in good[-keep:]]
-    report = {"kept": kept, "removed": [str(path) for path in gone], "freed_bytes": freed}
+    report = {"kept": [path.name for path in kept], "removed": [str(path) for path in gone], "freed_bytes": freed}
     if as_json:
         echo(json.dumps(report, indent=2))
         return
-    echo(f"kept {', '.join(kept)}; removed {len(gone)}, {mebibytes(freed)} freed")
+    echo(f"kept {', '.join(report['kept'])}; removed {len(gone)}, {mebibytes(freed)} freed")
 
 
 def entries(run: Path) -> list[Path]:
@@ -80,8 +84,12 @@ def entries(run: Path) -> list[Path]:
     return [*folder.steps().values(), *folder.aside()]
 
 
-def look(path: Path, hashes: bool) -> dict[str, Any]:
-    """Returns one row of the list. `problem` says what is wrong; None: none of the checks failed."""
+def look(path: Path, hashes: bool, best: int | None = None) -> dict[str, Any]:
+    """Returns one row of the list. `problem` says what is wrong; None: none of the checks failed.
+
+    Args:
+        best: step of the checkpoint that is pinned as the best by evaluation.
+    """
     row: dict[str, Any] = {
         "step": int(path.name.removeprefix("step_").partition(".")[0]),
         "path": str(path),
@@ -90,8 +98,10 @@ def look(path: Path, hashes: bool) -> dict[str, Any]:
         "complete": False,
         "verified": None,
         "set_aside": path.parent.name == "set_aside",
+        "best": False,
         "problem": None,
     }
+    row["best"] = row["step"] == best and not row["set_aside"]
     try:
         manifest = check_files(path, hashes=False)
         row |= {"complete": True, "time": manifest.time}
@@ -125,7 +135,8 @@ def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else "–" * 19
         state = row["problem"] or ("verified" if row["verified"] else "complete")
         aside = "set aside: " if row["set_aside"] else ""
-        echo(f"step {row['step']:>6}  {when}  {mebibytes(row['bytes']):>12}  {aside}{state}")
+        pinned = ", best by evaluation" if row["best"] else ""
+        echo(f"step {row['step']:>6}  {when}  {mebibytes(row['bytes']):>12}  {aside}{state}{pinned}")
 
 
 def size_of(folder: Path) -> int:

@@ -117,7 +117,7 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         engine=place_of(engine),
         engine_bytes=getattr(torch, engine.dtype or recipe.model.dtype).itemsize,
         sequences=min(engine.max_num_seqs, -(-recipe.samples_per_step // servers)),
-        model_len=(engine.max_model_len if isinstance(engine, VllmRecipe) else None) or longest,
+        model_len=(engine.max_model_len if isinstance(engine, VllmRecipe) else None) or recipe.engine_row_tokens,
         sleeps=isinstance(engine, ColocatedEngineRecipe) and engine.sleep,
         device=device,
         **(cache_of(engine, device) if place_of(engine) != "elsewhere" else NO_CACHE),

@@ -4,18 +4,37 @@ import ast
 import csv
 import glob
 import json
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlgen.errors import DataError, Problem, RewardError
 from rlgen.recipe import LoadedRecipe, Recipe
+from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.models import BUILT_IN_REWARDS, TASK_COLUMNS
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
 if TYPE_CHECKING:
     from rlgen.rewards.load import FunctionFacts
+
+
+def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
+    """Returns a recipe whose data and rewards are those of the evaluations, so that they are looked at in the same way; None if
+    nothing is evaluated.
+    """
+    recipe, held = loaded.recipe, loaded.recipe.eval
+    if held is None:
+        return None
+    origins = dict(loaded.origins)
+    for key in ("source", "columns.prompt", "columns.answer"):
+        own = loaded.origins.get(f"eval.{key}", "default")
+        origins[f"data.{key}"] = loaded.origins[f"data.{key}"] if own == "default" else own
+    if held.rewards is not None:
+        origins |= {name.removeprefix("eval."): at for name, at in loaded.origins.items() if name.startswith("eval.rewards.")}
+    changes = {"data": data_of(recipe, held), "rewards": rewards_of(recipe, held)}
+    return replace(loaded, recipe=recipe.model_copy(update=changes), origins=origins)
 
 
 def missing_files(loaded: LoadedRecipe) -> list[Problem]:

@@ -68,9 +68,11 @@ def with_sizes(recipe: Recipe) -> Recipe:
     """Returns the recipe with the length of its rows, which the server must hold. What the recipe leaves open is in the data.
 
     Raises:
-        DataError: the data cannot be read on this machine; data.max_prompt_tokens and rollout.max_completion_tokens say as much.
+        DataError: the data cannot be read on this machine; data.max_prompt_tokens, rollout.max_completion_tokens and, with an
+            evaluation, eval.max_prompt_tokens say as much.
     """
-    if all(is_written(recipe, path) for path in ("data.max_prompt_tokens", "rollout.max_completion_tokens")):
+    needed = ["data.max_prompt_tokens", "rollout.max_completion_tokens", *(["eval.max_prompt_tokens"] if recipe.eval else [])]
+    if all(is_written(recipe, path) for path in needed):
         return recipe
     from rlgen.opening.data import open_data
 

@@ -5,20 +5,28 @@ rewards, and the first prompts are shown as the model will see them.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlgen.cli.files import known_columns, missing_files, unfilled_parameters, unknown_columns, unusable_rewards
+from rlgen.cli.files import (
+    known_columns,
+    missing_files,
+    of_evaluation,
+    unfilled_parameters,
+    unknown_columns,
+    unusable_rewards,
+)
 from rlgen.cli.output import echo
 from rlgen.errors import RecipeError
 from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
+from rlgen.recipe.evaluation import data_of
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
 if TYPE_CHECKING:
-    from rlgen.opening.data import Data
+    from rlgen.opening.data import Data, HeldOut
 
 IDS_SHOWN = 24  # ids of a prompt that are shown from its start; the last ones follow
 LAST_IDS = 4
@@ -47,6 +55,8 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     """
     loaded = load_recipe(path, overrides)
     columns = looked_up(loaded)
+    if (held := of_evaluation(loaded)) is not None:
+        look_at_evaluation(held, imports=loaded.recipe.eval is not None and loaded.recipe.eval.rewards is not None)
     recipe, warnings = loaded.recipe, list(loaded.warnings)
     notices = [*loaded.notices, *unread(recipe, columns, path.resolve().parent)]
     if not as_json:
@@ -67,9 +77,9 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     echo(f"not looked at: {looked}, the GPU; `rlgen doctor` opens all of them")
 
 
-def looked_up(loaded: LoadedRecipe) -> set[str] | None:
+def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
     """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards, in a
-    process of their own.
+    process of their own, unless `imports` is false.
 
     Raises:
         RecipeError: a file, a column or a function is not there, or a reward cannot be imported.
@@ -79,9 +89,18 @@ def looked_up(loaded: LoadedRecipe) -> set[str] | None:
     columns = known_columns(loaded.recipe)
     if problems := [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]:
         raise RecipeError(problems)
-    if problems := unusable_rewards(loaded):
+    if imports and (problems := unusable_rewards(loaded)):
         raise RecipeError(problems)
     return columns
+
+
+def look_at_evaluation(held: LoadedRecipe, imports: bool) -> None:
+    """Checks the data and the rewards of the evaluations, as `of_evaluation` returns them. Raises RecipeError as `looked_up`."""
+    try:
+        looked_up(held, imports)
+    except RecipeError as error:
+        problems = [replace(problem, what=problem.what.replace("data.", "eval.", 1)) for problem in error.problems]
+        raise RecipeError(problems) from None
 
 
 def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> list[str]:
@@ -105,7 +124,8 @@ def is_here(path: str) -> bool:
 
 def can_open(recipe: Recipe) -> bool:
     """Returns whether data and model are on this machine, with the packages that read them."""
-    local = recipe.task is not None or is_local_source(recipe.data.source)
+    sources = [recipe.data.source, *([data_of(recipe, recipe.eval).source] if recipe.eval else [])]
+    local = all(source.startswith("task:") or is_local_source(source) for source in sources)
     return local and is_here(recipe.model.path) and all(find_spec(name) for name in NEEDED)
 
 
@@ -131,7 +151,15 @@ def of_data(data: "Data | None", shown: list[Rendered]) -> dict[str, Any]:
         return {"data": None}
     prompts = [{"row": prompt.row, "text": prompt.text, "ids": prompt.ids} for prompt in shown]
     found = {"counts": dict(data.prompts.counts), "longest": data.prompts.longest, "warnings": list(data.warnings)}
-    return {"data": found | {"notices": list(data.notices), "prompts": prompts}}
+    return {"data": found | {"notices": list(data.notices), "prompts": prompts}, "eval": of_held_out(data.held_out)}
+
+
+def of_held_out(held_out: "HeldOut | None") -> dict[str, Any] | None:
+    """Returns what was found in the data of evaluations, for JSON; None if nothing is evaluated."""
+    if held_out is None:
+        return None
+    prompts = held_out.prompts
+    return {"counts": dict(prompts.counts), "longest": prompts.longest, "trained_on_too": held_out.overlap}
 
 
 def show(data: "Data", shown: list[Rendered]) -> None:
@@ -139,6 +167,9 @@ def show(data: "Data", shown: list[Rendered]) -> None:
     from rlgen.data import listed
 
     echo(f"data: {listed(data.prompts.counts)}; the longest prompt has {data.prompts.longest} tokens")
+    if data.held_out is not None:
+        held = data.held_out.prompts
+        echo(f"eval: {listed(held.counts)}; {data.held_out.overlap} are trained on, too; the longest has {held.longest} tokens")
     for line in data.notices:
         echo(f"note: {line}")
     for line in data.warnings:

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pyarrow
+import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.data.cache import cached
@@ -165,6 +166,12 @@ def warnings_of(data: DataRecipe, prompts: PromptStream, has_template: bool) -> 
             " if that is meant"
         )
     return said
+
+
+def overlap(prompts: PromptStream, others: PromptStream) -> int:
+    """Returns how many of the prompts are among the others, too, compared by the text that the model sees."""
+    own, theirs = (stream.table.column("text") for stream in (prompts, others))
+    return int(pyarrow.compute.sum(pyarrow.compute.is_in(own, value_set=theirs.combine_chunks())).as_py() or 0)
 
 
 def listed(counts: Mapping[str, int]) -> str:

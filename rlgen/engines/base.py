@@ -144,8 +144,9 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         """Samples one completion for each request and returns them in the order of the requests; `rollout.answers` checks that.
 
-        The distribution is softmax(logits / temperature) over the whole vocabulary; at temperature 0 the most probable id is
-        taken, among equal ones the lowest. Log-probs are those at `Sampling.logp_temperature`. A completion depends only on its
+        The distribution is softmax(logits / temperature) over the whole vocabulary, or its nucleus (`Sampling.top_p`); at
+        temperature 0 the most probable id is taken, among equal ones the lowest. Log-probs are those at
+        `Sampling.logp_temperature`. A completion depends only on its
         request and on the weights, not on the other requests of the call. Without requests the result is empty.
 
         Args:

@@ -175,7 +175,7 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
     return {
         "n": 1,
         "temperature": sampling.temperature,
-        "top_p": 1.0,
+        "top_p": sampling.top_p,
         "top_k": 0,
         "min_p": 0.0,
         "presence_penalty": 0.0,

@@ -74,7 +74,7 @@ class EnginePlan:
             revision=recipe.model.revision,
             dtype=settings.dtype or recipe.model.dtype,
             fp32_head=recipe.model.fp32_head,
-            max_model_len=settings.max_model_len or recipe.max_row_tokens,
+            max_model_len=settings.max_model_len or recipe.engine_row_tokens,
             max_num_seqs=min(settings.max_num_seqs, samples),
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,

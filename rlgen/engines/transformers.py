@@ -119,6 +119,8 @@ class TransformersEngine:
             ).last_hidden_state[:, -1]
             logits = self._head.logits(hidden, self._fp32_head)
             logp = (logits / sampling.logp_temperature).log_softmax(-1)
+            if sampling.top_p < 1:
+                logp = _nucleus(logp, sampling.top_p)
             # argmax of the logits, as in vLLM: rounding can make log-probs of different logits equal.
             chosen = logits.argmax(-1) if sampling.temperature == 0 else _inverse_cdf(logp, uniforms[running, step])
             chosen_logp = logp.gather(-1, chosen[:, None])[:, 0]
@@ -170,6 +172,14 @@ class TransformersEngine:
 def _uniforms(seed: int, count: int) -> Tensor:
     """Returns [count] float64 numbers in [0, 1), one per token, that depend only on the seed."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _nucleus(logp: Tensor, top_p: float) -> Tensor:
+    """Returns [B, V] log-probs of what is left when only the fewest most probable ids with `top_p` of a distribution stay."""
+    ordered, ids = logp.sort(descending=True, stable=True)
+    probabilities = ordered.double().exp()
+    left_out = probabilities.cumsum(-1) - probabilities >= top_p  # the ids before it have enough
+    return torch.full_like(logp, -torch.inf).scatter(-1, ids, ordered.masked_fill(left_out, -torch.inf)).log_softmax(-1)
 
 
 def _inverse_cdf(logp: Tensor, uniform: Tensor) -> Tensor:

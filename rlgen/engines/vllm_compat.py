@@ -277,6 +277,7 @@ def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
     return vllm.SamplingParams(
         n=1,
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
         seed=request.seed,
         stop_token_ids=list(sampling.stop_ids),

@@ -99,12 +99,13 @@ PLANS = (
             "train": Metric.TIME_TRAIN,
             "sync": Metric.TIME_SYNC,
             "save": Metric.TIME_SAVE,
+            "evaluate": Metric.TIME_EVAL,
         },
         stacked=True,
     ),
 )
 EDGES = ("_low", "_high")  # of the interval of an evaluation: `eval/reward/mean_low`
-SIZES = ("eval/prompts", "eval/group_size")  # how much is evaluated, which never changes
+SIZES = (Metric.EVAL_PROMPTS,)  # how much is evaluated, which never changes
 UNDRAWN = frozenset([Metric.STEP, Metric.TIME_STEP, Metric.REWARD_STD, Metric.WEIGHTS_VERSION, Metric.CLIP_LOW, Metric.CLIP_HIGH])
 
 
@@ -203,7 +204,7 @@ def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
 def other_charts(rows: Sequence[Record]) -> list[Chart]:
     """Returns a chart for each number that no plan names, so that a new metric is seen without a change here."""
     named = {key for plan in plans(rows) for key in (*plan.keys.values(), *(plan.band or ()), plan.spread)} | UNDRAWN
-    keys = dict.fromkeys(key for row in rows for key in row if key not in named and not key.startswith("health/"))
+    keys = dict.fromkeys(key for row in rows for key in row if key not in named and not key.startswith(("health/", "eval/")))
     glossary = {str(metric): metric for metric in Metric}
     charts = []
     for key in keys:

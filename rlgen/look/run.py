@@ -1,6 +1,5 @@
 """Reads the folder of a run: recipe, status, metrics and evaluations."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any, TypeAlias
 
 from rlgen.metrics import Metric
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.run.directory import RunDirectory
+from rlgen.run.directory import RunDirectory, read_records
 
 Record: TypeAlias = Mapping[str, Any]
 
@@ -24,8 +23,8 @@ class Run:
     written: str  # recipe.yaml, as its author wrote it
     status: Record  # status.json; {} if the run has not begun
     attempts: Sequence[Record]  # provenance.json
-    metrics: Sequence[Record]  # metrics.jsonl, by step
-    evaluations: Sequence[Record]  # eval.jsonl, by step; empty if nothing was evaluated
+    metrics: Sequence[Record]  # metrics.jsonl, by step from 1 on
+    evaluations: Sequence[Record]  # those of metrics.jsonl with an evaluation, by step from 0 on
 
     @property
     def name(self) -> str:
@@ -47,6 +46,7 @@ def read_run(path: Path) -> Run:
         RecipeError: resolved.yaml does not fit this version of rlgen.
     """
     resolved, written = path / "resolved.yaml", path / "recipe.yaml"
+    records = read_records(path / "metrics.jsonl")
     return Run(
         path=path,
         recipe=load_recipe(resolved).recipe,
@@ -54,20 +54,9 @@ def read_run(path: Path) -> Run:
         written=written.read_text(encoding="utf-8", errors="replace") if written.is_file() else "",
         status=RunDirectory.look(path),
         attempts=RunDirectory.attempts(path),
-        metrics=records(path / "metrics.jsonl"),
-        evaluations=records(path / "eval.jsonl"),
+        metrics=[record for record in records if record[Metric.STEP]],
+        evaluations=[record for record in records if Metric.EVAL_REWARD_MEAN in record],
     )
-
-
-def records(file: Path) -> list[Record]:
-    """Returns the objects of a file with one JSON object a line, by step. A line that is not complete yet is left out."""
-    found: list[Record] = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # the run is being written, or was killed while writing
-            continue
-    return sorted(found, key=lambda record: record[Metric.STEP])
 
 
 def number(record: Record, key: str) -> float | None:

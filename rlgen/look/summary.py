@@ -15,8 +15,9 @@ PHASES = {
     "train": Metric.TIME_TRAIN,
     "sync": Metric.TIME_SYNC,
     "save": Metric.TIME_SAVE,
+    "evaluate": Metric.TIME_EVAL,
 }
-HEADLINE = "eval/reward/mean"  # the evaluation that is shown first, if it was measured
+HEADLINE = Metric.EVAL_REWARD_MEAN  # the evaluation that is shown first, if it was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,28 @@
 """Opens the tokenizer and the prompts before any weights are loaded: this is cheap, so that errors in them are reported first."""
 
+import re
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.data import PromptStream, Rows, build_prompts, cached_rows, listed, load_rows, warnings_of
-from rlgen.errors import DataError
+from rlgen.data import PromptStream, Rows, build_prompts, cached_rows, listed, load_rows, overlap, warnings_of
+from rlgen.errors import DataError, SetupError
 from rlgen.models.load import cached_model, check_model, load_tokenizer, locate, stop_ids
 from rlgen.recipe import Recipe
-from rlgen.recipe.sizes import fitted, prompt_limit, what_follows
+from rlgen.recipe.evaluation import data_of, seed_of
+from rlgen.recipe.models import EvalRecipe
+from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """The prompts of evaluations."""
+
+    settings: EvalRecipe  # with every size that follows from the model and the data
+    rows: Rows
+    prompts: PromptStream
+    overlap: int  # prompts that are among those of training, too
+    warnings: tuple[str, ...]  # what may be wrong with them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +34,7 @@ class Data:
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     prompts: PromptStream
+    held_out: HeldOut | None  # None: the recipe evaluates nothing
     stop_ids: tuple[int, ...]  # each ends a completion
     notices: tuple[str, ...]  # for the user
     warnings: tuple[str, ...]  # what may be wrong with the prompts
@@ -45,6 +60,10 @@ def open_data(recipe: Recipe) -> Data:
             f"data.source: {rows.source}: {listed(prompts.counts)}: less than rollout.prompts_per_step"
             f" {recipe.rollout.prompts_per_step}, so a step would ask the same twice; set it to {used} or less"
         )
+    held_out = None
+    if recipe.eval is not None:
+        held_out = open_held_out(found, recipe.eval, positions, tokenizer, prompts)
+        found = found.model_copy(update={"eval": held_out.settings})
     said = cached_model(location, recipe.model.revision), cached_rows(rows, recipe.data.revision)
     return Data(
         recipe=found,
@@ -52,7 +71,48 @@ def open_data(recipe: Recipe) -> Data:
         tokenizer=tokenizer,
         rows=rows,
         prompts=prompts,
+        held_out=held_out,
         stop_ids=stop_ids(tokenizer, location, recipe.model.revision),
         notices=(*filter(None, said), *what_follows(recipe, found)),
-        warnings=tuple(warnings_of(recipe.data, prompts, has_template=bool(tokenizer.chat_template))),
+        warnings=(
+            *warnings_of(recipe.data, prompts, has_template=bool(tokenizer.chat_template)),
+            *(held_out.warnings if held_out is not None else ()),
+        ),
     )
+
+
+def open_held_out(
+    recipe: Recipe, settings: EvalRecipe, positions: int | None, tokenizer: PreTrainedTokenizerBase, training: PromptStream
+) -> HeldOut:
+    """Reads the prompts of evaluations, and counts those that are trained on.
+
+    Args:
+        recipe: with the sizes of training.
+        positions: of the model; None: it does not say.
+
+    Raises:
+        RecipeError: what it says about the length of completions does not fit into the model.
+        DataError, SetupError: as for the data of training; the message names the key of `eval`.
+    """
+    data, limit = data_of(recipe, settings), eval_prompt_limit(recipe, settings, positions)
+    try:
+        rows = load_rows(data, seed_of(recipe))
+        prompts = build_prompts(data, rows, tokenizer, seed_of(recipe), limit)
+    except (DataError, SetupError) as error:
+        error.args = (of_eval(str(error)),)
+        raise
+    count, said = overlap(prompts, training), warnings_of(data, prompts, has_template=False)
+    if count:
+        said.append(f"{count} of {len(prompts)} prompts are trained on, too: on them an evaluation shows what was memorised")
+    return HeldOut(
+        settings=fitted_eval(recipe, settings, positions, prompts.longest),
+        rows=rows,
+        prompts=prompts,
+        overlap=count,
+        warnings=tuple(f"eval: {of_eval(text)}" for text in said),
+    )
+
+
+def of_eval(text: str) -> str:
+    """Returns a message about `data` as one about `eval`, whose keys of the same names it is about."""
+    return re.sub(r"\bdata\.(source|subset|split|revision|columns|options|limit)\b", r"eval.\1", text)

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlgen.errors import UsageError
 from rlgen.files import write_json
-from rlgen.opening.data import Data
+from rlgen.opening.data import Data, HeldOut
 from rlgen.opening.pair import Pair
 from rlgen.rewards.score import Scorer
 from rlgen.run.directory import RunDirectory
@@ -14,14 +14,28 @@ from rlgen.run.provenance import provenance
 from rlgen.sentinel.verdict import Rung
 
 
-def reward_files(scorer: Scorer) -> dict[str, str | None]:
-    """Returns the SHA-256 of each reward's user code by label; None for built-in rewards."""
-    return {reward.label: reward.sha256 for reward in scorer.rewards}
+def reward_files(scorer: Scorer, judge: Scorer | None) -> dict[str, str | None]:
+    """Returns the SHA-256 of each reward's user code by label; None for built-in rewards.
+
+    Args:
+        judge: the rewards of evaluations, which get `eval/` before their labels; None: nothing is evaluated.
+    """
+    found = {reward.label: reward.sha256 for reward in scorer.rewards}
+    return found | {f"eval/{reward.label}": reward.sha256 for reward in (judge.rewards if judge is not None else ())}
 
 
 def ids_of(data: Data) -> dict[str, Any]:
     """Returns what depends on the tokenizer in model.path: the digest of the prompts' ids, and the stop ids."""
     return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
+
+
+def facts_of(held_out: HeldOut | None) -> dict[str, Any]:
+    """Returns what is recorded of the data of evaluations; {} if the recipe evaluates nothing."""
+    if held_out is None:
+        return {}
+    rows = held_out.rows
+    facts = {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **held_out.prompts.counts}
+    return {**facts, "trained_on_too": held_out.overlap}
 
 
 def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | None]) -> str | None:
@@ -48,6 +62,12 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
             " come in another order, some of them twice. Bring the data back, or start a new run with model.path at a checkpoint"
             " of this one"
         )
+    held_out = None if data.held_out is None else data.held_out.rows.fingerprint
+    if held_out is not None and (was := last.get("eval", {}).get("fingerprint", held_out)) != held_out:
+        raise UsageError(
+            f"--resume: the data of eval has changed since the last attempt (fingerprint {was}, now {held_out}): earlier"
+            " and later evaluations could not be compared. Bring the data back, or start a new run"
+        )
     for key, ids in ids_of(data).items():
         if (was := last.get(key, ids)) != ids:  # earlier versions did not record them
             raise UsageError(
@@ -68,8 +88,14 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
     return last.get("weights")
 
 
-def record_attempt(directory: RunDirectory, pair: Pair, scorer: Scorer, rungs: Sequence[Rung], notices: Sequence[str]) -> None:
-    """Appends the facts of this attempt to `provenance.json`."""
+def record_attempt(
+    directory: RunDirectory,
+    pair: Pair,
+    rewards: Mapping[str, str | None],
+    rungs: Sequence[Rung],
+    notices: Sequence[str],
+) -> None:
+    """Appends the facts of this attempt to `provenance.json`. `rewards`: as `reward_files` returns them."""
     data, rows = pair.data, pair.data.rows
     facts = {
         **provenance(),
@@ -78,7 +104,8 @@ def record_attempt(directory: RunDirectory, pair: Pair, scorer: Scorer, rungs: S
         "weights": pair.learner.began_with,
         **ids_of(data),
         "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
-        "rewards": reward_files(scorer),
+        "eval": facts_of(data.held_out),
+        "rewards": rewards,
         "sentinel": [rung.as_json() for rung in rungs],
         "from_step": pair.position.step,
         "notices": list(notices),

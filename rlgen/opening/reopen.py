@@ -24,6 +24,7 @@ STEPS = "run.steps"
 MAY_CHANGE = (
     *("optim.micro_batch_tokens", "model.gradient_checkpointing"),
     *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
+    *("eval.every", "eval.at_start", "eval.best"),
     *("checkpoint.", "rollouts.", "sentinel.", "engine.", "processes.", "scoring.", "health."),
 )
 

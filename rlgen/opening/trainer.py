@@ -12,6 +12,7 @@ from rlgen.files import write_text
 from rlgen.models.lora import describe
 from rlgen.models.weights import bits
 from rlgen.opening.data import Data, open_data
+from rlgen.opening.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.opening.inputs import record_attempt, reward_files, same_inputs
 from rlgen.opening.largest import try_largest
 from rlgen.opening.pair import Pair, build_updater, open_pair
@@ -22,6 +23,7 @@ from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
+from rlgen.run.best import Best
 from rlgen.run.checkpoint import Checkpoints, saved_processes, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
@@ -69,12 +71,15 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
     with ExitStack() as undo:
         data, scorer = open_inputs(attempt, between)
         undo.callback(scorer.close)
+        judge = open_judge(attempt, data, scorer)
+        if judge is not None:
+            undo.callback(judge.close)
         recipe = data.recipe
         attempt = replace(attempt, recipe=recipe)
         processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
         began_with = None
         if attempt.checkpoint:
-            rewards = {} if attempt.changed_rewards else reward_files(scorer)
+            rewards = {} if attempt.changed_rewards else reward_files(scorer, judge)
             began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, rewards))
         console.say(f"model: {data.location}; opening the engine")
         pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
@@ -87,10 +92,10 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(pair.learner.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")
-        processes.on_main(lambda: record_attempt(attempt.directory, pair, scorer, rungs, attempt.notices))
+        processes.on_main(lambda: record_attempt(attempt.directory, pair, reward_files(scorer, judge), rungs, attempt.notices))
         if recipe.run.probe_max:
             console.say(try_memory(recipe, pair))
-        trainer = build_trainer(attempt, pair, scorer, probe)
+        trainer = build_trainer(attempt, pair, scorer, judge, probe)
         undo.pop_all()
     return trainer, pair.position
 
@@ -114,6 +119,17 @@ def open_inputs(attempt: Attempt, between: Callable[[], None]) -> tuple[Data, Sc
     for warning in data.warnings:
         console.say(f"warning: {warning}")
     return data, scorer
+
+
+def open_judge(attempt: Attempt, data: Data, training: Scorer) -> Scorer | None:
+    """Opens the rewards of evaluations, and prints what is evaluated; returns None if the recipe evaluates nothing."""
+    held_out, directory, processes = data.held_out, attempt.directory, attempt.processes
+    if held_out is None:
+        return None
+    attempt.console.say(f"eval: {words_of(data.recipe, held_out)}")
+    output = directory.logs / f"rewards.eval.rank{processes.rank}.log"
+    failures = directory.failed_rewards / "eval"
+    return processes.agreed(lambda: open_eval_scorer(data.recipe, held_out, training, output, failures))
 
 
 def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
@@ -146,7 +162,7 @@ def try_memory(recipe: Recipe, pair: Pair) -> str:
     return tried
 
 
-def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, probe: Probe) -> Trainer:
+def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | None, probe: Probe) -> Trainer:
     """Builds the training loop from the parts that are open."""
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
     learner, done = pair.learner, pair.position.step
@@ -155,6 +171,10 @@ def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, probe: Probe) ->
     sampler = build_sampler(attempt, pair, journal, early)
     watch = build_watch(attempt, pair, probe, sampler)
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind)
+    evaluate = None
+    if judge is not None and pair.data.held_out is not None:
+        best = processes.on_main(lambda: Best(directory.read_metrics())) if pair.data.held_out.settings.best else None
+        evaluate = build_evaluator(recipe, pair, pair.data.held_out, judge, watch, directory.evals, best)
     weights = bits(learner.policy.model, processes)
     watch.means.extend(processes.agreed(lambda: journal.starts_from(done, weights, ())))
     return Trainer(
@@ -195,6 +215,7 @@ def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, probe: Probe) ->
             console=attempt.console,
             writer=build_writer(attempt, pair, journal, checkpoints),
         ),
+        evaluate=evaluate,
     )
 
 

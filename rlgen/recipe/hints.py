@@ -25,6 +25,12 @@ REFUSED = {
     "optim.gradient_accumulation_steps": "micro-batches follow from optim.micro_batch_tokens and change no result",
     "optim.lr": "did you mean `learning_rate`?",
     "engine.url": "an engine of this kind has no server; set engine.kind to server",
+    "eval.steps": "did you mean `every`?",
+    "eval.n": "did you mean `group_size`?",
+    "eval.k": "k of pass@k are the powers of two up to `group_size`",
+    "eval.dataset": "did you mean `source`?",
+    "eval.chat": "prompts are rendered as data.chat says",
+    "eval.system": "prompts are rendered as data.system says",
 }
 REFUSED_BY_KIND = {
     "rloo": {

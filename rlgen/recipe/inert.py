@@ -2,7 +2,16 @@
 
 from collections.abc import Sequence
 
-from rlgen.recipe.models import ColocatedEngineRecipe, HealthRule, Recipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.evaluation import temperature_of
+from rlgen.recipe.models import (
+    ColocatedEngineRecipe,
+    EvalRecipe,
+    HealthRule,
+    Recipe,
+    RewardRecipe,
+    ServerEngineRecipe,
+    VllmRecipe,
+)
 from rlgen.recipe.rules import Finding, is_local_model, is_local_source
 from rlgen.recipe.trainers import OWN_SETTINGS, GRPORecipe, OnlineDPORecipe, RLOORecipe, TrainerRecipe
 
@@ -20,12 +29,11 @@ def inert(recipe: Recipe) -> list[Finding]:
         for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
             found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
     found += _inert_in_health(recipe)
-    task, local = recipe.task, is_local_source(data.source)
-    if task is None:
-        found.append(Finding("data.options", "data.options has an effect only with a task: source", "remove it"))
-    useless = ["columns", "subset", "split", "revision"] if task else ["subset", "split", "revision"] if local else []
-    kind = "a task: source" if task else "local files"
-    found += [Finding(f"data.{key}", f"data.{key} has no effect with {kind}", "remove it") for key in useless]
+    task = recipe.task
+    found += _inert_of_source("data", data.source)
+    if recipe.eval is not None:
+        found += _inert_of_source("eval", recipe.eval.source or data.source)
+        found += _inert_in_eval(recipe, recipe.eval)
     if task and not (data.chat or data.system):
         why = "data.template_args has no effect: the prompts of a task are texts, and no template is applied"
         found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
@@ -39,13 +47,41 @@ def inert(recipe: Recipe) -> list[Finding]:
         why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
         for path in ("engine.transfer_dir", "engine.restarts"):
             found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
-    for index, reward in enumerate(recipe.rewards):
-        if reward.on_error == "fail":
-            path = f"rewards.{index}.max_error_fraction"
-            why = f"{path} has no effect when on_error is fail: the first failure ends the run"
-            found.append(Finding(path, why, "remove it, or set on_error to skip"))
+    found += _inert_in_rewards(recipe.rewards, "rewards")
     if model.path.startswith("tiny:") or is_local_model(model.path):
         found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
+    return found
+
+
+def _inert_of_source(section: str, source: str) -> list[Finding]:
+    """Returns the fields of `data` or `eval` that have no effect with this source."""
+    task, local = source.startswith("task:"), is_local_source(source)
+    found = []
+    if not task:
+        path = f"{section}.options"
+        found.append(Finding(path, f"{path} has an effect only with a task: source", "remove it"))
+    useless = ["columns", "subset", "split", "revision"] if task else ["subset", "split", "revision"] if local else []
+    kind = "a task: source" if task else "local files"
+    return found + [Finding(f"{section}.{key}", f"{section}.{key} has no effect with {kind}", "remove it") for key in useless]
+
+
+def _inert_in_rewards(rewards: Sequence[RewardRecipe], section: str) -> list[Finding]:
+    """Returns the fields of rewards, which stand at `section`, that have no effect."""
+    found = []
+    for index, reward in enumerate(rewards):
+        if reward.on_error == "fail":
+            path = f"{section}.{index}.max_error_fraction"
+            why = f"{path} has no effect when on_error is fail: the first failure ends the run"
+            found.append(Finding(path, why, "remove it, or set on_error to skip"))
+    return found
+
+
+def _inert_in_eval(recipe: Recipe, held: EvalRecipe) -> list[Finding]:
+    """Returns the fields of the `eval` section that have no effect, other than those of its source."""
+    found = _inert_in_rewards(held.rewards or (), "eval.rewards")
+    if temperature_of(recipe, held) == 0:
+        hint = "remove it, or set eval.temperature"
+        found.append(Finding("eval.top_p", "eval.top_p has no effect: a greedy completion takes the most probable tokens", hint))
     return found
 
 

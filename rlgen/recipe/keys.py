@@ -30,7 +30,7 @@ def _walk(model: type[BaseModel], above: str, kind: str | None) -> Iterator[tupl
         path = f"{above}{key}"
         yield key, path, kind
         inner = [one for one in models_of(field.annotation) if one is not HealthRule]
-        item = "*." if str(field.annotation).startswith("list[") else ""
+        item = "*." if "list[" in str(field.annotation) else ""
         for one in inner:
             yield from _walk(one, f"{path}.{item}", kind_of(one) or kind)
 
@@ -61,6 +61,12 @@ def sentences(model: BaseModel, above: str = "") -> dict[str, str]:
     return found
 
 
+def places_of(key: str) -> dict[str, tuple[str, ...]]:
+    """Returns the places of a key, see `places_of_keys`; those in `eval`, which repeats others, only if it has no other."""
+    places = places_of_keys().get(key, {})
+    return {path: kinds for path, kinds in places.items() if not path.startswith("eval.")} or places
+
+
 def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None:
     """Returns what to do about an unknown key.
 
@@ -78,7 +84,7 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
         return OPTIONS[key].hint
     if key in OTHER_TOOLS:
         return OTHER_TOOLS[key]
-    if elsewhere := places_of_keys().get(key):
+    if elsewhere := places_of(key):
         if general in elsewhere:
             return f"it is a key of kind {' and '.join(elsewhere[general])}"
         if key != "kind" and len(elsewhere) <= 3:
@@ -86,6 +92,6 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
     if close := get_close_matches(key[:100], allowed, n=1):
         return f"did you mean `{close[0]}`?"
     if close := get_close_matches(key[:100], [*places_of_keys(), *OPTIONS], n=1, cutoff=0.8):
-        paths = places_of_keys().get(close[0])
+        paths = places_of(close[0])
         return f"did you mean {' or '.join(f'`{path}`' for path in paths)}?" if paths else OPTIONS[close[0]].hint
     return f"keys are {', '.join(allowed)}"

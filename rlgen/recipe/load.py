@@ -93,7 +93,8 @@ def effective(recipe: Recipe) -> dict[str, Any]:
         node: Any = data
         for parent in parents:
             node = node[int(parent)] if isinstance(node, list) else node[parent]
-        node.pop(key, None)
+        if node is not None:  # a section that the recipe leaves out
+            node.pop(key, None)
     return data
 
 
@@ -121,25 +122,41 @@ def _findings(recipe: Recipe, given: dict[yaml.Path, str]) -> list[Finding]:
 def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> list[Problem]:
     """Checks the names of tasks, their options, and the names of rewards. Returns the problems."""
     problems: list[Problem] = []
-    section = data.get("data")
-    source = section.get("source") if isinstance(section, dict) else None
-    if isinstance(source, str) and source.startswith("task:"):
-        name = source.removeprefix("task:")
-        options = section.get("options", {}) if isinstance(section, dict) else {}
-        if name not in TASKS:
-            where = yaml.place_of(places, ("data", "source")) or str(path)
-            problems.append(Problem(where, f"there is no task:{yaml.shortened(name)}", suggest(name, list(TASKS), "tasks")))
-        elif isinstance(options, dict):
-            try:
-                TASKS[name].model_validate(options)
-            except ValidationError as error:
-                for details in error.errors():
-                    details["loc"] = ("data", "options", *details["loc"])
-                    problems.append(translate(details, data, places, path, TASKS[name]))
-    rewards = data.get("rewards")
+    training, held = (data[name] if isinstance(data.get(name), dict) else {} for name in ("data", "eval"))
+    problems += _look_up_task(training.get("source"), training.get("options", {}), "data", data, places, path)
+    of_eval = held.get("source", training.get("source"))
+    if "options" in held or held.get("source") is not None:
+        problems += _look_up_task(of_eval, held.get("options", {}), "eval", data, places, path)
+    problems += _look_up_rewards(data.get("rewards"), ("rewards",), places, path)
+    return problems + _look_up_rewards(held.get("rewards"), ("eval", "rewards"), places, path)
+
+
+def _look_up_task(
+    source: Any, options: Any, section: str, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
+) -> list[Problem]:
+    """Checks the name of a `task:` source and its options. Returns the problems; none for other sources."""
+    if not isinstance(source, str) or not source.startswith("task:"):
+        return []
+    name = source.removeprefix("task:")
+    if name not in TASKS:
+        where = yaml.place_of(places, (section, "source")) or str(path)
+        return [Problem(where, f"there is no task:{yaml.shortened(name)}", suggest(name, list(TASKS), "tasks"))]
+    problems = []
+    try:
+        TASKS[name].model_validate(options if isinstance(options, dict) else {})
+    except ValidationError as error:
+        for details in error.errors():
+            details["loc"] = (section, "options", *details["loc"])
+            problems.append(translate(details, data, places, path, TASKS[name]))
+    return problems
+
+
+def _look_up_rewards(rewards: Any, section: yaml.Path, places: dict[yaml.Path, str], path: Path) -> list[Problem]:
+    """Checks the names of rewards. Returns the problems."""
+    problems: list[Problem] = []
     for index, entry in enumerate(rewards if isinstance(rewards, list) else []):
         use = entry.get("use") if isinstance(entry, dict) else None
-        where = yaml.place_of(places, ("rewards", index, "use")) or str(path)
+        where = yaml.place_of(places, (*section, index, "use")) or str(path)
         if isinstance(use, str) and "://" in use:
             what = f"`{yaml.shortened(use)}` is code of another place, which is never run"
             problems.append(Problem(where, what, "read it, put it beside the recipe, and say file.py:function"))

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from rlgen.errors import Problem
 from rlgen.recipe import yaml
 from rlgen.recipe.hints import EXAMPLES, MAIN_KEYS, VALUES
-from rlgen.recipe.keys import advice
+from rlgen.recipe.keys import advice, models_of
 from rlgen.recipe.models import ColocatedEngineRecipe, Recipe
 from rlgen.recipe.trainers import GRPORecipe
 
@@ -140,10 +140,7 @@ def _model_at(loc: tuple[str | int, ...], data: dict[str, Any]) -> type[BaseMode
     for index, part in enumerate(loc):
         if isinstance(part, int):
             continue
-        annotation = model.model_fields[part].annotation
-        variants: list[type[BaseModel]] = [
-            v for v in (annotation, *get_args(annotation)) if isinstance(v, type) and issubclass(v, BaseModel)
-        ]
+        variants = models_of(model.model_fields[part].annotation)
         kind = data[part].get("kind") if index == 0 and part in UNIONS else None
         named = [v for v in variants if kind and kind in get_args(v.model_fields["kind"].annotation)]
         model = (named or variants)[0]

@@ -135,7 +135,6 @@ class CountdownOptions(Strict):
     """Largest of them."""
 
 
-TaskOptions = ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions
 TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions]] = {
     "arithmetic": ArithmeticOptions,
     "reverse": ReverseOptions,
@@ -191,6 +190,9 @@ def samples_or_greedy(temperature: float) -> float:
     return temperature
 
 
+Temperature = Annotated[float, Field(strict=True, ge=0, le=2.0), AfterValidator(samples_or_greedy)]
+
+
 class RolloutRecipe(Strict):
     prompts_per_step: Count = 8
     """Prompts that a step samples and trains on. Unless said, fewer where the data have fewer."""
@@ -198,7 +200,7 @@ class RolloutRecipe(Strict):
     """Completions of each prompt."""
     max_completion_tokens: Count = 512
     """Longest completion; sampling stops there. Unless said, less where the model has fewer positions."""
-    temperature: Annotated[float, Field(strict=True, ge=0, le=2.0), AfterValidator(samples_or_greedy)] = 1.0
+    temperature: Temperature = 1.0
     """0 is greedy, which no trainer learns from; otherwise 0.01 or more."""
     ahead: Literal[0, 1] = 0
     """Steps that sampling is ahead of training. 1: prompts are answered while a step trains, by weights one version old."""
@@ -208,13 +210,52 @@ class RolloutRecipe(Strict):
     """Rounds in which a step may draw further prompts, to take the place of groups whose rewards are all equal."""
 
 
+class EvalRecipe(Strict):
+    """Held-out prompts that the model answers before step 1 and every few steps. What is not said is as in training."""
+
+    source: Text | None = None
+    """As data.source. None: data.source, with another split, or other rows of its task."""
+    subset: Text | None = None
+    """Configuration of a hub data set. None: data.subset, if the source is that of data."""
+    split: Text = "test"
+    """Split of a hub data set."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub data set. None: data.revision, if the source is that of data."""
+    columns: ColumnsRecipe | None = None
+    """Which columns hold prompts and answers, in place of all of data.columns. None: data.columns."""
+    options: dict[StrictStr, Any] | None = None
+    """Parameters of a task: source. None: data.options, if the task is that of data."""
+    limit: Count | None = None
+    """Use the first rows only."""
+    max_prompt_tokens: Count | None = None
+    """Longest prompt, template included. None: the longest of these rows, as far as the model's positions leave room for it."""
+    every: Count = 20
+    """Steps between evaluations; the last step is evaluated always."""
+    at_start: StrictBool = True
+    """Evaluate before step 1, too."""
+    best: StrictBool = True
+    """Save a checkpoint whenever the mean reward is the highest so far, and keep it whatever checkpoint.keep says."""
+    group_size: Count = 1
+    """Completions of each prompt; several give avg@k and pass@k."""
+    temperature: Temperature | None = None
+    """0 is greedy. None: 0 with one completion of each prompt, rollout.temperature with several."""
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
+    """Sample only from the fewest most probable tokens that have this share of the probability together."""
+    max_completion_tokens: Count | None = None
+    """Longest completion. None: rollout.max_completion_tokens."""
+    rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)] | None = None
+    """What scores the completions. None: the rewards of training."""
+    threshold: Number = 1.0
+    """A completion whose reward is this or more is correct, for eval/pass@k."""
+
+
 class VllmRecipe(Strict):
     """Settings of vLLM that are the same in a colocated engine and in a server."""
 
     dtype: Dtype | None = None
     """None: model.dtype."""
     max_model_len: Count | None = None
-    """None: max_prompt_tokens + max_completion_tokens."""
+    """None: max_prompt_tokens + max_completion_tokens, of the training or of `eval`, whichever is more."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
     """Completions decoded at the same time."""
     kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
@@ -477,6 +518,8 @@ class Recipe(Strict):
     """When the state of the run is saved, and how many of these stay."""
     rollouts: RolloutsRecipe = RolloutsRecipe()
     """Which samples are written to rollouts/, one file a step."""
+    eval: EvalRecipe | None = None
+    """Prompts that are never trained on, and how often they are answered."""
     sentinel: SentinelRecipe = SentinelRecipe()
     """How far engine and trainer may differ, and what happens beyond that."""
     health: HealthRecipe = HealthRecipe()
@@ -503,6 +546,14 @@ class Recipe(Strict):
         return (self.data.max_prompt_tokens or ASSUMED_PROMPT) + self.rollout.max_completion_tokens
 
     @property
+    def engine_row_tokens(self) -> int:
+        """Returns the tokens of the longest row that the engine samples, those of evaluations included."""
+        if self.eval is None:
+            return self.max_row_tokens
+        prompt = self.eval.max_prompt_tokens or self.data.max_prompt_tokens or ASSUMED_PROMPT
+        return max(self.max_row_tokens, prompt + (self.eval.max_completion_tokens or self.rollout.max_completion_tokens))
+
+    @property
     def structured_regex(self) -> str | None:
         """Returns the regular expression that completions are restricted to; None: they are not restricted."""
         return self.engine.structured_regex if isinstance(self.engine, ColocatedEngineRecipe) else None
@@ -511,8 +562,3 @@ class Recipe(Strict):
     def task(self) -> str | None:
         """Returns NAME of a task:NAME source; None for other sources."""
         return self.data.source.removeprefix("task:") if self.data.source.startswith("task:") else None
-
-    @property
-    def task_options(self) -> TaskOptions | None:
-        """Returns the options of a task: source, with defaults filled in; None for other sources and unknown tasks."""
-        return TASKS[self.task].model_validate(self.data.options) if self.task in TASKS else None

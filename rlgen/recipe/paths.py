@@ -8,7 +8,7 @@ from pathlib import Path
 from rlgen.errors import Problem
 from rlgen.recipe import yaml
 from rlgen.recipe.messages import short
-from rlgen.recipe.models import Recipe
+from rlgen.recipe.models import Recipe, RewardRecipe
 from rlgen.recipe.rules import is_local_model, is_local_source
 from rlgen.recipe.source import file_of
 
@@ -37,13 +37,24 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
         model = model.model_copy(update={"path": found})
     if is_local_source(data.source):
         data = data.model_copy(update={"source": absolute(data.source, ("data", "source"), True)})
-    rewards = []
-    for index, reward in enumerate(recipe.rewards):
-        file, _, function = reward.use.rpartition(":")
-        if file.endswith(".py"):
-            reward = reward.model_copy(update={"use": f"{absolute(file, ('rewards', index, 'use'), True)}:{function}"})
-        rewards.append(reward)
-    return recipe.model_copy(update={"model": model, "data": data, "rewards": rewards}), problems
+
+    def in_place(rewards: list[RewardRecipe], section: yaml.Path) -> list[RewardRecipe]:
+        found = []
+        for index, reward in enumerate(rewards):
+            file, _, function = reward.use.rpartition(":")
+            if file.endswith(".py"):
+                use = f"{absolute(file, (*section, index, 'use'), True)}:{function}"
+                reward = reward.model_copy(update={"use": use})
+            found.append(reward)
+        return found
+
+    held = recipe.eval
+    if held is not None and held.source is not None and is_local_source(held.source):
+        held = held.model_copy(update={"source": absolute(held.source, ("eval", "source"), True)})
+    if held is not None and held.rewards is not None:
+        held = held.model_copy(update={"rewards": in_place(held.rewards, ("eval", "rewards"))})
+    changes = {"model": model, "data": data, "rewards": in_place(recipe.rewards, ("rewards",)), "eval": held}
+    return recipe.model_copy(update=changes), problems
 
 
 def impossible_run_path(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> list[Problem]:
@@ -82,7 +93,8 @@ def outside(recipe: Recipe, folder: Path) -> list[str]:
     """Returns a notice for each reward file outside the recipe's folder. Such files run all the same, because the recipe names
     them.
     """
-    files = {file for reward in recipe.rewards if (file := reward.use.rpartition(":")[0]).endswith(".py")}
+    rewards = recipe.rewards if recipe.eval is None else [*recipe.rewards, *(recipe.eval.rewards or ())]
+    files = {file for reward in rewards if (file := reward.use.rpartition(":")[0]).endswith(".py")}
     return [
         f"rewards: {file} lies outside of the recipe's folder; its hash goes into provenance.json"
         for file in sorted(files)

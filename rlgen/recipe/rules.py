@@ -1,13 +1,17 @@
 """Checks what no single field can check: contradictions between fields."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from rlgen.recipe.evaluation import data_of
 from rlgen.recipe.models import (
     RESERVED_ENGINE_ARGUMENTS,
+    TASKS,
     ColocatedEngineRecipe,
     Recipe,
+    RewardRecipe,
     ServerEngineRecipe,
     VllmRecipe,
 )
@@ -47,7 +51,8 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         *_ahead_contradictions(recipe),
         *_model_contradictions(recipe),
         *_trainer_contradictions(recipe.trainer),
-        *_reward_contradictions(recipe),
+        *_reward_contradictions(recipe.rewards, "rewards"),
+        *_eval_contradictions(recipe),
         *_process_contradictions(recipe),
     ]
     if isinstance(engine, VllmRecipe):
@@ -142,34 +147,51 @@ def _model_contradictions(recipe: Recipe) -> list[Finding]:
     return found
 
 
-def _reward_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions between the entries of `rewards`."""
+def _reward_contradictions(rewards: Sequence[RewardRecipe], path: str) -> list[Finding]:
+    """Returns contradictions between entries of rewards, which stand at `path`."""
     found: list[Finding] = []
-    weights = [reward.weight for reward in recipe.rewards]
-    if not any(weights):
-        found.append(Finding("rewards", "every weight in rewards is 0, so that nothing is learned", "set one above 0"))
-    labels = [reward.label for reward in recipe.rewards]
+    if not any(reward.weight for reward in rewards):
+        found.append(Finding(path, f"every weight in {path} is 0, so that nothing is learned", "set one above 0"))
+    labels = [reward.label for reward in rewards]
     for index, label in enumerate(labels):
         if label in labels[:index]:
-            found.append(
-                Finding(f"rewards.{index}", f"two rewards are called `{label}`", f"set rewards.{index}.name to another name")
-            )
+            hint = f"set {path}.{index}.name to another name"
+            found.append(Finding(f"{path}.{index}", f"two rewards are called `{label}`", hint))
     return found
+
+
+def _eval_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns contradictions of the `eval` section."""
+    held, found = recipe.eval, []
+    if held is None:
+        return []
+    data = data_of(recipe, held)
+    same = (data.source, data.subset) == (recipe.data.source, recipe.data.subset) and not data.source.startswith("task:")
+    if same and (is_local_source(data.source) or data.split == recipe.data.split):
+        what = "eval names no rows but those that are trained on"
+        found.append(
+            Finding("eval.source", what, "set eval.source to a held-out file, or eval.split to another split of the hub")
+        )
+    if held.temperature == 0 and held.group_size > 1:
+        what = f"eval.temperature is 0: all {held.group_size} completions of a prompt are then equal"
+        found.append(Finding("eval.temperature", what, "remove it, or set eval.group_size to 1"))
+    return found if held.rewards is None else found + _reward_contradictions(held.rewards, "eval.rewards")
 
 
 def _task_contradictions(recipe: Recipe) -> list[Finding]:
     """Returns contradictions within the options of a task."""
     found: list[Finding] = []
-    if (options := recipe.task_options) is not None:
+    sections = {"data": recipe.data}
+    if recipe.eval is not None and recipe.eval.options is not None:
+        sections["eval"] = data_of(recipe, recipe.eval)
+    for section, data in sections.items():
+        task = TASKS.get(data.source.removeprefix("task:")) if data.source.startswith("task:") else None
+        options = task.model_validate(data.options) if task else None
         low, high = getattr(options, "min_length", 0), getattr(options, "max_length", 0)
         if low > high:
-            found.append(
-                Finding(
-                    "data.options.min_length",
-                    f"data.options.min_length {low} is above data.options.max_length {high}",
-                    f"set data.options.min_length to {high} or less",
-                )
-            )
+            path = f"{section}.options.min_length"
+            what = f"{path} {low} is above {section}.options.max_length {high}"
+            found.append(Finding(path, what, f"set {path} to {high} or less"))
     return found
 
 

@@ -6,11 +6,11 @@ A recipe that leaves all sizes out trains a model of 512 positions on five short
 from dataclasses import dataclass
 
 from rlgen.errors import Problem, RecipeError
-from rlgen.recipe.models import Recipe, VllmRecipe
+from rlgen.recipe.models import EvalRecipe, Recipe, VllmRecipe
 
 # Defaults that give way to the model and the data unless they are written.
 GIVE_WAY = ("rollout.prompts_per_step", "rollout.max_completion_tokens", "optim.micro_batch_tokens")
-FOLLOWING = ("data.max_prompt_tokens", *GIVE_WAY)
+FOLLOWING = ("data.max_prompt_tokens", *GIVE_WAY, "eval.max_prompt_tokens", "eval.max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,9 @@ class PromptLimit:
 
 def is_written(recipe: Recipe, path: str) -> bool:
     """Returns whether the recipe itself says a value, such as "rollout.group_size"."""
-    section, key = path.split(".")
-    return key in getattr(recipe, section).model_fields_set
+    name, key = path.split(".")
+    section = getattr(recipe, name)
+    return section is not None and key in section.model_fields_set
 
 
 def least_row(recipe: Recipe) -> tuple[int, str]:
@@ -37,17 +38,18 @@ def least_row(recipe: Recipe) -> tuple[int, str]:
     return prompt + completion, f"data.max_prompt_tokens + rollout.max_completion_tokens = {prompt + completion}"
 
 
-def window(recipe: Recipe, positions: int | None) -> tuple[int | None, str]:
+def window(recipe: Recipe, positions: int | None, trained: bool = True) -> tuple[int | None, str]:
     """Returns the most tokens of a prompt and its completion together, and what limits them.
 
     Args:
         positions: of the model; None: it does not say.
+        trained: whether the trainer learns from such rows, in micro-batches.
     """
     limits = [(positions, f"model.path {recipe.model.path} has {positions} positions")] if positions is not None else []
     engine = recipe.engine
     if isinstance(engine, VllmRecipe) and engine.max_model_len is not None:
         limits.append((engine.max_model_len, f"engine.max_model_len is {engine.max_model_len}"))
-    if is_written(recipe, "optim.micro_batch_tokens"):
+    if trained and is_written(recipe, "optim.micro_batch_tokens"):
         tokens = recipe.optim.micro_batch_tokens
         limits.append((tokens, f"optim.micro_batch_tokens is {tokens}"))
     return min(limits) if limits else (None, "")
@@ -103,11 +105,52 @@ def fitted(recipe: Recipe, positions: int | None, longest: int, used: int) -> Re
     )
 
 
+def eval_prompt_limit(recipe: Recipe, settings: EvalRecipe, positions: int | None) -> PromptLimit:
+    """Returns how long a prompt of an evaluation may be, as `prompt_limit` does for those of training.
+
+    Args:
+        recipe: with the sizes of training.
+
+    Raises:
+        RecipeError: what is written does not fit into the model.
+    """
+    prompt, written = settings.max_prompt_tokens, settings.max_completion_tokens
+    most, why = window(recipe, positions, trained=False)
+    least = (prompt or 1) + (written or 1)
+    if most is not None and least > most:
+        what = f"eval.max_prompt_tokens {prompt or 1} + eval.max_completion_tokens {written or 1} = {least}, but {why}"
+        raise RecipeError([Problem("eval.max_completion_tokens", what, f"lower one of them: {most} together at most")])
+    if most is None or (prompt is not None and written is not None):
+        return PromptLimit(prompt, f"eval.max_prompt_tokens is {prompt}")
+    left = most - (written or min(recipe.rollout.max_completion_tokens, most // 2))
+    if prompt is not None and prompt <= left:
+        return PromptLimit(prompt, f"eval.max_prompt_tokens is {prompt}")
+    return PromptLimit(left, f"{why}, of which completions take {most - left}")
+
+
+def fitted_eval(recipe: Recipe, settings: EvalRecipe, positions: int | None, longest: int) -> EvalRecipe:
+    """Returns the section `eval` with every size that it does not say itself.
+
+    Args:
+        longest: tokens of the longest prompt that is evaluated.
+    """
+    most, _ = window(recipe, positions, trained=False)
+    sizes = {"max_prompt_tokens": settings.max_prompt_tokens or longest}
+    completion = settings.max_completion_tokens or recipe.rollout.max_completion_tokens
+    if most is not None and sizes["max_prompt_tokens"] + completion > most:
+        sizes["max_prompt_tokens"] = longest
+    if most is not None and longest + completion > most:
+        sizes["max_completion_tokens"] = most - longest
+    return settings.model_copy(update=sizes)
+
+
 def what_follows(recipe: Recipe, found: Recipe) -> list[str]:
     """Returns a line for each size that gave way: "rollout.max_completion_tokens is 452 instead of 512: ..."."""
     said = []
     for path in FOLLOWING:
         section, key = path.split(".")
+        if getattr(recipe, section) is None:
+            continue
         was, now = (getattr(getattr(one, section), key) for one in (recipe, found))
         if was != now:
             instead = "" if was is None else f" instead of {was}"

@@ -103,6 +103,8 @@ RENAMED = {
     "eval.split": "dataset_test_split",
     "eval.every": "eval_steps eval_strategy evaluation_strategy do_eval eval",
     "eval.group_size": "num_generations_eval",
+    "eval.at_start": "eval_on_start",
+    "eval.best": "load_best_model_at_end",
     "sinks": "report_to",
 }
 # What is different besides the name.
@@ -138,7 +140,8 @@ DIFFERS = {
     "fsdp": "fsdp or ddp",
     "eval_strategy": "in steps",
     "evaluation_strategy": "in steps",
-    "do_eval": "an `eval` section with a source",
+    "do_eval": "an `eval` section with a source is enough",
+    "load_best_model_at_end": "the best checkpoint is kept; `rlgen checkpoints list RUN` says which it is",
     "eval": "a section: `eval: {source: heldout.jsonl, every: 20}`",
     "report_to": "a list: `sinks: [{kind: wandb}]`",
 }
@@ -181,12 +184,12 @@ NOT_NEEDED = {
     "rollouts/ has every sample; `rlgen rollouts RUN` filters and shows them": (
         "num_completions_to_print log_unique_prompts num_sample_generations"
     ),
-    "evaluation samples with the run's engine and scores with its rewards": (
+    "an `eval` section samples with the run's engine and scores with its rewards": (
         "per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object"
         " eval_accumulation_steps include_for_metrics batch_eval_metrics"
     ),
-    "an `eval` section evaluates before step 1 and from then on": "eval_on_start eval_delay",
-    "an `eval` section keeps the best checkpoint": "load_best_model_at_end metric_for_best_model greater_is_better",
+    "an `eval` section evaluates every eval.every steps, and with eval.at_start before step 1": "eval_delay",
+    "the best checkpoint of eval.best is that of the highest eval/reward/mean": "metric_for_best_model greater_is_better",
     "a checkpoint has all that an exact resume needs; `rlgen export` writes the model alone": "save_only_model",
     "a run's folder is shared by all machines": "save_on_each_node",
     "SIGTERM and Ctrl-C save and end with exit 75 at the end of a step; run.must_save_by sets a time": "enable_jit_checkpoint",

@@ -70,6 +70,8 @@ class Checkpoints:
     Args:
         base: digest of the frozen weights under an adapter. They are in no checkpoint, so that they must not change.
         trainer: kind of the trainer, stored in each manifest.
+
+    `pinned` is the step of the checkpoint that is never removed, which changes in the course of a run; None: there is none.
     """
 
     def __init__(
@@ -80,14 +82,20 @@ class Checkpoints:
         self.processes = processes
         self.base = base
         self.trainer = trainer
+        self.pinned: int | None = None
         self._room = Room()
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._writer: Writer | None = None  # of the save that is going on
         self._longest = 0.0  # seconds
 
     def oldest(self) -> int:
-        """Returns the step of the oldest checkpoint that is kept; 0 if there is none."""
-        return min(self.folder.steps(), default=0)
+        """Returns the step of the oldest checkpoint that is kept; 0 if there is none.
+
+        One that stays only because it is pinned does not count: a run hardly resumes from it.
+        """
+        steps = list(self.folder.steps())
+        extra = self.pinned is not None and sum(step > self.pinned for step in steps) >= self.keep
+        return min((step for step in steps if not (extra and step == self.pinned)), default=0)
 
     def has(self, step: int) -> bool:
         """Returns whether a complete checkpoint of `step` exists."""
@@ -155,6 +163,7 @@ class Checkpoints:
         part = Part(
             checkpoints=self.folder,
             keep=self.keep,
+            pinned=self.pinned,
             processes=processes,
             model=model,
             tokenizer=self._tokenizer,

@@ -81,14 +81,17 @@ class CheckpointFolder:
             )
         return Choice(step=0, path=None, later=(), notices=())
 
-    def rotate(self, keep: int) -> list[Path]:
+    def rotate(self, keep: int, pinned: int | None = None) -> list[Path]:
         """Removes the checkpoints that are older than the `keep` newest complete ones, and returns their paths.
 
         Checks which ones are complete just before it removes any.
+
+        Args:
+            pinned: step of a checkpoint that stays whatever its age.
         """
         found = self.steps()
         kept = [step for step, path in found.items() if is_complete(path)][-keep:]
-        old = [path for step, path in found.items() if kept and step < kept[0]]
+        old = [path for step, path in found.items() if kept and step < kept[0] and step != pinned]
         for path in old:
             self.remove(path)
         return old

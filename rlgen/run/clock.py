@@ -7,13 +7,14 @@ from typing import Literal, TypeAlias
 
 from rlgen.metrics import Metric
 
-Phase: TypeAlias = Literal["generate", "reward", "train", "sync", "save"]
+Phase: TypeAlias = Literal["generate", "reward", "train", "sync", "save", "eval"]
 TIMES: dict[Phase, Metric] = {
     "generate": Metric.TIME_GENERATE,
     "reward": Metric.TIME_REWARD,
     "train": Metric.TIME_TRAIN,
     "sync": Metric.TIME_SYNC,
     "save": Metric.TIME_SAVE,
+    "eval": Metric.TIME_EVAL,
 }
 
 

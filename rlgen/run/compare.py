@@ -45,15 +45,19 @@ class Difference:
 def first_difference(left: Path, right: Path) -> Difference | None:
     """Returns the first step at which two run directories differ, with the first difference in it; None if the runs are equal.
 
-    Compares the metrics of all steps except times, all rollouts, and all checkpoints: both runs must have the same ones, with
+    Compares the metrics of all steps except times, all samples, and all checkpoints: both runs must have the same ones, with
     equal weights, optimizer state, schedule, data position and random states.
     """
     return min(differences(left, right), key=lambda difference: difference.step, default=None)
 
 
 def differences(left: Path, right: Path) -> Iterator[Difference]:
-    """Yields the first difference in rollouts, in metrics and in checkpoints. Rollouts come first: the step learned from them."""
-    yield from first(rollouts(left, right))
+    """Yields the first difference in the samples of training and of evaluations, in metrics and in checkpoints.
+
+    Rollouts come first: the step learned from them.
+    """
+    yield from first(rollouts("rollouts", left, right))
+    yield from first(rollouts("evals", left, right))
     yield from first(metrics(left, right))
     yield from first(checkpoints(left, right))
 
@@ -74,11 +78,11 @@ def metrics(left: Path, right: Path) -> Iterator[Difference]:
         yield Difference(file=name, step=max(ours), key="lines", left=counts[0], right=counts[1])
 
 
-def rollouts(left: Path, right: Path) -> Iterator[Difference]:
-    steps = sorted({step for run in (left, right) for step in rollout_steps(run / "rollouts")})
+def rollouts(folder: str, left: Path, right: Path) -> Iterator[Difference]:
+    steps = sorted({step for run in (left, right) for step in rollout_steps(run / folder)})
     for step in steps:
-        name = f"rollouts/step_{step:06d}.parquet"
-        ours, theirs = (read_rollouts(run, step) if parts_of(run / name) else None for run in (left, right))
+        name = f"{folder}/step_{step:06d}.parquet"
+        ours, theirs = (read_rollouts(run / name) if parts_of(run / name) else None for run in (left, right))
         if ours is None or theirs is None:
             said = ["(not there)" if side is None else "there" for side in (ours, theirs)]
             yield Difference(file=name, step=step, key="file", left=said[0], right=said[1])

@@ -7,7 +7,7 @@ from typing import IO, Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rlgen.metrics import Metric
+from rlgen.metrics import Family, Metric
 from rlgen.redact import printable
 
 
@@ -68,6 +68,10 @@ class Console:
         """Prints one line."""
         self._console.say(text)
 
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Prints the line of one evaluation, from its object in metrics.jsonl."""
+        self.say(evaluation_line(record, self._steps))
+
     def step(self, record: dict[str, Any]) -> None:
         """Prints the line of one step, from its object in metrics.jsonl, and advances the progress bar."""
         self.say(step_line(record, self._steps))
@@ -75,6 +79,18 @@ class Console:
             self._progress.update(
                 self._task, completed=record[Metric.STEP], description=f"reward {_number(record[Metric.REWARD_MEAN])}"
             )
+
+
+def evaluation_line(record: dict[str, Any], steps: int) -> str:
+    """Returns `eval  12/100  reward 0.531 (0.480 to 0.582)  pass@1 0.500  length 12.3`; the interval is of 95 %."""
+    low, high = (record.get(metric) for metric in (Metric.EVAL_REWARD_LOW, Metric.EVAL_REWARD_HIGH))
+    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+    return (
+        f"eval {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
+        f"  reward {_number(record[Metric.EVAL_REWARD_MEAN])}{interval}"
+        f"  pass@1 {_number(record.get(Family.EVAL_PASS.of('1')))}"
+        f"  length {_number(record[Metric.EVAL_MEAN_TOKENS], '.1f')}"
+    )
 
 
 def step_line(record: dict[str, Any], steps: int) -> str:

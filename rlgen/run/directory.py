@@ -3,6 +3,7 @@
 recipe.yaml      verbatim            status.json    state, step, process
 resolved.yaml    every value         metrics.jsonl  one object a step
 provenance.json  versions, hashes    rollouts/      step_000012.parquet, one row a sample
+evals/           step_000012.parquet, the samples of the evaluation after that step
 nonfinite/       step_000012.json, which numbers were not finite in a step whose update was skipped
 journal/         what was sampled and scored since the last checkpoint, see rollout/journal.py
 logs/            of this attempt; those of earlier attempts are under attempt_K
@@ -51,6 +52,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.rollouts = path / "rollouts"
+        self.evals = path / "evals"
         self.nonfinite = path / "nonfinite"
         self.failed_rewards = path / "failed_rewards"
         self.journal = path / "journal"
@@ -188,28 +190,32 @@ class RunDirectory:
         before = [path.name.removeprefix("attempt_") for path in self.logs.glob("attempt_*")]
         attempt = self.logs / f"attempt_{max([int(number) for number in before if number.isdecimal()], default=0) + 1}"
         attempt.mkdir()
-        for folder in (self.path, self.rollouts, *self.rollouts.glob("step_*/"), self.nonfinite, self.failed_rewards):
+        samples = [folder for top in (self.rollouts, self.evals) for folder in (top, *top.glob("step_*/"))]
+        for folder in (self.path, *samples, self.nonfinite, self.failed_rewards):
             for left in folder.glob(".?*.?*.[0-9]*"):  # half-written by a process that was killed, see `write_text`
                 left.unlink()
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
+        kept: set[int | None] = set()
         if self.metrics.exists():
             # A crash may have cut the last line within a multi-byte character: reward names can be in any script.
             lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             steps = [_step_of(line) for line in lines]
             belongs = [of is not None and of <= step for of in steps]
+            kept = {of for of, belong in zip(steps, belongs, strict=True) if belong}
             if not all(belongs):
                 write_text(
                     attempt / "metrics.jsonl", "".join(line for line, keep in zip(lines, belongs, strict=True) if not keep)
                 )
                 write_text(self.metrics, "".join(line for line, keep in zip(lines, belongs, strict=True) if keep))
-        for folder in (self.rollouts, self.nonfinite):
+        for folder in (self.rollouts, self.nonfinite, self.evals):
             for file in list(folder.iterdir()) if folder.exists() else ():
                 number = file.stem.removeprefix("step_")
                 if folder == self.rollouts and file.suffix == ".parquet" and number.isdecimal():
                     if int(number) > step:
                         self._to_journal(file)
-                elif not number.isdecimal() or int(number) > step:
+                # The evaluation before step 1 is repeated if its record is not there.
+                elif not number.isdecimal() or int(number) > step or (folder == self.evals and int(number) not in kept):
                     (attempt / folder.name).mkdir(exist_ok=True)
                     shutil.move(file, attempt / folder.name / file.name)
 
@@ -379,6 +385,17 @@ def _untouched(path: Path) -> bool:
         found.name.startswith(".") or found.name in plain or (found.name in empty and not any(found.iterdir()))
         for found in path.iterdir()
     )
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a file with one JSON object a line, by step. A line that is not complete yet is left out."""
+    found: list[dict[str, Any]] = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # the run is being written, or was killed while writing
+            continue
+    return sorted(found, key=lambda record: record["step"])
 
 
 def _step_of(line: str) -> int | None:

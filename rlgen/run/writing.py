@@ -98,6 +98,7 @@ class Part:
 
     checkpoints: CheckpointFolder
     keep: int
+    pinned: int | None  # step of a checkpoint that stays whatever its age
     processes: Processes
     model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
     tokenizer: PreTrainedTokenizerBase
@@ -224,7 +225,7 @@ class Part:
                 self.checkpoints.set_aside(self.final)
             self.aside.rename(self.final)
             flush(self.final.parent)
-            self.checkpoints.rotate(self.keep)
+            self.checkpoints.rotate(self.keep, self.pinned)
 
 
 @contextmanager

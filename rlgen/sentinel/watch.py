@@ -19,7 +19,7 @@ from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Verdict
-from rlgen.types import Sample, Samples
+from rlgen.types import Sample, Samples, Sampling
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
 PROBED = 8  # number of prompts that are completed to compare after a sync
@@ -98,6 +98,26 @@ class Watch:
         self.means.clear()  # an uninterrupted run did not compare here
         self.means.extend(remembered)
         return {}
+
+    def aside(self, sampling: Sampling) -> "Watch":
+        """Returns a copy for completions of other settings: it knows the gaps of this run, and adds none to them."""
+        return replace(self, probe=replace(self.probe, sampling=sampling), means=deque(self.means, maxlen=MEMORY))
+
+    def evaluated(self, samples: Sequence[Sample], step: int) -> dict[str, Any]:
+        """Compares completions of an evaluation by the weights of `step`, and returns metrics.
+
+        Args:
+            samples: the same in all processes; without any, nothing is compared.
+
+        Raises:
+            SentinelError: engine and trainer differ, and the recipe says stop.
+        """
+        if not samples:
+            return {}
+        logp = self.probe.trainer.logp(samples, self.probe.sampling.logp_temperature)
+        gap = compare(samples, logp)
+        self.drifted(gap, lambda: worst(samples, logp), step + 1, f"evaluation after step {step}")
+        return {Metric.EVAL_DELTA_MEAN: gap.mean_delta, Metric.EVAL_DELTA_MAX: gap.max_delta}
 
     def worst(self, off: Sequence[tuple[float, Sample]]) -> list[Sample]:
         """Returns the samples that differ most among those of all processes; the same in every process."""

@@ -22,6 +22,7 @@ from rlgen.run.signals import StopNow, StopRequest
 from rlgen.run.state import random_tensors, set_random
 from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.collect import Collected, Collector
+from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.report import Reporter
 from rlgen.trainers.update import Skipped, Updater
 from rlgen.trainers.window import WindowBuilder
@@ -48,6 +49,7 @@ class Trainer:
     schedule: LRScheduler
     checkpoints: Checkpoints
     report: Reporter
+    evaluate: Evaluator | None  # None: the recipe evaluates nothing
 
     def run(self, start: Position, stop: StopRequest) -> None:
         """Trains from position `start` to step `run.steps`.
@@ -57,6 +59,7 @@ class Trainer:
             RlgenError: a part of the step failed; raised in all processes. The last checkpoint is intact.
         """
         recipe, processes, at = self.recipe, self.processes, start
+        self.evaluate_first(start, stop)
         clock, saving = Clock(), 0.0
         for step in range(start.step + 1, recipe.run.steps + 1):
             self.saved(False)
@@ -90,12 +93,14 @@ class Trainer:
                 processes.agreed(self.collect.sampler.before_sync, patient=True)
             with clock("sync"):
                 refused, probed = self.sync(step)
-            checkup = self.report.metrics(step, got, {**measured, **learned, **probed}, self.engine.weight_version, clock)
+            evaluated = {} if refused else self.evaluated(step, clock)
+            found = {**measured, **learned, **probed, **evaluated}
+            checkup = self.report.metrics(step, got, found, self.engine.weight_version, clock)
             seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
             # Saves after the metrics, so that a step with a checkpoint has metrics. The time of the save counts to the next step.
             asked = processes.on_main(self.report.directory.asked_to_save)
-            saves = refused or asked or checkup.saves or step == recipe.run.steps or step % recipe.checkpoint.every == 0
-            if saves:
+            saves = refused or asked or checkup.saves or step == self.pinned
+            if saves or step == recipe.run.steps or step % recipe.checkpoint.every == 0:
                 with clock("save"):
                     self.save(at, bool(refused or checkup.ends or step == recipe.run.steps))
             if refused:
@@ -129,6 +134,42 @@ class Trainer:
             return error, probed
         return None, probed
 
+    def evaluate_first(self, start: Position, stop: StopRequest) -> None:
+        """Evaluates the weights before step 1, unless an earlier attempt has. Raises Stopped if the run is asked to stop."""
+        directory, processes = self.report.directory, self.processes
+        if start.step or self.evaluate is None or processes.on_main(lambda: bool(directory.read_metrics())):
+            return
+        clock = Clock()
+        try:
+            stop.check(processes)
+            with stop.at_once(processes):
+                evaluated = self.evaluated(0, clock)
+        except StopNow:
+            raise self.stopped(start, stop.why) from None
+        if evaluated:
+            self.report.first_evaluation(evaluated, clock)
+
+    def evaluated(self, step: int, clock: Clock) -> dict[str, Any]:
+        """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due.
+
+        Raises:
+            RlgenError: as `Evaluator` raises it. The step is trained again after a resume, and evaluated then.
+        """
+        if self.evaluate is None or not self.evaluate.due(step):
+            return {}
+        with clock("eval"):
+            self.processes.agreed(self.collect.sampler.rest, patient=True)  # one call to the engine at a time
+            try:
+                return self.evaluate(step)
+            except SentinelError:
+                self.distrust(step + 1)
+                raise
+
+    @property
+    def pinned(self) -> int | None:
+        """Returns the step of the best evaluation, whose checkpoint is kept; None: there is none, or the recipe pins none."""
+        return None if self.evaluate is None or self.evaluate.best is None else self.evaluate.best.step
+
     def distrust(self, step: int) -> None:
         """Marks the samples for `step` in the journal as not to be reused.
 
@@ -159,6 +200,8 @@ class Trainer:
         """Ends everything that runs beside the loop: writer, rewards, engine, and the save that is going on."""
         self.report.writer.close()
         try:
+            if self.evaluate is not None:
+                self.evaluate.close()
             self.collect.scorer.close()
         finally:
             try:
@@ -177,6 +220,7 @@ class Trainer:
                 settle = nothing
             # A run that resumes from it does not write the rollouts of earlier steps again.
             self.processes.agreed(self.report.writer.wait, patient=True)
+            self.checkpoints.pinned = self.pinned
             self.checkpoints.save(
                 at,
                 self.policy.model,

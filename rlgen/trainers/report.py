@@ -68,6 +68,16 @@ class Reporter:
         verdict = {"step": step, **skipped.verdict(), "rows": rows}
         return self.processes.on_main(lambda: self.directory.write_nonfinite(step, verdict))
 
+    def first_evaluation(self, evaluated: Mapping[str, Any], clock: Clock) -> None:
+        """Writes and prints the evaluation before step 1, as the record of step 0."""
+
+        def write() -> None:
+            record = finite({Metric.STEP: 0, **evaluated, **clock.metrics()})
+            self.directory.write_metrics(record)
+            self.console.evaluation(record)
+
+        self.processes.on_main(write)
+
     def metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Checkup:
         """Writes one object to metrics.jsonl, one line to the console, and the status; returns what the health rules found.
 
@@ -91,6 +101,8 @@ class Reporter:
         self.directory.write_metrics(record | checkup.metrics)
         self.directory.write_status("running", step, self.steps, health=checkup.broken)
         self.console.step(record)
+        if Metric.EVAL_REWARD_MEAN in record:
+            self.console.evaluation(record)
         for line in checkup.news:
             self.console.say(line)
         return checkup

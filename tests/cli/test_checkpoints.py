@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from rlgen.cli.app import app
 from rlgen.cli.checkpoints import prune_command, verify_command
 from rlgen.errors import CheckpointError, UsageError
+from rlgen.run.best import pinned_step
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.directory import RunDirectory
 from rlgen.run.manifest import seal
@@ -99,3 +100,24 @@ def test_prune_keeps_good_ones(run: Path, capsys: pytest.CaptureFixture[str], pr
         prune_command(run, 1, False)
     assert names(run) == ["set_aside", "step_000003"]
     proof("newest of four damaged, keep 1: the good one before it stays; with none good nothing goes")
+
+
+@pytest.mark.fault(67)
+def test_the_best_one_is_never_pruned(run: Path, capsys: pytest.CaptureFixture[str], proof: Proof) -> None:
+    """Step 0 has no checkpoint, and of steps 2 and 3, which are as good, the first is the best."""
+    rewards = {0: 9.0, 1: 0.1, 2: 0.5, 3: 0.5, 4: 0.2}
+    lines = [json.dumps({"step": step, "eval/reward/mean": reward}) + "\n" for step, reward in rewards.items()]
+    (run / "metrics.jsonl").write_text("".join(lines) + '{"step": 5, "eval/reward/mean": 0')
+    (run / "resolved.yaml").write_text("eval: {best: true}\n")
+    listed = CliRunner().invoke(app, ["checkpoints", "list", str(run), "--json"])
+    assert [row["step"] for row in json.loads(listed.stdout) if row["best"]] == [2]
+    assert CheckpointFolder(run / "checkpoints").rotate(1, pinned_step(run)) == [
+        run / "checkpoints" / name for name in ("step_000001", "step_000003")
+    ]
+    prune_command(run, 1, True)
+    assert json.loads(capsys.readouterr().out)["kept"] == ["step_000002", "step_000004"] == names(run)
+    (run / "resolved.yaml").write_text("eval: {best: false}\n")
+    assert pinned_step(run) is None
+    prune_command(run, 1, True)
+    assert names(run) == ["step_000004"]
+    proof("of steps 1 to 4, step 2 is the best: rotated and pruned to steps 2 and 4")

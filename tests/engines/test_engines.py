@@ -169,6 +169,18 @@ def test_sampling_follows_the_distribution(engine: Engine) -> None:
     assert abs(share - p[top].item()) < 4 * (p[top].item() / 2000) ** 0.5 and p[top] > 0.03
 
 
+def test_a_nucleus_is_what_is_sampled_and_its_log_probs_are_said(engine: Engine) -> None:
+    prompt, sampling = (10, 20, 30), Sampling(max_tokens=1, temperature=0.5, top_p=0.3, stop_ids=())
+    answers = engine.generate([request(prompt, i) for i in range(500)], sampling)
+    with torch.no_grad():
+        p, order = (tiny_model("qwen3")(torch.tensor([prompt])).logits[0, -1].double() / 0.5).softmax(-1).sort(descending=True)
+    count = int((p.cumsum(-1) < 0.3).sum()) + 1  # the fewest with 0.3 together
+    kept = dict(zip(order[:count].tolist(), (p[:count] / p[:count].sum()).log().tolist(), strict=True))
+    assert 1 < count < 100 and {int(one.token_ids[0]) for one in answers} <= set(kept)
+    assert all(abs(float(one.logp[0]) - kept[int(one.token_ids[0])]) < 1e-4 for one in answers)
+    assert len({int(one.token_ids[0]) for one in answers}) > 0.8 * count
+
+
 def test_the_process_is_left_as_it_was_found() -> None:
     def state() -> list[Any]:
         threads = torch.get_num_threads(), id(torch.set_num_threads), os.sched_getaffinity(0)

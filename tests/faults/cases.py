@@ -16,13 +16,11 @@ ABSENT = {
 
 # What of a fault is not shown here, though the rest of it is.
 PARTLY = {
-    24: "there is no evaluation set that could overlap",
     36: "no judge is built in: a function of the user's",
     51: "the engine runs on the CPU",
     57: "the engine runs on the CPU",
     58: "the engine runs on the CPU",
     63: "answers of vLLM on a GPU",
-    67: "no checkpoint is the best one, to be pinned",
     81: "there is no viewer: records and terminal",
 }
 

@@ -267,12 +267,13 @@ def make_run(
                     **value,
                     "eval/completions/truncated": 0.02,
                     "eval/prompts": 64,
-                    "eval/plan": "0123",
                 }
             )
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if evaluates:
-        (path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+        before, *later = evaluations
+        of_step = {line["step"]: line for line in later}
+        lines = [before, *({**line, **of_step.get(line["step"], {})} for line in lines)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     status = {"state": "done", "step": steps, "steps": steps, "exit_code": 0, "message": "", "health": [], "pid": 1, "time": 1e9}
     (path / "status.json").write_text(json.dumps(status))
     attempt = {"rlgen": "0.1.0", "time": "2026-01-02T03:04:05+0000", "command": ["rlgen", "train", "demo.yaml"], "git": "abc123"}

@@ -26,6 +26,7 @@ from rlgen import processes
 from rlgen.errors import ProcessError, RewardError
 from rlgen.files import read_json
 from rlgen.processes import EngineShare, Processes
+from rlgen.rollout.read import read_rollouts
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.launch import Launch, asked_for, check_launch
 from rlgen.run.manifest import check_files
@@ -678,3 +679,25 @@ def test_prompts_are_shared_by_engines_and_engines_by_processes() -> None:
         assert sum(s.first for s in seats) == world // size
     with pytest.raises(ProcessError, match="needs a multiple of 2 processes, but 3 run"):
         engine_share(0, 3, 2)
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_evaluate_what_one_evaluates(recipe: Path, tmp_path: Path, strategy: str) -> None:
+    """Each its share of seven prompts; all know the whole, and so pin the same checkpoint."""
+    options = ["--set", "eval={limit: 7, every: 1, group_size: 2}", "--set", "checkpoint={every: 9, keep: 1}"]
+    one = alone(recipe, tmp_path / "one", *options)
+    two = train(recipe, tmp_path / "two", *options, "--set", f"processes.strategy={strategy}")
+    for ours, theirs in zip(read_jsonl(two / "metrics.jsonl"), read_jsonl(one / "metrics.jsonl"), strict=True):
+        for key in theirs:
+            if key.startswith("eval/"):
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5), (key, theirs["step"])
+    for step in (0, 1, 2):
+        ours, theirs = (read_rollouts(folder / "evals" / f"step_{step:06d}.parquet") for folder in (two, one))
+        assert ours["completion_ids"].to_pylist() == theirs["completion_ids"].to_pylist() and len(ours) == 14
+        assert len(list((two / "evals" / f"step_{step:06d}.parquet").glob("part-*.parquet"))) == 2
+    kept = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (two, one)]
+    assert kept[0] == kept[1]

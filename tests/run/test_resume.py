@@ -86,6 +86,23 @@ def test_killed_between_two_updates_or_beside_a_reference(kills: Kills, what: st
 
 
 @pytest.mark.slow
+@pytest.mark.fault(63)
+@pytest.mark.parametrize(
+    "instant",
+    [
+        "after:rlgen.trainers.evaluate:Evaluator.groups:1@4",
+        "before:rlgen.run.directory:RunDirectory.write_metrics:1@4",
+        "file:/evals/:1@4",
+        "half:rlgen.run.directory:RunDirectory.write_metrics:1@0",  # of the evaluation before step 1
+    ],
+)
+def test_killed_in_an_evaluation(kills: Kills, instant: str, proof: Proof) -> None:
+    outcome = kills(Kill("evaluated", "in an evaluation", instant), instant.replace("/", "").replace(":", "_"))
+    assert outcome.problem is None, outcome
+    proof(f"evaluated each step: exit -9, {outcome.fired}; resumed and equal")
+
+
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.fault(63, 71)
 @pytest.mark.parametrize("number", range(1, len(KILLS) + 1))

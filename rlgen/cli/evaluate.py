@@ -1,0 +1,140 @@
+"""Evaluates a model or a run's checkpoint with the `eval` section of a recipe: `rlgen eval`."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlgen.cli.export import find
+from rlgen.cli.output import echo
+from rlgen.errors import ProcessError, UsageError
+from rlgen.metrics import Family, Metric
+from rlgen.recipe import Recipe, load_recipe
+from rlgen.recipe.models import ModelRecipe
+from rlgen.run.best import pinned_step
+from rlgen.run.console import Terminal
+from rlgen.run.find import RUNS, find_run, holds_run
+from rlgen.run.launch import Launch
+from rlgen.run.logs import log_to
+from rlgen.run.manifest import NAME, read_manifest
+
+NUMBERS = ("best", "last")  # what --step takes besides a number
+WIDTH = 24  # characters of the column of names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is evaluated. Target(model=ModelRecipe(path="/runs/mine/checkpoints/step_000040", ...), step=40, adapter=None)"""
+
+    model: ModelRecipe
+    step: int  # of a checkpoint; 0 for a model
+    adapter: Path | None  # checkpoint of an adapter, to be laid over the model
+
+
+def eval_command(name: Path, path: Path, overrides: list[str], step: str | None, out: Path | None, as_json: bool) -> None:
+    """Evaluates, and prints a table or one JSON object.
+
+    Raises:
+        UsageError: the recipe has no `eval` section, or nothing of that name can be evaluated.
+        ProcessError: a launcher started several processes.
+        RlgenError: the parts cannot be opened, or engine and trainer differ.
+    """
+    recipe = load_recipe(path, overrides).recipe
+    if recipe.eval is None:
+        raise UsageError(f"{path} has no section `eval`; add one, such as --set 'eval={{source: heldout.jsonl}}'")
+    if (world := Launch.of(os.environ).world) > 1:
+        raise ProcessError(f"{world} processes run; `rlgen eval` takes one: start it alone")
+    target = target_of(recipe, name, step)
+    recipe = recipe.model_copy(update={"model": target.model})
+    from rlgen.models.tiny import cache_dir
+
+    logs = cache_dir() / "eval"  # kept after the command: error messages name a server's log
+    logs.mkdir(parents=True, exist_ok=True)
+    log_to(logs / "rlgen.log")  # keeps the libraries' log output out of the terminal
+    from rlgen.opening.evaluation import evaluate_model
+
+    found = evaluate_model(recipe, target.adapter, target.step, logs, out, Terminal(quiet=as_json).say)
+    held_out = found.data.held_out
+    assert held_out is not None
+    if as_json:
+        facts = {"model": str(target.adapter or target.model.path), "step": target.step, "source": held_out.rows.source}
+        echo(json.dumps({**facts, "trained_on_too": held_out.overlap, "metrics": found.metrics}))
+        return
+    echo(f"{target.adapter or target.model.path}: {len(held_out.prompts)} prompts of {held_out.rows.source}")
+    for line in table(found.metrics):
+        echo(line)
+
+
+def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
+    """Returns what is to be evaluated: a run's checkpoint, one checkpoint, or a model.
+
+    Raises:
+        UsageError: there is no such run, folder or checkpoint.
+    """
+    place = name.expanduser()
+    if holds_run(place) or holds_run(RUNS / name):
+        return checkpoint_of(recipe, checkpoint_in(find_run(place), step))
+    if (place / NAME).is_file():
+        if step is not None:
+            raise UsageError(f"--step: {name} is one checkpoint; name the run to choose among several")
+        return checkpoint_of(recipe, place.resolve())
+    if step is not None:
+        raise UsageError(f"--step: {name} is no run; leave it out")
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise UsageError(f"{name} holds neither a model (config.json) nor a run; name another folder")
+    if not place.exists() and str(name).count("/") != 1 and not str(name).startswith("tiny:"):
+        find_run(name)  # says what there is
+    location = str(place.resolve()) if place.is_dir() else str(name)
+    return Target(model=whole_model(recipe, location), step=0, adapter=None)
+
+
+def checkpoint_in(run: Path, step: str | None) -> Path:
+    """Returns the checkpoint of a run that `--step` names. Raises UsageError if there is none."""
+    if step is None or step == "last":
+        return find(run, None)
+    if step == "best":
+        best = pinned_step(run)
+        if best is None:
+            raise UsageError(f"--step best: {run} has no best checkpoint: its recipe has no eval.best, or nothing was evaluated")
+        return find(run, best)
+    if not step.isdecimal():
+        raise UsageError(f"--step {step}: give the number of a step, {' or '.join(NUMBERS)}")
+    return find(run, int(step))
+
+
+def checkpoint_of(recipe: Recipe, checkpoint: Path) -> Target:
+    """Returns a checkpoint as what is to be evaluated. An adapter needs the model section of its run, which names its base.
+
+    Raises:
+        UsageError: it is an adapter, and its run is not there.
+    """
+    step = read_manifest(checkpoint).step
+    if (checkpoint / "config.json").is_file():
+        return Target(model=whole_model(recipe, str(checkpoint)), step=step, adapter=None)
+    resolved = checkpoint.parent.parent / "resolved.yaml"
+    if not resolved.is_file():
+        raise UsageError(f"{checkpoint} is an adapter, and {resolved} is not there to name its base; `rlgen export` merges both")
+    return Target(model=load_recipe(resolved).recipe.model, step=step, adapter=checkpoint)
+
+
+def whole_model(recipe: Recipe, location: str) -> ModelRecipe:
+    """Returns the recipe's section `model` for a model at `location`, without an adapter."""
+    return recipe.model.model_copy(update={"path": location, "lora": None, "quantization": None, "revision": None})
+
+
+def table(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of the table: each value with its interval, if it has one."""
+    yield f"{'':<{WIDTH}}{'mean':>10}  95 % interval"
+    keys = [Metric.EVAL_REWARD_MEAN, *(key for key in Family.EVAL_PASS.keys(metrics) if not key.endswith(("_low", "_high")))]
+    keys += Family.EVAL_REWARD.keys(metrics)
+    keys += [Metric.EVAL_MEAN_TOKENS, Metric.EVAL_TRUNCATED, Metric.EVAL_DELTA_MAX]
+    for key in keys:
+        value, low, high = (metrics.get(f"{key}{edge}") for edge in ("", "_low", "_high"))
+        if value is not None:
+            interval = "" if low is None or high is None else f"  {low:.4g} to {high:.4g}"
+            yield f"{key.removeprefix('eval/'):<{WIDTH}}{value:>10.4g}{interval}"
+    for key in (Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(metrics)):
+        if metrics.get(key):
+            yield f"{key.removeprefix('eval/'):<{WIDTH}}{metrics[key]:>10}"

@@ -1,0 +1,175 @@
+"""Opens what evaluates: for the evaluations of a run, and for `rlgen eval`, which evaluates a model by itself."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlgen.models.lora import load_adapter
+from rlgen.models.weights import base_digest
+from rlgen.opening.data import Data, HeldOut, open_data
+from rlgen.opening.pair import Pair, open_pair
+from rlgen.opening.probe import probe_of
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe
+from rlgen.recipe.evaluation import rewards_of, seed_of, temperature_of
+from rlgen.recipe.models import EvalRecipe
+from rlgen.recipe.trainers import GRPORecipe
+from rlgen.rewards.resolve import resolve
+from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.run.best import Best
+from rlgen.run.manifest import check_model_files
+from rlgen.run.rollouts import RolloutWriter
+from rlgen.sentinel.sync import send_weights
+from rlgen.sentinel.watch import Watch
+from rlgen.trainers.evaluate import Evaluator
+from rlgen.types import Sampling
+
+
+def sampling_of_eval(recipe: Recipe, held_out: HeldOut, training: Sampling) -> Sampling:
+    """Returns the sampling settings of evaluations."""
+    return replace(
+        training,
+        max_tokens=completion_tokens(recipe, held_out.settings),
+        temperature=temperature_of(recipe, held_out.settings),
+        top_p=held_out.settings.top_p,
+    )
+
+
+def completion_tokens(recipe: Recipe, settings: EvalRecipe) -> int:
+    """Returns the tokens of the longest completion of an evaluation."""
+    return settings.max_completion_tokens or recipe.rollout.max_completion_tokens
+
+
+def open_eval_scorer(recipe: Recipe, held_out: HeldOut, training: Scorer | None, output: Path, failures: Path | None) -> Scorer:
+    """Returns the rewards of evaluations, checked against the columns of their data.
+
+    They run in the processes of the training's rewards if they are the same, so that what they import is held once. With
+    `rollout.ahead` those processes score the next step meanwhile.
+
+    Args:
+        training: rewards of the training; None: there is no training.
+        output: file for what the functions print.
+        failures: folder for samples whose reward failed.
+
+    Raises:
+        DataError, RewardError: as `open_scorer` raises them.
+    """
+    settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)
+    answer = settings.columns.answer if settings.columns else recipe.data.columns.answer
+    columns = {*held_out.rows.columns, "answer"} if answer else set(held_out.rows.columns)
+    if training is None or settings.rewards is not None or recipe.rollout.ahead:
+        return open_scorer(rewards_of(recipe, settings), columns, longest, recipe.scoring, output, failures)
+    rewards = tuple(resolve(entry, facts, columns) for entry, facts in zip(recipe.rewards, training.pool.facts(), strict=True))
+    return replace(training, rewards=rewards, max_completion_tokens=longest, failures=failures, known=set())
+
+
+def build_evaluator(
+    recipe: Recipe, pair: Pair, held_out: HeldOut, scorer: Scorer, watch: Watch, folder: Path | None, best: Best | None
+) -> Evaluator:
+    """Returns the object that evaluates the policy of `pair`.
+
+    Args:
+        watch: compares log-probs, unless completions come from a part of the distribution.
+        folder: for the samples; None: they are not written.
+        best: follows which evaluation is the best; None: nobody asks.
+    """
+    sampling, processes = sampling_of_eval(recipe, held_out, pair.sampling), pair.processes
+    comparable = sampling.regex is None and sampling.top_p == 1
+    writer = None if folder is None else writer_of(folder, pair, held_out, processes)
+    return Evaluator(
+        settings=held_out.settings,
+        steps=recipe.run.steps,
+        processes=processes,
+        engine_share=pair.engine_share,
+        prompts=held_out.prompts,
+        engine=pair.engine,
+        sampling=sampling,
+        seed=seed_of(recipe),
+        tokenizer=pair.data.tokenizer,
+        scorer=scorer,
+        watch=watch if comparable else None,
+        budget=recipe.optim.micro_batch_tokens,
+        writer=writer,
+        best=best,
+    )
+
+
+def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes) -> RolloutWriter:
+    """Returns the object that writes the samples of evaluations. The journal takes nothing from these files."""
+    return RolloutWriter(
+        folder=folder,
+        rank=processes.rank,
+        world=processes.world,
+        prompts=held_out.prompts,
+        tokenizer=pair.data.tokenizer,
+        stop_ids=pair.sampling.stop_ids,
+        every=1,
+        keep=None,
+        needed=lambda: 0,
+        stamp=lambda rollout: {},
+        on_disk=lambda step, path: None,
+    )
+
+
+def words_of(recipe: Recipe, held_out: HeldOut) -> str:
+    """Returns what is evaluated, in words: "64 prompts, greedy, at the start and every 20 steps; 0 are trained on, too"."""
+    settings = held_out.settings
+    how = "greedy" if temperature_of(recipe, settings) == 0 else f"{settings.group_size} completions each"
+    steps = "step" if settings.every == 1 else f"{settings.every} steps"
+    when = f"{'at the start and ' if settings.at_start else ''}every {steps}"
+    return f"{len(held_out.prompts)} prompts, {how}, {when}; {held_out.overlap} are trained on, too"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The result of `evaluate_model`."""
+
+    data: Data
+    metrics: dict[str, Any]
+
+
+def evaluate_model(
+    recipe: Recipe, adapter: Path | None, step: int, logs: Path, out: Path | None, say: Callable[[str], None]
+) -> Evaluated:
+    """Evaluates the model in model.path as the recipe's `eval` section says. Trains nothing.
+
+    Args:
+        adapter: checkpoint of an adapter, which is laid over the model; None: none.
+        step: of the weights, which rewards are told, and which names the file of the samples.
+        logs: folder for what servers and rewards print.
+        out: folder for the samples; None: they are not written.
+
+    Raises:
+        RlgenError: whatever the parts raise; SentinelError if engine and trainer differ.
+    """
+    processes = Processes.alone()
+    check_model_files(Path(recipe.model.path))
+    data = open_data(recipe)
+    assert data.held_out is not None  # the caller has seen the section
+    # Nothing is learned: no reference is needed, whatever the trainer of the recipe.
+    recipe = data.recipe.model_copy(update={"trainer": GRPORecipe()})
+    for line in (*data.notices, *(f"warning: {warning}" for warning in data.held_out.warnings)):
+        say(line)
+    with ExitStack() as open_parts:
+        scorer = open_eval_scorer(recipe, data.held_out, None, logs / "rewards.log", None)
+        open_parts.callback(scorer.close)
+        pair = open_pair(recipe, data, None, processes, logs, say)
+        open_parts.callback(pair.close)
+        model = pair.learner.policy.model
+        if adapter is not None:
+            load_adapter(adapter, model, base_digest(model))
+        if adapter is not None or step:
+            send_weights(pair.engine, model, step, processes)
+        watch = Watch(
+            probe=replace(probe_of(recipe, pair), version=step),
+            on_drift="stop",
+            sleeps=False,
+            probe_every=None,
+            rest=lambda: None,
+            say=say,
+        )
+        evaluator = build_evaluator(recipe, pair, data.held_out, scorer, watch, out, None)
+        open_parts.callback(evaluator.close)
+        return Evaluated(data=data, metrics=evaluator(step))

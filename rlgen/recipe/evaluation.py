@@ -1,0 +1,44 @@
+"""Completes the section `eval`: what it leaves out is as in training."""
+
+import hashlib
+
+from rlgen.recipe.models import DataRecipe, EvalRecipe, Recipe, RewardRecipe
+
+
+def data_of(recipe: Recipe, settings: EvalRecipe) -> DataRecipe:
+    """Returns the data of evaluations as a section `data`: rows in their order, rendered as those of training."""
+    source, data = settings.source or recipe.data.source, recipe.data
+    same = source == data.source
+    options = settings.options if settings.options is not None else data.options if same else {}
+    return data.model_copy(
+        update={
+            "source": source,
+            "subset": settings.subset or (data.subset if same else None),
+            "split": settings.split,
+            "revision": settings.revision or (data.revision if same else None),
+            "columns": settings.columns or data.columns,
+            "options": options,
+            "limit": settings.limit,
+            "max_prompt_tokens": settings.max_prompt_tokens,
+            "shuffle": False,
+        }
+    )
+
+
+def rewards_of(recipe: Recipe, settings: EvalRecipe) -> list[RewardRecipe]:
+    """Returns the rewards that score evaluations."""
+    return settings.rewards if settings.rewards is not None else recipe.rewards
+
+
+def temperature_of(recipe: Recipe, settings: EvalRecipe) -> float:
+    """Returns the temperature of evaluations; 0: greedy."""
+    if settings.temperature is not None:
+        return settings.temperature
+    return 0.0 if settings.group_size == 1 else recipe.rollout.temperature
+
+
+def seed_of(recipe: Recipe) -> int:
+    """Returns the seed of evaluations, which follows from that of the run and is another: the rows of a task differ from those of
+    training, and no completion is sampled with the seed of a training sample.
+    """
+    return int.from_bytes(hashlib.sha256(f"eval/{recipe.run.seed}".encode()).digest()[:4]) >> 1
