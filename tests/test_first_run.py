@@ -38,7 +38,7 @@ def test_the_edits_are_of_lines_that_are_marked() -> None:
     recipe = (STARTER / "recipe.yaml").read_text()
     changed = edited(recipe, diff)
     gone = [line for line in recipe.splitlines() if line not in changed.splitlines()]
-    assert len(gone) == 4 and sum("# <--" in line for line in gone) == 3
+    assert len(gone) == 5 and sum("# <--" in line for line in gone) == 4
     assert len(changed.splitlines()) == len(recipe.splitlines()) - 1
 
 

@@ -10,6 +10,7 @@ from rlgen.errors import UsageError
 from rlgen.files import write_text
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
 from rlgen.recipe.keys import sentences
+from rlgen.recipe.models import TASKS
 from rlgen.recipe.rules import is_local_model
 from rlgen.recipe.schema import HEADER, recipe_schema
 from rlgen.recipe.yaml import by_key
@@ -49,8 +50,11 @@ def folded(text: str, first: str, rest: str) -> str:
 
 def sentences_of(recipe: Recipe) -> dict[str, str]:
     """Returns the sentence of every key by its dotted path, the options of a task: source among them."""
-    options = recipe.task_options
-    return sentences(recipe) | ({} if options is None else sentences(options, "data.options."))
+    found = sentences(recipe)
+    if recipe.task is not None:
+        options = TASKS[recipe.task].model_validate(recipe.data.options or {})
+        found |= sentences(options, "data.options.")
+    return found
 
 
 def schema_command(out: Path | None) -> None:

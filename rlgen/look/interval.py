@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-LEVEL = 0.95
+from rlgen.run.estimates import student
+
 LEAST = 4  # values of a series: with fewer there are no two blocks of two
 Values = Sequence[float] | NDArray[np.float64]
 
@@ -79,19 +79,3 @@ def around(value: float, error: float, freedom: float) -> Interval:
     """Returns the interval around an estimate with this standard error."""
     reach = student(freedom) * error
     return Interval(value, value - reach, value + reach)
-
-
-@cache
-def student(freedom: float) -> float:
-    """Returns the number that Student's t of this freedom, one or more, exceeds in absolute value in 5 of 100 cases.
-
-    With t = sqrt(freedom) tan(angle), the share of cases below it is an integral of cos(angle) ** (freedom - 1).
-    """
-    nodes, weights = np.polynomial.legendre.leggauss(64)
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        inside = scale * angle * float(weights @ np.cos((nodes + 1) / 2 * angle) ** (freedom - 1))
-        low, high = (angle, high) if inside < LEVEL else (low, angle)
-    return math.sqrt(freedom) * math.tan(angle)

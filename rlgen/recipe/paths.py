@@ -65,7 +65,7 @@ def impossible_run_path(recipe: Recipe, places: dict[yaml.Path, str], path: Path
         place = recipe.run_path
     except RuntimeError as error:
         return [Problem(where, f"{said}: {error}", "write the path without ~")]
-    for part in (place, *place.parts):  # each name alone, too: the system looks at none below a folder that is not there yet
+    for part in (str(place), *place.parts):  # each name alone, too: the system looks at none below a folder that is not there yet
         try:
             os.lstat(part)
         except OSError as error:

@@ -4,8 +4,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
-NORMAL = statistics.NormalDist().inv_cdf(0.975)
+import numpy as np
+
+LEVEL = 0.95  # of the intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +40,21 @@ def mean_of_prompts(values: Sequence[float]) -> Estimate:
         return Estimate(values[0] if values else None, None, None)
     mean = statistics.fmean(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    half = t_quantile(len(values) - 1) * math.sqrt(variance / len(values))
+    half = student(len(values) - 1) * math.sqrt(variance / len(values))
     return Estimate(mean, mean - half, mean + half)
 
 
-def t_quantile(freedom: int) -> float:
-    """Returns the 97.5 % quantile of Student's t with `freedom` degrees of freedom, by the expansion 26.7.5 of Abramowitz and
-    Stegun.
+@cache
+def student(freedom: float) -> float:
+    """Returns the number that Student's t of this freedom, one or more, exceeds in absolute value in 5 of 100 cases.
 
-    It is exact to 0.1 % from 4 degrees on; with 2 degrees it is 0.8 % and with 1 degree 11 % too small.
+    With t = sqrt(freedom) tan(angle), the share of cases below it is an integral of cos(angle) ** (freedom - 1).
     """
-    z, n = NORMAL, freedom
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
-    )
+    nodes, weights = np.polynomial.legendre.leggauss(64)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        inside = scale * angle * float(weights @ np.cos((nodes + 1) / 2 * angle) ** (freedom - 1))
+        low, high = (angle, high) if inside < LEVEL else (low, angle)
+    return math.sqrt(freedom) * math.tan(angle)

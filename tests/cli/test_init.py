@@ -34,8 +34,7 @@ def test_what_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert not loaded.warnings and not loaded.notices
     assert (loaded.recipe.model.path, loaded.recipe.engine.kind) == ("tiny:qwen3", "transformers")
     assert (
-        loaded.text.startswith(f"{HEADER}recipe.schema.json\n")
-        and "\n# eval: {source: heldout.jsonl, every: 10}\n" in loaded.text
+        loaded.text.startswith(f"{HEADER}recipe.schema.json\n") and "\neval: {source: heldout.jsonl, every: 10} " in loaded.text
     )
     assert read_json(folder / "recipe.schema.json") == recipe_schema()
     assert len((folder / "README.md").read_text().splitlines()) == 3
@@ -69,7 +68,8 @@ def test_it_trains_where_it_lands(folder: Path, capsys: pytest.CaptureFixture[st
     train(Path("recipe.yaml"), TrainOptions(max_steps=2))
     status = read_json(folder / "runs" / "first" / "status.json")
     assert (status["state"], status["step"], status["exit_code"]) == ("done", 2, 0)
-    metrics = read_jsonl(folder / "runs" / "first" / "metrics.jsonl")
+    start, *metrics = read_jsonl(folder / "runs" / "first" / "metrics.jsonl")
+    assert start["step"] == 0 and start["eval/pass@1"] == 0.0 and len(metrics) == 2
     assert all(0 <= record["reward/digits/mean"] <= 1 and record["updates/done"] == 1 for record in metrics)
     capsys.readouterr()
     rewards_test_command(Path("recipe.yaml"), [], 4, as_json=True)

@@ -9,7 +9,7 @@ from helpers.samples import make_sample
 
 from rlgen.processes import Processes
 from rlgen.rollout.table import RowTable
-from rlgen.run.estimates import Estimate, mean_of_prompts, pass_at_k, t_quantile
+from rlgen.run.estimates import Estimate, mean_of_prompts, pass_at_k, student
 from rlgen.run.evaluation import evaluation_metrics, powers_of_two
 from rlgen.types import Samples
 
@@ -62,7 +62,7 @@ def test_an_interval_by_hand() -> None:
     ("freedom", "exact"), [(2, 4.3027), (4, 2.7764), (9, 2.2622), (29, 2.0452), (99, 1.9842), (10**6, 1.95996)]
 )
 def test_quantiles_of_t(freedom: int, exact: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(exact, rel=1e-3 if freedom >= 4 else 1e-2)
+    assert student(freedom) == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize("prompts", [8, 40, 200])
@@ -101,7 +101,7 @@ def test_metrics_of_an_evaluation() -> None:
     assert found["eval/reward/right/mean"] == found["eval/reward/mean"]
     assert found["eval/pass@1"] == pytest.approx((1 / 4 + 2 / 3) / 2) and found["eval/pass@2"] == pytest.approx((1 / 2 + 1) / 2)
     assert found["eval/pass@4"] == 1.0 and found["eval/pass@4_low"] is None, "of the first prompt alone"
-    half = t_quantile(1) * 0.5 / 2  # standard deviation of 1/4 and 3/4 is sqrt(1/8), and that of the mean 1/4
+    half = student(1) * 0.5 / 2  # standard deviation of 1/4 and 3/4 is sqrt(1/8), and that of the mean 1/4
     assert found["eval/reward/mean_high"] == pytest.approx(0.5 + half) and found["eval/reward/mean_low"] == pytest.approx(
         0.5 - half
     )
