@@ -69,11 +69,12 @@ def prune_command(name: Path, keep: int, as_json: bool) -> None:
         folder.sweep()
     finally:
         directory.close()
-    report = {"kept": [path.name for path in kept], "removed": [str(path) for path in gone], "freed_bytes": freed}
+    names = [path.name for path in kept]
+    report = {"kept": names, "removed": [str(path) for path in gone], "freed_bytes": freed}
     if as_json:
         echo(json.dumps(report, indent=2))
         return
-    echo(f"kept {', '.join(report['kept'])}; removed {len(gone)}, {mebibytes(freed)} freed")
+    echo(f"kept {', '.join(names)}; removed {len(gone)}, {mebibytes(freed)} freed")
 
 
 def entries(run: Path) -> list[Path]:
