@@ -87,4 +87,5 @@ def test_open_sizes_stay_open_in_a_resolved_recipe_and_fitted_ones_are_written(t
     found = fitted(before, 512, 60, 5)
     again.write_text(dump_recipe(found))
     assert load_recipe(again).recipe == found
-    assert [path for path in FOLLOWING if is_written(load_recipe(again).recipe, path)] == list(FOLLOWING)
+    of_training = [path for path in FOLLOWING if not path.startswith("eval.")]
+    assert [path for path in FOLLOWING if is_written(load_recipe(again).recipe, path)] == of_training
