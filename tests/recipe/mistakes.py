@@ -116,7 +116,7 @@ MISTAKES: dict[str, Mistake] = {
     "accumulation": Mistake("optim: {gradient_accumulation_steps: 4}", "micro_batch_tokens"),
     "nucleus sampling": Mistake("rollout: {top_p: 0.9}", "the log-probs of a truncated one are not the trainer's"),
     "deepspeed": Mistake("deepspeed: zero3.json", "processes.strategy is ddp or fsdp"),
-    "push_to_hub": Mistake("push_to_hub: true", "`rlgen export RUN --out DIR`"),
+    "push_to_hub": Mistake("push_to_hub: true", "`rlgen export RUN --out DIR --push-to-hub REPO"),
     "fp16": Mistake("fp16: true", "model.dtype is bfloat16 or float32"),
     "resume as a key": Mistake("run: {resume: true}", "`rlgen train RECIPE --resume`"),
     "key of another kind": Mistake("trainer: {kind: rloo, cispo_max: 3.0}", "it is a key of kind grpo"),
