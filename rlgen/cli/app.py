@@ -180,6 +180,24 @@ def report(
     report_command(run, out, png, rollouts, as_json)
 
 
+@app.command(epilog="Example: rlgen replay mine --step 17 --set trainer.clip_high=0.4")
+def replay(
+    run: RunPath,
+    step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="section.key=value", help="Also compute it with this value, of trainer.* or optim.*; repeatable."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a step again. Says whether it is what was recorded, and what other settings would have done to it."""
+    from rlgen.cli.replay import replay_command
+
+    replay_command(run, step, overrides or [], as_json)
+
+
 @app.command()
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")],
