@@ -270,7 +270,7 @@ def test_a_run_that_broke_off_is_replayed_from_its_journal(tmp_path: Path, monke
     sync = loop.Trainer.sync
 
     def broken(trainer: loop.Trainer, step: int) -> Any:
-        if step == 4:
+        if step == 5:
             raise RuntimeError("the machine went down")
         return sync(trainer, step)
 
@@ -280,16 +280,16 @@ def test_a_run_that_broke_off_is_replayed_from_its_journal(tmp_path: Path, monke
         train(tmp_path, *settings)
     run = tmp_path / "run"
     assert [path.name for path in (run / "rollouts").iterdir()] == []
-    found = replayed(run, 3)
-    assert (found.start, found.differences, found.metrics["loss"]) == (2, {}, recorded(run, 3)["loss"])
-    with pytest.raises(UsageError, match=r"has no such step in metrics.jsonl, which has steps 1 to 3$"):
-        replayed(run, 4)
-    with pytest.raises(UsageError, match=r"samples of steps 1 to 2 are not recorded any more .*: step 3$"):
+    found = replayed(run, 4)
+    assert (found.start, found.differences, found.metrics["loss"]) == (2, {}, recorded(run, 4)["loss"])
+    with pytest.raises(UsageError, match=r"has no such step in metrics.jsonl, which has steps 1 to 4$"):
+        replayed(run, 5)
+    with pytest.raises(UsageError, match=r"samples of steps 1 to 2 are not recorded any more .*: steps 3 to 4$"):
         replayed(run, 2)
-    train(tmp_path, *settings, "run.steps=7", resume=True)
+    train(tmp_path, *settings, "run.steps=6", resume=True)
     read = read_run(run)
-    assert replayable(Past.of(read.path, read.recipe, read.attempts, read.metrics)) == [7]
-    assert replayed(run, 7).differences == {}
+    assert replayable(Past.of(read.path, read.recipe, read.attempts, read.metrics)) == [5, 6]
+    assert [replayed(run, step).differences for step in (5, 6)] == [{}, {}], "what step 5 sampled before it broke off"
 
 
 @pytest.mark.slow
