@@ -87,33 +87,31 @@ def show(run: Path, found: "Replay", changes: Changes) -> None:
     console = Terminal(quiet=False)
     start = f"the checkpoint of step {found.start}" if found.start else "the weights that the run began with"
     console.say(f"{run}, step {found.step}, from {start}")
-    keys = dict.fromkeys([Metric.LOSS, Metric.GRAD_NORM, *found.differences])
-    recorded = {key: found.differences.get(key, (found.metrics[key],))[0] for key in keys}
     if found.differences or found.change is None:
-        heads, rows = ("", "recorded", "replayed"), [(str(key), exact(recorded[key]), exact(found.metrics[key])) for key in keys]
-        print_table(console, heads, rows)
+        keys = [str(key) for key in dict.fromkeys([Metric.LOSS, Metric.GRAD_NORM, *found.differences])]
+        pairs = {key: found.differences.get(key, (found.metrics[key], found.metrics[key])) for key in keys}
+        print_table(console, ("recorded", "replayed"), [(key, exact(was), exact(now)) for key, (was, now) in pairs.items()])
     for line in verdict(found):
         console.say(line)
     if (change := found.change) is None:
         return
     console.say("")
     for key, (was, now) in changes.items():
-        console.say(f"{key}: {json.dumps(was)} -> {json.dumps(now)}")
-    pairs = {str(key): (found.metrics.get(key), change.metrics.get(key)) for key in (Metric.LOSS, Metric.GRAD_NORM)}
+        console.say(f"{key}: {as_yaml(was)} -> {as_yaml(now)}")
+    pairs = {str(key): (found.metrics[key], change.metrics[key]) for key in (Metric.LOSS, Metric.GRAD_NORM)}
     pairs |= change.metrics_changed
     pairs |= {"rows trained": change.rows_trained, **{f"ratio, {key}": pair for key, pair in change.ratio.items()}}
-    rows = [(key, short(was), short(now)) for key, (was, now) in pairs.items()]
-    print_table(console, ("", "as it was", "changed"), rows)
+    print_table(console, ("as it was", "changed"), [(key, short(was), short(now)) for key, (was, now) in pairs.items()])
     for line in effect(found):
         console.say(line)
 
 
-def print_table(console: Terminal, heads: tuple[str, str, str], rows: list[tuple[str, str, str]]) -> None:
+def print_table(console: Terminal, heads: tuple[str, str], rows: list[tuple[str, str, str]]) -> None:
     """Prints a table of names and pairs of numbers."""
     from rich.table import Table
 
-    table = Table(heads[0], box=None, pad_edge=False)
-    for head in heads[1:]:
+    table = Table("", box=None, pad_edge=False)
+    for head in heads:
         table.add_column(head, justify="right", min_width=12)
     for row in rows:
         table.add_row(*row)
@@ -123,7 +121,7 @@ def print_table(console: Terminal, heads: tuple[str, str, str], rows: list[tuple
 def verdict(found: "Replay") -> list[str]:
     """Returns the lines that say whether the replay is what was recorded."""
     if not found.differences:
-        return [f"the same to the last bit: these and {len(found.metrics) - 2} other numbers of the step"]
+        return [f"the same to the last bit: all {len(found.metrics)} numbers that metrics.jsonl has of its update"]
     lines = []
     numbers = [(was, now) for was, now in found.differences.values() if isinstance(was, float) and isinstance(now, float)]
     most = max((abs(now - was) / max(abs(was), 1e-300) for was, now in numbers), default=0.0)
@@ -150,6 +148,11 @@ def effect(found: "Replay") -> list[str]:
     if change.cosine_first != change.cosine:
         lines.append(f"gradient of the first update: cosine {short(change.cosine_first)}")
     return lines
+
+
+def as_yaml(value: Any) -> str:
+    """Returns the value of a setting as a recipe would say it."""
+    return "none" if value is None else json.dumps(value)
 
 
 def exact(value: Any) -> str:
