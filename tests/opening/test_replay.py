@@ -195,13 +195,13 @@ def test_steps_in_words() -> None:
 
 def test_json_has_both_sides(runs: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     run = runs("grpo")
-    replay_command(run, 4, ["trainer.clip_high=0.0"], True)
+    replay_command(run, 4, ["trainer.clip_low=0.0"], True)
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     record = recorded(run, 4)
     assert (said["step"], said["from_step"], said["same"], said["differences"]) == (4, 2, True, {})
     assert (said["loss"], said["grad_norm"]) == (record["loss"], record["grad_norm"])
     changed = said["changed"]
-    assert changed["set"] == {"trainer.clip_high": {"recorded": 0.28, "changed": 0.0}}
+    assert changed["set"] == {"trainer.clip_low": {"recorded": 0.2, "changed": 0.0}}
     assert changed["loss"] == changed["differences"]["loss"]["changed"] != said["loss"]
     assert changed["differences"]["loss"]["recorded"] == said["loss"]
     assert changed["gradient"]["cosine_first_update"] == 1.0 and changed["advantages"]["changed"] == 0
