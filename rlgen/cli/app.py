@@ -233,6 +233,24 @@ def compare(
     compare_command(runs, metric, by, html, png, out, as_json)
 
 
+@app.command(epilog="Example: rlgen replay mine --step 17 --set trainer.clip_high=0.4")
+def replay(
+    run: RunPath,
+    step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="section.key=value", help="Also compute it with this value, of trainer.* or optim.*; repeatable."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a step again. Says whether it is what was recorded, and what other settings would have done to it."""
+    from rlgen.cli.replay import replay_command
+
+    replay_command(run, step, overrides or [], as_json)
+
+
 @app.command(epilog="Example: rlgen export mine --out mine-model --push-to-hub me/mine")
 def export(
     source: Annotated[

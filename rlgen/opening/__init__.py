@@ -12,7 +12,8 @@
         probe      Pair -> Probe             what the sentinel compares
         largest    Updater -> None           the largest micro-batches, tried before step 1
 
-`rlgen doctor` uses only `data`, `pair` and `probe`.
+`rlgen doctor` uses only `data`, `pair` and `probe`; `rlgen replay`, in `replay` and `change`, only `policy`, `learner` and
+`restore`.
 """
 
 from rlgen.opening.attempt import train

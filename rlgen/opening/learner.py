@@ -1,6 +1,8 @@
 """Builds what trains the policy: reference, optimizer and schedule; and restores their state from a checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +18,10 @@ from rlgen.opening.policy import Policies, build_reference
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.types import Position
+from rlgen.sentinel.watch import Watch
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import WindowBuilder
+from rlgen.types import Position, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +44,30 @@ def open_learner(recipe: Recipe, algorithm: Algorithm, policies: Policies) -> Le
     Raises:
         SetupError: the memory does not suffice for the reference.
     """
-    policy, reference, optim = policies.policy, policies.reference, recipe.optim
+    policy, reference = policies.policy, policies.reference
     if algorithm.reference != "none" and reference is None:
         reference = build_reference(recipe, policy)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
-    # With the name `constant`, transformers ignores the warm-up.
-    name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
+    optimizer, schedule = open_optimizer(recipe, policy)
     return Learner(
         algorithm=algorithm,
         policy=policy,
         reference=reference,
         optimizer=optimizer,
-        schedule=get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps),
+        schedule=schedule,
         sharded=policies.sharded,
         base=policies.base,
         began_with=policies.weights,
     )
+
+
+def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRScheduler]:
+    """Returns the optimizer of the trained parameters and the schedule of its learning rate, before the first step."""
+    optim = recipe.optim
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
+    # With the name `constant`, transformers ignores the warm-up.
+    name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
+    return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
 
 
 def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes: Processes) -> Position:
@@ -69,3 +81,38 @@ def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes
         return Position()
     with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
         return Checkpoints.load(checkpoint, learner.policy.model, learner.optimizer, learner.schedule, processes)
+
+
+def build_windows(
+    recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, weights: Mapping[str, float]
+) -> WindowBuilder:
+    """Returns the object that makes the window of a step from its samples.
+
+    Args:
+        weights: of the rewards, by label.
+    """
+    return WindowBuilder(
+        processes=processes,
+        algorithm=learner.algorithm,
+        weights=weights,
+        reference=learner.reference,
+        temperature=sampling.logp_temperature,
+        budget=recipe.optim.micro_batch_tokens,
+    )
+
+
+def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, watch: Watch | None) -> Updater:
+    """Returns the object that takes optimizer steps. If `watch` is None, its batches are not compared with the engine."""
+    return Updater(
+        processes=processes,
+        sharded=learner.sharded,
+        policy=learner.policy,
+        optimizer=learner.optimizer,
+        algorithm=learner.algorithm,
+        updates=recipe.trainer.updates_per_rollout,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        temperature=sampling.logp_temperature,
+        max_tokens=sampling.max_tokens,
+        watch=watch,
+        less_memory=partial(what_helps, recipe),
+    )

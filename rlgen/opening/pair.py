@@ -3,21 +3,17 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.base import Engine
 from rlgen.engines.open import build_engine, engine_share_of
-from rlgen.models.memory_errors import what_helps
 from rlgen.opening.data import Data
 from rlgen.opening.learner import Learner, open_learner, restore
 from rlgen.opening.policy import open_policies
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe import Recipe
 from rlgen.sentinel.sync import send_weights
-from rlgen.sentinel.watch import Watch
-from rlgen.trainers.update import Updater
 from rlgen.types import Position, Sampling
 
 
@@ -68,7 +64,7 @@ def open_pair(
     """
     engine_share = engine_share_of(recipe, processes)
     algorithm = build_algorithm(recipe.trainer)
-    policies = open_policies(recipe, data, algorithm, checkpoint, processes, began_with)
+    policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with)
     engine = build_engine(recipe, data.location, processes, logs, say)
     with ExitStack() as undo:
         undo.callback(engine.close)
@@ -95,23 +91,4 @@ def sampling_of(recipe: Recipe, data: Data) -> Sampling:
         temperature=recipe.rollout.temperature,
         stop_ids=data.stop_ids,
         regex=recipe.structured_regex,
-    )
-
-
-def build_updater(recipe: Recipe, pair: Pair, watch: Watch | None) -> Updater:
-    """Returns the object that takes optimizer steps on the learner of `pair`. If `watch` is None, its batches are not
-    compared.
-    """
-    return Updater(
-        processes=pair.processes,
-        sharded=pair.learner.sharded,
-        policy=pair.learner.policy,
-        optimizer=pair.learner.optimizer,
-        algorithm=pair.learner.algorithm,
-        updates=recipe.trainer.updates_per_rollout,
-        max_grad_norm=recipe.optim.max_grad_norm,
-        temperature=pair.sampling.logp_temperature,
-        max_tokens=pair.sampling.max_tokens,
-        watch=watch,
-        less_memory=partial(what_helps, recipe),
     )

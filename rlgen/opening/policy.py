@@ -15,7 +15,6 @@ from rlgen.models.memory_errors import memory_for, what_helps
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import shard
 from rlgen.models.weights import base_digest, bits
-from rlgen.opening.data import Data
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import check_fit
@@ -33,12 +32,13 @@ class Policies:
 
 
 def open_policies(
-    recipe: Recipe, data: Data, algorithm: Algorithm, checkpoint: Path | None, processes: Processes, began_with: str | None
+    recipe: Recipe, location: str, algorithm: Algorithm, checkpoint: Path | None, processes: Processes, began_with: str | None
 ) -> Policies:
     """Loads the policy from model.path. If it is to be sharded, its reference is made too, since a sharded policy cannot be
     copied.
 
     Args:
+        location: of the model: folder or hub id.
         checkpoint: the one to resume from; checked here so that one of another model is refused early.
         began_with: digest of the weights that were in model.path when the run began; None: not known.
 
@@ -47,14 +47,14 @@ def open_policies(
         CheckpointError: `checkpoint` is of another model or trainer.
         UsageError: the reference would differ from the one that the run began with.
     """
-    policy = processes.agreed(lambda: build_policy(recipe, data.location, processes.device))
+    policy = processes.agreed(lambda: build_policy(recipe, location, processes.device))
     if checkpoint:
         processes.agreed(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
     needs_reference, reference = algorithm.reference != "none", None
     base = base_digest(policy.model) if is_adapted(policy.model) else None
     weights = base or bits(policy.model, processes)
     if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
-        processes.agreed(lambda: same_reference(data.location, weights, began_with))
+        processes.agreed(lambda: same_reference(location, weights, began_with))
     sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
     if sharded:
         reference = build_reference(recipe, policy) if needs_reference else None

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rlgen.engines.base import Settings
-from rlgen.opening.pair import Pair, build_updater
+from rlgen.opening.learner import build_updater
+from rlgen.opening.pair import Pair
 from rlgen.recipe import Recipe
 from rlgen.rollout.table import RowTable
 from rlgen.sentinel.bounds import bounds_for
@@ -46,7 +47,7 @@ def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Callable[[int], Te
     `rungs.loss_split` calls it, in one process. The data are pairs of completions of unequal lengths, one of each with a higher
     reward.
     """
-    algorithm, update = pair.learner.algorithm, build_updater(recipe, pair, None)
+    algorithm, update = pair.learner.algorithm, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None)
 
     def gradient(budget: int) -> Tensor:
         samples = toy_samples(probe.sample(probe.sampling.logp_temperature, FEWER_TOKENS)[:TOY_ROWS])

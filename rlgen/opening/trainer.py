@@ -15,7 +15,8 @@ from rlgen.opening.data import Data, open_data
 from rlgen.opening.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.opening.inputs import record_attempt, reward_files, same_inputs
 from rlgen.opening.largest import try_largest
-from rlgen.opening.pair import Pair, build_updater, open_pair
+from rlgen.opening.learner import build_updater, build_windows
+from rlgen.opening.pair import Pair, open_pair
 from rlgen.opening.probe import probe_of
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
@@ -38,7 +39,6 @@ from rlgen.sentinel.watch import Watch
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.report import Reporter
-from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position
 
 
@@ -156,7 +156,7 @@ def try_memory(recipe: Recipe, pair: Pair) -> str:
     sleeps = pair.engine.abilities.sleeps
     if sleeps:
         pair.processes.agreed(pair.engine.sleep, waits_for_others=pair.engine_share.shared)
-    tried = try_largest(recipe, build_updater(recipe, pair, None), pair.processes)
+    tried = try_largest(recipe, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None), pair.processes)
     if sleeps:
         send_weights(pair.engine, pair.learner.policy.model, pair.position.step, pair.processes)
     return tried
@@ -196,15 +196,8 @@ def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | 
             journal=journal,
             algorithm=learner.algorithm,
         ),
-        windows=WindowBuilder(
-            processes=processes,
-            algorithm=learner.algorithm,
-            weights=scorer.weights,
-            reference=learner.reference,
-            temperature=pair.sampling.logp_temperature,
-            budget=recipe.optim.micro_batch_tokens,
-        ),
-        update=build_updater(recipe, pair, None if pair.sampling.regex else watch),
+        windows=build_windows(recipe, learner, pair.sampling, processes, scorer.weights),
+        update=build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch),
         schedule=learner.schedule,
         checkpoints=checkpoints,
         report=Reporter(

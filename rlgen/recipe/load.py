@@ -39,10 +39,14 @@ class LoadedRecipe:
     warnings: tuple[str, ...]  # what is hardly meant
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = False) -> LoadedRecipe:
     """Reads and validates a recipe. Command line wins over file, file over default; of a repeated override the last wins.
 
     Local paths become absolute: relative ones start at the recipe's folder, except `run.dir`.
+
+    Args:
+        resolved: the file is the `resolved.yaml` of a run, whose values nobody wrote: only overrides are refused for having no
+            effect.
 
     Raises:
         RecipeError: with all mistakes, in line order; those in overrides come last.
@@ -50,7 +54,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     source = read_source(path)
     data, places, problems = source.data, source.places, list(source.problems)
     problems += apply_overrides(data, places, overrides)
-    given = {place: where for place, where in places.items() if place}
+    given = {place: where for place, where in places.items() if place and (not resolved or where.startswith("--set"))}
     _fill(data, path)
 
     recipe: Recipe | None = None

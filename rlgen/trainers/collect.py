@@ -1,6 +1,6 @@
 """Collects what a step learns from: completions of its prompts, and their rewards."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -88,7 +88,7 @@ class Collector:
                 held.append(self.rewarded(groups, step))
             stop.check(self.processes)
             table = RowTable.gather(held[-1], self.processes, sum(map(len, held[:-1])))
-            silent = self.silent(table) if left else np.zeros(0, dtype=np.int64)
+            silent = silent_groups(table, self.algorithm, self.scorer.weights) if left else np.zeros(0, dtype=np.int64)
             tables.append(replace(table, replaced=np.isin(table.group_id, silent)))
             taken, too_old = taken + wanted, too_old + (dropped if self.engine_share.first else 0)
             if left and not len(silent):
@@ -111,15 +111,6 @@ class Collector:
             self.engine.sleep()
         return groups, dropped
 
-    def silent(self, table: RowTable) -> NDArray[np.int64]:
-        """Returns the ids of groups in which no trained sample has an advantage, so that nothing can be learned from them.
-
-        A KL in the reward does not count as a signal.
-        """
-        signal = self.algorithm.advantages(table.scores(self.scorer.weights))
-        has_gradient = (signal.trained & (signal.advantages != 0)).numpy()
-        return np.setdiff1d(table.group_id, table.group_id[has_gradient])
-
     def rewarded(self, groups: Sequence[Group], step: int) -> Samples:
         """Returns the samples of this process with their rewards, in the order of the prompts."""
 
@@ -128,3 +119,16 @@ class Collector:
             return Samples.of([sample for group in scored for sample in group.samples], list(self.scorer.weights))
 
         return self.processes.agreed(score_own, patient=True)
+
+
+def silent_groups(table: RowTable, algorithm: Algorithm, weights: Mapping[str, float]) -> NDArray[np.int64]:
+    """Returns the ids of groups in which no trained sample has an advantage, so that nothing can be learned from them.
+
+    A KL in the reward does not count as a signal.
+
+    Args:
+        weights: of the rewards, by label.
+    """
+    signal = algorithm.advantages(table.scores(weights))
+    has_gradient = (signal.trained & (signal.advantages != 0)).numpy()
+    return np.setdiff1d(table.group_id, table.group_id[has_gradient])

@@ -1,0 +1,165 @@
+"""Computes a step of a run again and prints what it finds: `rlgen replay`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlgen.cli.output import echo
+from rlgen.look.run import read_run
+from rlgen.metrics import Metric
+from rlgen.run.console import Terminal
+from rlgen.run.directory import finite
+from rlgen.run.find import find_run
+
+if TYPE_CHECKING:
+    from rlgen.opening.replay import Replay
+
+Changes = dict[str, tuple[Any, Any]]
+
+
+def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -> None:
+    """Computes the step, with `overrides` also with these settings, and prints both. Messages go to standard error.
+
+    Raises:
+        UsageError: no run is there, it has not trained the step, the step cannot be replayed, or a key cannot be changed.
+        RecipeError: a changed value is wrong.
+        RlgenError: the model, the data or the checkpoint cannot be opened.
+    """
+    run = read_run(find_run(name))
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlgen.opening.change import with_changes
+    from rlgen.opening.replay import Past, replay
+
+    disable_progress_bar()
+    past = Past.of(run.path, run.recipe, run.attempts, run.metrics)
+    recipe, changes = with_changes(run.path / "resolved.yaml", past.recipe, overrides) if overrides else (None, {})
+    found = replay(past, step, recipe, lambda text: echo(text, err=True))
+    if as_json:
+        echo(json.dumps(finite(as_object(run.path, found, changes))))
+    else:
+        show(run.path, found, changes)
+
+
+def as_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:
+    """Returns what `--json` prints."""
+    said = {
+        "run": str(run),
+        "step": found.step,
+        "from_step": found.start,
+        "loss": found.metrics[Metric.LOSS],
+        "grad_norm": found.metrics[Metric.GRAD_NORM],
+        "same": not found.differences,
+        "differences": {key: {"recorded": was, "replayed": now} for key, (was, now) in found.differences.items()},
+        "first_step_that_differs": found.first_off,
+        "other": list(found.other),
+        "metrics": dict(found.metrics),
+        "changed": None,
+    }
+    if (change := found.change) is None:
+        return said
+    return said | {
+        "changed": {
+            "set": {key: {"recorded": was, "changed": now} for key, (was, now) in changes.items()},
+            "loss": change.metrics[Metric.LOSS],
+            "grad_norm": change.metrics[Metric.GRAD_NORM],
+            "metrics": dict(change.metrics),
+            "differences": {key: {"recorded": was, "changed": now} for key, (was, now) in change.metrics_changed.items()},
+            "advantages": {
+                "rows": change.rows,
+                "trained": {"recorded": change.rows_trained[0], "changed": change.rows_trained[1]},
+                "changed": change.advantages_changed,
+                "other_sign": change.advantages_flipped,
+                "largest_change": change.advantages_largest_change,
+            },
+            "ratio": {key: {"recorded": was, "changed": now} for key, (was, now) in change.ratio.items()},
+            "gradient": {
+                "cosine": change.cosine,
+                "cosine_first_update": change.cosine_first,
+                "relative_norm": change.relative_norm,
+            },
+        }
+    }
+
+
+def show(run: Path, found: "Replay", changes: Changes) -> None:
+    """Prints the numbers for people, within 80 columns."""
+    console = Terminal(quiet=False)
+    start = f"the checkpoint of step {found.start}" if found.start else "the weights that the run began with"
+    console.say(f"{run}, step {found.step}, from {start}")
+    if found.differences or found.change is None:
+        keys = [str(key) for key in dict.fromkeys([Metric.LOSS, Metric.GRAD_NORM, *found.differences])]
+        pairs = {key: found.differences.get(key, (found.metrics[key], found.metrics[key])) for key in keys}
+        print_table(console, ("recorded", "replayed"), [(key, exact(was), exact(now)) for key, (was, now) in pairs.items()])
+    for line in verdict(found):
+        console.say(line)
+    if (change := found.change) is None:
+        return
+    console.say("")
+    for key, (was, now) in changes.items():
+        console.say(f"{key}: {as_yaml(was)} -> {as_yaml(now)}")
+    pairs = {str(key): (found.metrics[key], change.metrics[key]) for key in (Metric.LOSS, Metric.GRAD_NORM)}
+    pairs |= change.metrics_changed
+    pairs |= {"rows trained": change.rows_trained, **{f"ratio, {key}": pair for key, pair in change.ratio.items()}}
+    print_table(console, ("as it was", "changed"), [(key, short(was), short(now)) for key, (was, now) in pairs.items()])
+    for line in effect(found):
+        console.say(line)
+
+
+def print_table(console: Terminal, heads: tuple[str, str], rows: list[tuple[str, str, str]]) -> None:
+    """Prints a table of names and pairs of numbers."""
+    from rich.table import Table
+
+    table = Table("", box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right", min_width=12)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def verdict(found: "Replay") -> list[str]:
+    """Returns the lines that say whether the replay is what was recorded."""
+    if not found.differences:
+        return [f"the same to the last bit: all {len(found.metrics)} numbers that metrics.jsonl has of its update"]
+    lines = []
+    numbers = [(was, now) for was, now in found.differences.values() if isinstance(was, float) and isinstance(now, float)]
+    most = max((abs(now - was) / max(abs(was), 1e-300) for was, now in numbers), default=0.0)
+    lines.append(f"{len(found.differences)} of {len(found.metrics)} numbers differ, by {most:.1e} of their size at most")
+    if found.first_off is not None:
+        lines.append(f"the first step that differs on the way is step {found.first_off}")
+    if found.other:
+        lines.append(f"not as it was in the run: {'; '.join(found.other)}")
+    return lines
+
+
+def effect(found: "Replay") -> list[str]:
+    """Returns the lines about advantages and gradients under the table of a change."""
+    change = found.change
+    assert change is not None  # `show` calls this only if something was changed
+    same = "as they were" if not change.advantages_changed else f"other in {change.advantages_changed} of {change.rows} rows"
+    more = f", by {change.advantages_largest_change:.3g} at most" if change.advantages_changed else ""
+    sign = f"; of other sign in {change.advantages_flipped}" if change.advantages_flipped else ""
+    lines = [f"advantages: {same}{more}{sign}"]
+    if change.cosine is None:
+        return [*lines, "gradient: one side made no update"]
+    norm = "" if change.relative_norm is None else f", norm x {change.relative_norm:.4g}"
+    lines.append(f"gradient of the last update: cosine {change.cosine:.6g}{norm}")
+    if change.cosine_first != change.cosine:
+        lines.append(f"gradient of the first update: cosine {short(change.cosine_first)}")
+    return lines
+
+
+def as_yaml(value: Any) -> str:
+    """Returns the value of a setting as a recipe would say it."""
+    return "none" if value is None else json.dumps(value)
+
+
+def exact(value: Any) -> str:
+    """Returns a number with all its digits."""
+    return "–" if value is None else repr(value)
+
+
+def short(value: Any) -> str:
+    """Returns a number with six digits."""
+    return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

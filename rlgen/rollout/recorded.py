@@ -1,0 +1,123 @@
+"""Reads the samples and rewards of a step that a run has trained: from its rollouts, or from its journal.
+
+The rollouts hold all of a step: ids, log-probs as float32, spans with weight versions, and rewards. The journal holds a step from
+its first answer until its rollouts are on disk; a step that `rollouts.every` leaves out, until the oldest checkpoint is a later
+one. It lacks the prompts, which come from the data again. Nothing here writes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlgen.rollout.digests import asked_digest, digest
+from rlgen.rollout.frames import Answer
+from rlgen.rollout.journal import Journal, answers_in, is_start, rewards_of, step_of
+from rlgen.rollout.parquet import parts_of, read_part
+from rlgen.rollout.sample import sample_seed
+from rlgen.types import Prompt, Sample, Samples, Sampling
+
+Rewarded = Sequence[Mapping[str, Any]]  # of the samples of a group, as `rewards_of` returns them
+
+
+def is_recorded(run: Path, step: int) -> bool:
+    """Returns whether files of a step are there; whether they are whole shows when they are read."""
+    return bool(parts_of(rollouts_of(run, step)) or journal_of(run, step))
+
+
+def rollouts_of(run: Path, step: int) -> Path:
+    """Returns the path of a step's rollouts."""
+    return run / "rollouts" / f"step_{step:06d}.parquet"
+
+
+def journal_of(run: Path, step: int) -> list[str]:
+    """Returns the names of the journal's files of a step."""
+    files = sorted((run / "journal").glob(f"*_{step:06d}.*"))
+    return [file.name for file in files if step_of(file) == step and not is_start(file)]
+
+
+def from_rollouts(run: Path, step: int) -> Samples | None:
+    """Returns the samples of a step, ordered by group and by sample; None if its rollouts are missing or damaged."""
+    parts = [read_part(part) for part in parts_of(rollouts_of(run, step))]
+    found = [part[0] for part in parts if part is not None]
+    if not found or len(found) < len(parts):
+        return None
+    samples = Samples.join(found)
+    return samples.take(np.lexsort((samples.sample_index, samples.group_id)))
+
+
+def from_journal(
+    run: Path,
+    step: int,
+    labels: Sequence[str],
+    prompt_at: Callable[[int], Prompt],
+    sampling: Sampling,
+    run_seed: int,
+    oldest: int,
+    say: Callable[[str], None],
+) -> Samples:
+    """Returns the samples of a step whose answers and rewards are in the journal, ordered by group and by sample.
+
+    Args:
+        labels: names of the rewards.
+        prompt_at: returns the prompt at a position of the data's order.
+        oldest: weight version; samples of older weights were dropped.
+        say: receives what is damaged.
+    """
+    journal = Journal(
+        folder=run / "journal", rank=0, engine="", judge="", say=say, files={step: journal_of(run, step)}, closed=True
+    )
+    answers, rewarded = read(journal, step)
+    with_these, samples = digest(sampling), []
+    for group_id in sorted(rewarded):
+        prompt = prompt_at(group_id)
+        every = [(index, answers[group_id][index]) for index in sorted(answers.get(group_id, ()))]
+        own = [(index, one) for index, one in every if one.completion(prompt.prompt_ids).weight_version >= oldest]
+        if len(own) != len(rewarded[group_id]):
+            continue  # the caller sees that samples are missing
+        for (index, answer), given in zip(own, rewarded[group_id], strict=True):
+            seed = sample_seed(run_seed, group_id, index)
+            if answer.asked == asked_digest(prompt.prompt_ids, seed, with_these):  # else the data or the tokenizer have changed
+                samples.append(sample_of(answer, prompt, seed, given))
+    return Samples.of(samples, labels)
+
+
+def read(journal: Journal, step: int) -> tuple[dict[int, dict[int, Answer]], dict[int, Rewarded]]:
+    """Returns of a step the newest answers, by group id and sample index, and the newest rewards of each group, by group id."""
+    answers: dict[int, dict[int, Answer]] = {}
+    rewarded: dict[int, Rewarded] = {}
+    for samples, stamp in journal.tables(step):
+        rows: dict[int, list[int]] = {}
+        for row, group_id in enumerate(samples.group_id.tolist()):
+            rows.setdefault(group_id, []).append(row)
+        places = frozenset(zip(samples.group_id.tolist(), samples.sample_index.tolist(), strict=True))
+        for answer in answers_in(samples, stamp, places):
+            answers.setdefault(answer.group_id, {})[answer.sample_index] = answer
+        rewarded |= {group_id: [rewards_of(samples[row]) for row in of_group] for group_id, of_group in rows.items()}
+    for record in journal.records(step):
+        if isinstance(record, Answer):
+            answers.setdefault(record.group_id, {})[record.sample_index] = record
+        else:
+            rewarded[record.group_id] = record.samples
+    return answers, rewarded
+
+
+def sample_of(answer: Answer, prompt: Prompt, seed: int, rewards: Mapping[str, Any]) -> Sample:
+    """Returns an answer of the journal as a sample with its rewards, without its text."""
+    completion = answer.completion(prompt.prompt_ids)
+    return Sample(
+        group_id=answer.group_id,
+        sample_index=answer.sample_index,
+        prompt_ids=prompt.prompt_ids,
+        completion_ids=completion.token_ids,
+        sampler_logp=completion.logp,
+        spans=completion.spans,
+        finish_reason=completion.finish_reason,
+        seed=seed,
+        completion="",
+        rewards=rewards["rewards"],
+        reward=rewards["reward"],
+        cached_tokens=completion.cached_tokens,
+        reward_errors=rewards["reward_errors"],
+    )
