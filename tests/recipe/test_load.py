@@ -14,7 +14,7 @@ from rlgen.algorithms.registry import TRAINERS
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.inert import inert
-from rlgen.recipe.models import TASKS, Recipe
+from rlgen.recipe.models import TASKS, Recipe, RewardRecipe
 from rlgen.recipe.rules import servers
 from rlgen.recipe.yaml import parse, scalar
 
@@ -291,6 +291,8 @@ def numbers(model: type[BaseModel], prefix: str = "", kind: str = "") -> dict[st
         for inner in models_in(field.annotation):
             tag = inner.model_fields.get("kind")
             needed = f"{prefix}{name}.kind={get_args(tag.annotation)[0]}" if tag else kind
+            if inner is RewardRecipe and not field.is_required():
+                needed = f"{prefix}{name}=[{{use: exact_match}}]"  # unless said, there is none
             found = numbers(inner, f"{prefix}{name}.{'0.' if 'list' in str(field.annotation) else ''}", needed) | found
         if set(plain_types(field.annotation)) & {int, float}:
             found[f"{prefix}{name}"] = kind
