@@ -151,7 +151,7 @@ def _reward_contradictions(rewards: Sequence[RewardRecipe], path: str) -> list[F
     """Returns contradictions between entries of rewards, which stand at `path`."""
     found: list[Finding] = []
     if not any(reward.weight for reward in rewards):
-        found.append(Finding(path, f"every weight in {path} is 0, so that nothing is learned", "set one above 0"))
+        found.append(Finding(path, f"every weight in {path} is 0, so that every completion is worth 0", "set one above 0"))
     labels = [reward.label for reward in rewards]
     for index, label in enumerate(labels):
         if label in labels[:index]:

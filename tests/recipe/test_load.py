@@ -292,7 +292,7 @@ def numbers(model: type[BaseModel], prefix: str = "", kind: str = "") -> dict[st
             tag = inner.model_fields.get("kind")
             needed = f"{prefix}{name}.kind={get_args(tag.annotation)[0]}" if tag else kind
             if inner is RewardRecipe and not field.is_required():
-                needed = f"{prefix}{name}=[{{use: exact_match}}]"  # unless said, there is none
+                needed = f"{prefix}{name}=[{{use: exact_match}}, {{use: numeric_match}}]"  # unless said, there is none
             found = numbers(inner, f"{prefix}{name}.{'0.' if 'list' in str(field.annotation) else ''}", needed) | found
         if set(plain_types(field.annotation)) & {int, float}:
             found[f"{prefix}{name}"] = kind
