@@ -4,10 +4,10 @@ import json
 
 import golden
 import pytest
-from helpers.slow import slow_but
 
 
-@pytest.mark.parametrize("trainer", slow_but(golden.TRAINERS, "grpo"))
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", golden.TRAINERS)
 def test_ten_steps_are_as_they_were(trainer: str) -> None:
     stored = json.loads(golden.GOLDEN.read_text())
     assert stored["recipe"] == golden.RECIPE and stored["trainers"] == golden.TRAINERS

@@ -381,6 +381,7 @@ def test_without_a_gpu_it_is_refused_before_a_server_is_started(recipe_file: Pat
 
 @pytest.mark.vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its group is in Python, and on the CPU")
+@pytest.mark.slow
 def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own engine for NCCL, worker and loader; the group and two functions of CUDA are ours."""
     engine = open_vllm("qwen3", max_model_len=256, extra={"weight_transfer_config": {"backend": "nccl"}})

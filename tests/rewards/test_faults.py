@@ -600,6 +600,7 @@ def judge():
     server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(35, 36)
 def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proof):
     monkeypatch.setenv("JUDGE_API_KEY", "planted-secret-1234567")

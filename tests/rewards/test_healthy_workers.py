@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.slow import slow_but
 from helpers.waiting import HANGS, until
 from scoring import group, opened, overdue, scorer, totals
 
@@ -88,7 +87,8 @@ def test_the_call_that_was_overdue_has_failed_and_not_the_one_after_it(scorer, m
     assert (build.pool.killed, build.pool.lost) == (1, 0)
 
 
-@pytest.mark.parametrize("prefix", slow_but(["", "async "], ""))
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["", "async "])
 def test_time_in_which_all_processes_were_stopped_is_nobodys(tmp_path, prefix):
     """As by a scheduler that suspends a job: the trainer wakes up when the deadline of the call is over."""
     (tmp_path / "rewards.py").write_text(

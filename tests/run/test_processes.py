@@ -234,6 +234,7 @@ def ended_badly(ended: subprocess.CompletedProcess[str], directory: Path, code: 
     assert ended.returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault(75)
 def test_the_reward_of_one_process_fails(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     options = ["--run-dir", tmp_path / "run", "--set", "rewards=[{use: 'spread.py:fails_in_process_1'}]"]

@@ -264,6 +264,7 @@ def proven(monkeypatch: pytest.MonkeyPatch, folder: Path, reward: str) -> Path:
     return recipe
 
 
+@pytest.mark.slow
 def test_prove_resume_says_yes_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

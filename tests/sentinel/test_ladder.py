@@ -113,7 +113,7 @@ WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT, Fault.BASE_CHANGED}
 
 
 # On vLLM these; the rest of its planted faults are slow.
-QUICK = ("tied head stale", "lost on the way", "bfloat16 engine", "adapter of a layer ignored")
+QUICK = ("tied head stale", "lost on the way")
 
 
 def marks_of(name: str, overrides: list[str]) -> list[pytest.MarkDecorator]:

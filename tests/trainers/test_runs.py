@@ -246,6 +246,7 @@ def test_vllm_on_transformers_model_code_spares_the_trainers_model(recipe_file: 
     assert len(gaps) == 2 and max(gaps) <= 1e-4
 
 
+@pytest.mark.slow
 def test_structured_output_restricts_the_rollouts_and_is_not_compared(recipe_file: Path) -> None:
     directory = run(recipe_file, "engine={kind: colocated, structured_regex: '[0-9]{3}'}", "trainer={correction: {mode: none}}")
     texts = [row["completion"] for row in rollout_rows(directory)]
