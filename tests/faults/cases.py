@@ -9,8 +9,6 @@ GPU: frozenset[int] = frozenset()
 # There is nothing yet that it could happen to.
 ABSENT = {
     80: "no tracker is built in",
-    82: "no `rlgen compare` yet",
-    83: "no `rlgen report` yet",
     90: "no built-in runs model code",
 }
 
@@ -21,7 +19,6 @@ PARTLY = {
     57: "the engine runs on the CPU",
     58: "the engine runs on the CPU",
     63: "answers of vLLM on a GPU",
-    81: "there is no viewer: records and terminal",
 }
 
 CASES = {

@@ -5,7 +5,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from rlgen.look.summary import duration, facts_of
 from rlgen.look.weights import Code, weights_of
 from rlgen.recipe import Recipe
 from rlgen.types import Ragged
+
+Proof = Callable[[str], None]
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
@@ -67,7 +69,8 @@ def unpacked(text: str) -> bytes:
     return gzip.decompress(base64.b64decode(text))
 
 
-def test_the_page_asks_for_nothing_and_runs_its_own_script_only(run: Path) -> None:
+@pytest.mark.fault(83)
+def test_the_page_asks_for_nothing_and_runs_its_own_script_only(run: Path, proof: Proof) -> None:
     text = (run / "report.html").read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     script, style = re.search(r"<script>(.*)</script>\n</body>", text, re.S), re.search(r"<style>(.*)</style>", text, re.S)
@@ -77,8 +80,10 @@ def test_the_page_asks_for_nothing_and_runs_its_own_script_only(run: Path) -> No
         assert f"{directive} 'sha256-{digest}';" in policy[1]
     assert "default-src 'none'" in policy[1] and "unsafe" not in policy[1]
     assert re.findall(r'(?:src|href)="(?!data:)', text) == [] and "@import" not in text and "url(" not in text
+    proof(f"a page of {len(text) >> 10} KiB names no address, and its policy allows none")
 
 
+@pytest.mark.fault(81)
 def test_what_the_model_wrote_is_never_markup(run: Path) -> None:
     text = (run / "report.html").read_text()
     assert "pwned" not in text and "\u2028" not in text and "<b>mine" not in text and text.isascii() is False
@@ -224,7 +229,9 @@ def test_verdicts_are_those_of_the_rules(tmp_path: Path) -> None:
     assert facts_of(read_run(path), verdicts)[2].note == "truncated"
 
 
-def test_the_curves_as_png(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(83)
+def test_the_curves_as_png(run: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    monkeypatch.delenv("DISPLAY", raising=False)
     report(run, "--png")
     content = (run / "report.png").read_bytes()
     width = int.from_bytes(content[16:20], "big")
@@ -232,6 +239,7 @@ def test_the_curves_as_png(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     done = CliRunner().invoke(app, ["report", str(run), "--png"])
     assert done.exit_code == 1 and "pip install 'rlgen[report]'" in str(done.exception)
+    proof("drawn without a display")
 
 
 @pytest.fixture(scope="module")
