@@ -16,7 +16,6 @@ from rlgen.recipe import Recipe
 from rlgen.recipe.evaluation import rewards_of, seed_of, temperature_of
 from rlgen.recipe.models import EvalRecipe
 from rlgen.recipe.trainers import GRPORecipe
-from rlgen.rewards.resolve import resolve
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.run.best import Best
 from rlgen.run.manifest import check_model_files
@@ -42,14 +41,13 @@ def completion_tokens(recipe: Recipe, settings: EvalRecipe) -> int:
     return settings.max_completion_tokens or recipe.rollout.max_completion_tokens
 
 
-def open_eval_scorer(recipe: Recipe, held_out: HeldOut, training: Scorer | None, output: Path, failures: Path | None) -> Scorer:
+def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: Path | None) -> Scorer:
     """Returns the rewards of evaluations, checked against the columns of their data.
 
-    They run in the processes of the training's rewards if they are the same, so that what they import is held once. With
-    `rollout.ahead` those processes score the next step meanwhile.
+    They have processes of their own: those of the training may score the next step meanwhile, as with `rollout.ahead`, or when
+    a resumed run takes it from the journal.
 
     Args:
-        training: rewards of the training; None: there is no training.
         output: file for what the functions print.
         failures: folder for samples whose reward failed.
 
@@ -59,10 +57,7 @@ def open_eval_scorer(recipe: Recipe, held_out: HeldOut, training: Scorer | None,
     settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)
     answer = settings.columns.answer if settings.columns else recipe.data.columns.answer
     columns = {*held_out.rows.columns, "answer"} if answer else set(held_out.rows.columns)
-    if training is None or settings.rewards is not None or recipe.rollout.ahead:
-        return open_scorer(rewards_of(recipe, settings), columns, longest, recipe.scoring, output, failures)
-    rewards = tuple(resolve(entry, facts, columns) for entry, facts in zip(recipe.rewards, training.pool.facts(), strict=True))
-    return replace(training, rewards=rewards, max_completion_tokens=longest, failures=failures, known=set())
+    return open_scorer(rewards_of(recipe, settings), columns, longest, recipe.scoring, output, failures)
 
 
 def build_evaluator(
@@ -153,7 +148,7 @@ def evaluate_model(
     for line in (*data.notices, *(f"warning: {warning}" for warning in data.held_out.warnings)):
         say(line)
     with ExitStack() as open_parts:
-        scorer = open_eval_scorer(recipe, data.held_out, None, logs / "rewards.log", None)
+        scorer = open_eval_scorer(recipe, data.held_out, logs / "rewards.log", None)
         open_parts.callback(scorer.close)
         pair = open_pair(recipe, data, None, processes, logs, say)
         open_parts.callback(pair.close)

@@ -71,7 +71,7 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
     with ExitStack() as undo:
         data, scorer = open_inputs(attempt, between)
         undo.callback(scorer.close)
-        judge = open_judge(attempt, data, scorer)
+        judge = open_judge(attempt, data)
         if judge is not None:
             undo.callback(judge.close)
         recipe = data.recipe
@@ -121,7 +121,7 @@ def open_inputs(attempt: Attempt, between: Callable[[], None]) -> tuple[Data, Sc
     return data, scorer
 
 
-def open_judge(attempt: Attempt, data: Data, training: Scorer) -> Scorer | None:
+def open_judge(attempt: Attempt, data: Data) -> Scorer | None:
     """Opens the rewards of evaluations, and prints what is evaluated; returns None if the recipe evaluates nothing."""
     held_out, directory, processes = data.held_out, attempt.directory, attempt.processes
     if held_out is None:
@@ -129,7 +129,7 @@ def open_judge(attempt: Attempt, data: Data, training: Scorer) -> Scorer | None:
     attempt.console.say(f"eval: {words_of(data.recipe, held_out)}")
     output = directory.logs / f"rewards.eval.rank{processes.rank}.log"
     failures = directory.failed_rewards / "eval"
-    return processes.agreed(lambda: open_eval_scorer(data.recipe, held_out, training, output, failures))
+    return processes.agreed(lambda: open_eval_scorer(data.recipe, held_out, output, failures))
 
 
 def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:

@@ -1,6 +1,7 @@
 """Killed and resumed, a run trains every position once and is the run that was never killed, to the last bit."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -97,7 +98,7 @@ def test_killed_between_two_updates_or_beside_a_reference(kills: Kills, what: st
     ],
 )
 def test_killed_in_an_evaluation(kills: Kills, instant: str, proof: Proof) -> None:
-    outcome = kills(Kill("evaluated", "in an evaluation", instant), instant.replace("/", "").replace(":", "_"))
+    outcome = kills(Kill("evaluated", "in an evaluation", instant), re.sub(r"[^A-Za-z0-9._]", "_", instant))
     assert outcome.problem is None, outcome
     proof(f"evaluated each step: exit -9, {outcome.fired}; resumed and equal")
 
