@@ -114,7 +114,8 @@ def test_an_evaluated_run_that_fails_and_is_resumed_is_the_undisturbed_one(
 
 def test_the_comparison_of_runs_sees_evaluations(run: Path) -> None:
     other = train(run.parent, "other", f"eval={EVAL}".replace("limit: 5", "limit: 4"))
-    found = list(rollouts("evals", run, other))
+    # Log-probs may differ too: rounding depends on how many rows are computed together.
+    found = [one for one in rollouts("evals", run, other) if one.key == "samples"]
     assert [(one.step, one.key, one.left, one.right) for one in found] == [(step, "samples", 20, 16) for step in (0, 2, 4)]
 
 
