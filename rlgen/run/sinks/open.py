@@ -79,12 +79,14 @@ def open_sinks(recipe: Recipe, directory: RunDirectory, step: int, say: Callable
     for sink in recipe.sinks:
         opening = {"name": sink.name or recipe.run.name, "folder": str(folder), "step": step, "config": config}
         order = {"what": "open", "settings": sink.model_dump(mode="json"), "opening": opening}
-        found.append((Sink(kind=sink.kind, opening=order, memory=folder / f"{sink.kind}.json", say=say), sink.every, sink.samples))
+        found.append(
+            (Sink(kind=sink.kind, opening=order, memory=folder / f"{sink.kind}.json", say=say), sink.every, sink.samples)
+        )
     return Sinks(recipe.run.steps, found)
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float | int]:
-    """Returns the numbers of an object of metrics.jsonl, without its step; trackers take nothing else. Booleans become 0 and 1."""
+    """Returns the numbers of an object of metrics.jsonl, without its step: all that trackers take. true becomes 1."""
     return {
         key: int(value) if isinstance(value, bool) else value
         for key, value in record.items()
@@ -98,6 +100,6 @@ def check_libraries(recipe: Recipe) -> None:
     missing = [sink.kind for sink in recipe.sinks if (spec := find_spec(sink.kind)) is None or spec.origin is None]
     if missing:
         raise SetupError(
-            f"sinks: {' and '.join(missing)} cannot be imported; `pip install \"rlgen[{','.join(missing)}]\"`, or remove it from"
+            f'sinks: {" and ".join(missing)} cannot be imported; `pip install "rlgen[{",".join(missing)}]"`, or remove it from'
             " the recipe"
         )

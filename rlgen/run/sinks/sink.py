@@ -47,7 +47,7 @@ class Sink:
     opening: Mapping[str, Any]  # the first order, see worker.py; the id of the run is filled in
     memory: Path  # file with the id that the tracker gave to the run
     say: Callable[[str], None]  # receives warnings
-    answer: float = ANSWER
+    answer: float = field(default_factory=lambda: ANSWER)  # seconds
     off: bool = False  # true: it has failed or ended, and takes nothing more
     dropped: int = 0  # records for which there was no room
     _records: deque[dict[str, Any]] = field(default_factory=deque)
