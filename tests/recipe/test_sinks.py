@@ -1,9 +1,12 @@
 """Mistakes in the section `sinks`, and what of it is left out of the resolved recipe."""
 
+import re
 from pathlib import Path
 
 import pytest
+from conftest import RECIPE
 
+from rlgen.cli.docs import page_text
 from rlgen.errors import RecipeError
 from rlgen.opening.reopen import MAY_CHANGE, changes
 from rlgen.recipe import dump_recipe, load_recipe
@@ -44,3 +47,12 @@ def test_a_resumed_run_may_have_other_sinks() -> None:
     without, other = {"sinks": []}, {"sinks": [{"kind": "wandb", "tags": ["a"]}]}
     assert changes(without, other, MAY_CHANGE) == changes(other, without, MAY_CHANGE) == []
     assert changes(without, other, ()) != []
+
+
+def test_the_examples_of_the_page_are_valid(recipe_file: Path) -> None:
+    blocks = re.findall(r"```yaml\n(sinks:.*?)```", page_text("sinks"), re.DOTALL)
+    kinds: set[str] = set()
+    for block in blocks:
+        recipe_file.write_text(f"{RECIPE}{block}")
+        kinds |= {sink.kind for sink in load_recipe(recipe_file).recipe.sinks}
+    assert len(blocks) == 5 and kinds == {"trackio", "wandb", "tensorboard", "mlflow"}
