@@ -171,7 +171,8 @@ def read_line(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, A
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kills a process with everything that it started, and waits for its end."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """Kills a process with everything that it started, and waits for its end. Does nothing if this was done before."""
+    if process.returncode is None:  # until it is waited for, its number is no other process's
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
