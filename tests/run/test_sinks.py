@@ -92,13 +92,14 @@ def test_wandb_has_it(sent: Path) -> None:
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["recipe"]["rollout"]["group_size"] == 4 and "packages" in config["provenance"]
     rows = [row for part in records for row in rows_of(part)]
-    metrics = {row["step"]: {k: v for k, v in row.items() if k[0] != "_" and k != "step"} for row in rows if "samples" not in row}
+    shown = {row["step"]: row["samples/path"] for row in rows if "samples/path" in row}
+    logged = [row for row in rows if "samples/path" not in row]
+    metrics = {row["step"]: {k: v for k, v in row.items() if k[0] != "_" and k != "step"} for row in logged}
     assert metrics == numbers(sent)
-    shown = {row["step"]: row["samples"] for row in rows if "samples" in row or any(key.startswith("samples/") for key in row)}
     written = tables(sent)
     assert shown.keys() == written.keys()
-    for step, media in shown.items():
-        content = json.loads(next((sent / "sinks" / "wandb").glob(f"offline-run-*/files/{media['path']}")).read_text())
+    for step, path in shown.items():
+        content = json.loads(next((sent / "sinks" / "wandb").glob(f"offline-run-*/files/{path}")).read_text())
         assert (content["columns"], content["data"]) == (list(written[step].columns), [list(row) for row in written[step].rows])
     ends = [one.exit.exit_code for part in records for one in part if one.WhichOneof("record_type") == "exit"]
     assert ends == [0, 0]
