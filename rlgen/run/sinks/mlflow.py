@@ -4,11 +4,13 @@ import json
 import os
 import re
 import time
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
 from rlgen.recipe.sinks import MlflowSink
+from rlgen.recipe.yaml import by_key
 from rlgen.run.sinks.base import Numbers, Opening, Table
 
 AT_ONCE = 100  # parameters and metrics of one request; a server takes 100 parameters and 1000 metrics
@@ -25,9 +27,9 @@ class MlflowTracker:
             found = self.client.get_experiment_by_name(sink.experiment)
             experiment = self.client.create_experiment(sink.experiment) if found is None else found.experiment_id
             self._id = self.client.create_run(experiment, tags=sink.tags, run_name=opening.name).info.run_id
-            leaves = sorted(leaves_of(opening.config["recipe"]).items())
-            for start in range(0, len(leaves), AT_ONCE):
-                params = [Param(accepted(key), value[:LONGEST]) for key, value in leaves[start : start + AT_ONCE]]
+            values = list(by_key(opening.config["recipe"]).items())
+            for start in range(0, len(values), AT_ONCE):
+                params = [Param(accepted(key), as_text(value)) for key, value in values[start : start + AT_ONCE]]
                 self.client.log_batch(self.id, params=params)
         else:
             self._id = opening.id
@@ -62,10 +64,6 @@ def accepted(name: str) -> str:
     return re.sub(r"[^\w.\-:/ ]", "_", name)
 
 
-def leaves_of(value: object, path: str = "") -> dict[str, str]:
-    """Returns the values of a recipe by dotted path, lists of plain values as JSON."""
-    nested = isinstance(value, list) and any(isinstance(one, dict) for one in value)
-    if isinstance(value, dict) or nested:
-        items = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
-        return {key: leaf for name, one in items for key, leaf in leaves_of(one, f"{path}.{name}" if path else str(name)).items()}
-    return {path: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
+def as_text(value: Any) -> str:
+    """Returns the value of a parameter: a text as it is, anything else as JSON."""
+    return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))[:LONGEST]
