@@ -24,6 +24,7 @@ from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
 from rlgen.recipe.evaluation import data_of
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
+from rlgen.run.sinks.open import check_libraries
 
 if TYPE_CHECKING:
     from rlgen.opening.data import Data, HeldOut
@@ -51,9 +52,10 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     Raises:
         RecipeError: with everything that is wrong with the recipe and with the files that it names.
         DataError: the rows of the data cannot be prompts.
-        SetupError: the model's tokenizer or config cannot be used.
+        SetupError: the library of a sink is not installed; the model's tokenizer or config cannot be used.
     """
     loaded = load_recipe(path, overrides)
+    check_libraries(loaded.recipe)
     columns = looked_up(loaded)
     if (held := of_evaluation(loaded)) is not None:
         look_at_evaluation(held, imports=loaded.recipe.eval is not None and loaded.recipe.eval.rewards is not None)

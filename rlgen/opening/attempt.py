@@ -22,10 +22,11 @@ from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.deadline import Deadline
-from rlgen.run.directory import RunDirectory
+from rlgen.run.directory import RunDirectory, ended_as
 from rlgen.run.launch import Launch, check_launch, parents
 from rlgen.run.logs import log_to
 from rlgen.run.signals import StopNow, StopRequest
+from rlgen.run.sinks.open import check_libraries
 
 if TYPE_CHECKING:
     from rlgen.opening.trainer import Attempt
@@ -107,6 +108,7 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
     Raises:
         RecipeError: the recipe has mistakes.
         UsageError: its deadline has passed.
+        SetupError: the library of a sink is not installed; raised on rank 0, which has the sinks.
         ProcessError: the number or kind of launched processes is not what the recipe asks for.
     """
     overrides = list(options.overrides)
@@ -124,6 +126,7 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
             " duration such as 3h50m, or remove it"
         )
     if launch.rank == 0:
+        check_libraries(loaded.recipe)
         for notice in loaded.notices:
             say(f"note: {notice}")
         for warning in loaded.warnings:
@@ -198,8 +201,7 @@ def run_with_status(
         if is_main:
             directory.write_status("done", steps, steps, exit_code=0)
     except BaseException as error:
-        code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
-        state = "stopped" if isinstance(error, Stopped) else "failed"
+        state, code = ended_as(error)
         message = str(error) or ("stopped at once; --resume goes on from the last checkpoint" if code == 130 else "")
         with suppress(CheckpointError):  # if the disk is too full for this, `error` says so already
             # If rank 0 was killed, another rank writes the status; if rank 0 ended by itself, it has written it already.
@@ -245,14 +247,15 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
     )
     with console:
         trainer, start = open_or_stop(attempt, choice.step, stop)
-        try:
-            with processes.reporting_once():  # reports the error before anything is closed
-                trainer.run(start, stop)
-        except KeyboardInterrupt:  # a second Ctrl-C does not wait for the checkpoint
-            trainer.checkpoints.give_up()
-            raise
-        finally:
-            trainer.close()
+        with trainer.report.sinks:  # they are told how the run ends when all else is closed
+            try:
+                with processes.reporting_once():  # reports the error before anything is closed
+                    trainer.run(start, stop)
+            except KeyboardInterrupt:  # a second Ctrl-C does not wait for the checkpoint
+                trainer.checkpoints.give_up()
+                raise
+            finally:
+                trainer.close()
         console.say(f"done: {directory.path}")
 
 

@@ -25,7 +25,7 @@ MAY_CHANGE = (
     *("optim.micro_batch_tokens", "model.gradient_checkpointing"),
     *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
     *("eval.every", "eval.at_start", "eval.best"),
-    *("checkpoint.", "rollouts.", "sentinel.", "engine.", "processes.", "scoring.", "health."),
+    *("checkpoint.", "rollouts.", "sentinel.", "engine.", "processes.", "scoring.", "health.", "sinks"),
 )
 
 

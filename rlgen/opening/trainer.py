@@ -31,6 +31,7 @@ from rlgen.run.directory import RunDirectory
 from rlgen.run.health import Health, rules_of
 from rlgen.run.manifest import check_model_files
 from rlgen.run.rollouts import RolloutWriter
+from rlgen.run.sinks.open import Sinks, open_sinks
 from rlgen.sentinel.ladder import climb, summary
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.sync import send_weights
@@ -175,6 +176,7 @@ def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | 
     if judge is not None and pair.data.held_out is not None:
         best = processes.on_main(lambda: Best(directory.read_metrics())) if pair.data.held_out.settings.best else None
         evaluate = build_evaluator(recipe, pair, pair.data.held_out, judge, watch, directory.evals, best)
+    sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(learner.policy.model, processes)
     watch.means.extend(processes.agreed(lambda: journal.starts_from(done, weights, ())))
     return Trainer(
@@ -206,7 +208,8 @@ def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | 
             directory=directory,
             health=Health(rules_of(recipe), directory.read_metrics() if done and processes.is_main else ()),
             console=attempt.console,
-            writer=build_writer(attempt, pair, journal, checkpoints),
+            writer=build_writer(attempt, pair, journal, checkpoints, sinks),
+            sinks=sinks,
         ),
         evaluate=evaluate,
     )
@@ -243,9 +246,14 @@ def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlySc
     )
 
 
-def build_writer(attempt: Attempt, pair: Pair, journal: Journal, checkpoints: Checkpoints) -> RolloutWriter:
-    """Returns the object that writes the samples of each step, and tells the journal when they are on disk."""
+def build_writer(attempt: Attempt, pair: Pair, journal: Journal, checkpoints: Checkpoints, sinks: Sinks) -> RolloutWriter:
+    """Returns the object that writes the samples of each step, and tells the journal and the sinks when they are on disk."""
     recipe, processes = attempt.recipe, attempt.processes
+
+    def on_disk(step: int, path: Path) -> None:
+        journal.retire(step, path)
+        sinks.samples(step, path)
+
     return RolloutWriter(
         folder=attempt.directory.rollouts,
         rank=processes.rank,
@@ -257,7 +265,7 @@ def build_writer(attempt: Attempt, pair: Pair, journal: Journal, checkpoints: Ch
         keep=recipe.rollouts.keep,
         needed=checkpoints.oldest,
         stamp=lambda rollout: journal.stamp(rollout, pair.sampling),
-        on_disk=journal.retire,
+        on_disk=on_disk,
     )
 
 

@@ -48,6 +48,13 @@ def inert(recipe: Recipe) -> list[Finding]:
         for path in ("engine.transfer_dir", "engine.restarts"):
             found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
     found += _inert_in_rewards(recipe.rewards, "rewards")
+    if not recipe.rollouts.every:
+        for place in range(len(recipe.sinks)):
+            path, why = (
+                f"sinks.{place}.samples",
+                "has no effect with rollouts.every 0: tables are made of the rollouts that are written",
+            )
+            found.append(Finding(path, f"{path} {why}", "remove it, or set rollouts.every to 1 or more"))
     if model.path.startswith("tiny:") or is_local_model(model.path):
         found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
     return found

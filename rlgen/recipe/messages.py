@@ -19,6 +19,9 @@ UNIONS: dict[str, type[BaseModel]] = {
     "engine": ColocatedEngineRecipe,
     "trainer": GRPORecipe,
 }  # the variant when a recipe names no kind
+# Sections with a `kind`, and where pydantic inserts it into the path of an error.
+TAGS = {"engine": 1, "trainer": 1, "sinks": 2}
+UNTAGGED = ("union_tag_invalid", "union_tag_not_found")  # errors of the `kind` itself
 PLAIN_WORDS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -52,6 +55,8 @@ def translate(
     value = details["input"]
     if kind == "extra_forbidden":
         return Problem(where, *_unknown_key(loc, data, model))
+    if kind == "union_tag_not_found":
+        name, kind = f"{name}.kind", "missing"
     if kind == "missing":
         example = EXAMPLES.get(_general(name))
         return Problem(where, f"`{name}` is missing", example and f"such as `{example}`")
@@ -59,8 +64,8 @@ def translate(
         expected = details.get("ctx", {}).get("expected" if kind == "literal_error" else "expected_tags", "")
         options = re.findall(r"'([^']*)'", expected)
         if kind == "union_tag_invalid":
-            name, value = f"{name}.kind", data[str(loc[0])]["kind"]
-            where = yaml.place_of(places, (loc[0], "kind")) or where
+            name, value = f"{name}.kind", kind_at(loc, data)
+            where = yaml.place_of(places, (*loc, "kind")) or where
         hint = NULL if value is None else VALUES.get((name, str(value).lower())) or suggest(str(value), options, None)
         return Problem(where, f"{name}: {short(value)} is not one of {', '.join(options)}", hint)
     what = PLAIN_WORDS.get(kind) or details["msg"].replace("Input should", "must").replace("String should", "must")
@@ -70,8 +75,7 @@ def translate(
 def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | None) -> tuple[str, str | None]:
     """Returns what is wrong with the key at `loc` and what to do. `model`: of its section; None: that which `data` names."""
     name = ".".join(map(str, loc))
-    variant = data.get(str(loc[0]))
-    kind = str(variant["kind"]) if loc[0] in UNIONS and isinstance(variant, dict) else ""
+    kind = str(kind_at(loc, data) or "")
     hint = advice(name, _general(name), kind, list((model or _model_at(loc[:-1], data)).model_fields))
     owner = yaml.shortened(".".join(map(str, loc[:-1])))
     of = (f"`{owner}`" if owner else "a recipe") + (f" (kind: {kind})" if kind else "")
@@ -131,7 +135,18 @@ def _general(name: str) -> str:
 def plain(details: ErrorDetails) -> yaml.Path:
     """Returns the path of a pydantic error, without the union tag that pydantic inserts."""
     loc = tuple(details["loc"])
-    return (loc[0], *loc[2:]) if loc[0] in UNIONS and len(loc) > 1 and details["type"] != "union_tag_invalid" else loc
+    tag = TAGS.get(str(loc[0]))
+    return loc if tag is None or len(loc) <= tag or details["type"] in UNTAGGED else (*loc[:tag], *loc[tag + 1 :])
+
+
+def kind_at(loc: yaml.Path, data: dict[str, Any]) -> Any:
+    """Returns the `kind` of the section in which `loc` is, as `data` says it; None if the section has no kinds, or says none."""
+    if str(loc[0]) not in TAGS:
+        return None
+    section: Any = data
+    for part in loc[: TAGS[str(loc[0])]]:
+        section = section[part]
+    return section.get("kind") if isinstance(section, dict) else None
 
 
 def _model_at(loc: tuple[str | int, ...], data: dict[str, Any]) -> type[BaseModel]:
@@ -141,7 +156,7 @@ def _model_at(loc: tuple[str | int, ...], data: dict[str, Any]) -> type[BaseMode
         if isinstance(part, int):
             continue
         variants = models_of(model.model_fields[part].annotation)
-        kind = data[part].get("kind") if index == 0 and part in UNIONS else None
+        kind = kind_at(loc, data) if index == 0 else None
         named = [v for v in variants if kind and kind in get_args(v.model_fields["kind"].annotation)]
         model = (named or variants)[0]
     return model

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from rlgen.recipe.fields import Count, Dtype, Moment, Number, Scalar, Strict, Text
+from rlgen.recipe.sinks import SinkRecipe
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
 
 ASSUMED_PROMPT = 512  # tokens
@@ -520,6 +521,8 @@ class Recipe(Strict):
     """Which samples are written to rollouts/, one file a step."""
     eval: EvalRecipe | None = None
     """Prompts that are never trained on, and how often they are answered."""
+    sinks: Annotated[list[SinkRecipe], Field(max_length=4)] = []
+    """Trackers that receive metrics, evaluations and samples, one of a kind; no failure of theirs ends a run."""
     sentinel: SentinelRecipe = SentinelRecipe()
     """How far engine and trainer may differ, and what happens beyond that."""
     health: HealthRecipe = HealthRecipe()

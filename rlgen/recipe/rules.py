@@ -54,12 +54,23 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         *_reward_contradictions(recipe.rewards, "rewards"),
         *_eval_contradictions(recipe),
         *_process_contradictions(recipe),
+        *_sink_contradictions(recipe),
     ]
     if isinstance(engine, VllmRecipe):
         found += _engine_contradictions(recipe, engine)
     if isinstance(engine, ServerEngineRecipe):
         found += _server_contradictions(engine)
     return found + _task_contradictions(recipe)
+
+
+def _sink_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns sinks of a kind that stands before them: a run has one id in each tracker."""
+    kinds = [sink.kind for sink in recipe.sinks]
+    return [
+        Finding(f"sinks.{place}.kind", f"sinks has a second one of kind {kind}, and a run is one run in a tracker", "remove one")
+        for place, kind in enumerate(kinds)
+        if kind in kinds[:place]
+    ]
 
 
 def _group_contradictions(recipe: Recipe) -> list[Finding]:

@@ -106,6 +106,8 @@ RENAMED = {
     "eval.at_start": "eval_on_start",
     "eval.best": "load_best_model_at_end",
     "sinks": "report_to",
+    "sinks.*.project": "project",
+    "sinks.*.space_id": "trackio_space_id",
 }
 # What is different besides the name.
 DIFFERS = {
@@ -143,7 +145,9 @@ DIFFERS = {
     "do_eval": "an `eval` section with a source is enough",
     "load_best_model_at_end": "the best checkpoint is kept; `rlgen checkpoints list RUN` says which it is",
     "eval": "a section: `eval: {source: heldout.jsonl, every: 20}`",
-    "report_to": "a list: `sinks: [{kind: wandb}]`",
+    "report_to": "a list: `sinks: [{kind: wandb}]`; `rlgen docs sinks`",
+    "project": "`sinks: [{kind: trackio, project: mine}]`; wandb has it, too",
+    "trackio_space_id": "`sinks: [{kind: trackio, space_id: me/curves}]`",
 }
 # What it follows from -> the options.
 DERIVED = {
@@ -232,7 +236,9 @@ NOT_SUPPORTED = {
     "a run makes no upload; `rlgen export RUN --out DIR --push-to-hub REPO` sends the model": (
         "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision log_completions_hub_repo"
     ),
-    "sinks take it: `sinks: [{kind: trackio}]`": "project trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "trackio makes the bucket of a Space; say `sinks: [{kind: trackio, space_id: me/curves}]`": (
+        "trackio_bucket_id trackio_static_space_id"
+    ),
     "model.lora adapts linear layers, plainly": "lora_modules_to_save lora_task_type lora_target_parameters use_dora",
     "model.quantization is nf4 or int8": "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
     "data are read whole": "dataset_streaming",

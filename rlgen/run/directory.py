@@ -5,6 +5,7 @@ resolved.yaml    every value         metrics.jsonl  one object a step
 provenance.json  versions, hashes    rollouts/      step_000012.parquet, one row a sample
 evals/           step_000012.parquet, the samples of the evaluation after that step
 nonfinite/       step_000012.json, which numbers were not finite in a step whose update was skipped
+sinks/           ids of the run in trackers, and their files, if the recipe has sinks
 journal/         what was sampled and scored since the last checkpoint, see rollout/journal.py
 logs/            of this attempt; those of earlier attempts are under attempt_K
 checkpoints/     step_000020/
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlgen.errors import CheckpointError, UsageError
+from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError
 from rlgen.files import (
     FOLDER_MODE,
     appears,
@@ -351,6 +352,14 @@ def _own_status(path: Path) -> dict[str, Any] | None:
         return status if {"state", "step", "steps", "exit_code", "pid"} <= status.keys() else None
     except (OSError, ValueError, AttributeError, CheckpointError):
         return None
+
+
+def ended_as(error: BaseException | None) -> tuple[str, int]:
+    """Returns the state of a run that ended with this error, as status.json has it, and its exit code. None: it is done."""
+    if error is None:
+        return "done", 0
+    code = error.exit_code if isinstance(error, RlgenError) else 130 if isinstance(error, KeyboardInterrupt) else 70
+    return "stopped" if isinstance(error, Stopped) else "failed", code
 
 
 def json_line(record: dict[str, Any]) -> str:

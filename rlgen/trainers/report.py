@@ -17,6 +17,7 @@ from rlgen.run.directory import RunDirectory, finite
 from rlgen.run.health import Checkup, Health
 from rlgen.run.records import sample_metrics, staleness_metrics
 from rlgen.run.rollouts import Rollout, RolloutWriter
+from rlgen.run.sinks.open import Sinks
 from rlgen.trainers.collect import Collected
 from rlgen.trainers.update import Skipped
 from rlgen.trainers.window import Window
@@ -33,6 +34,7 @@ class Reporter:
     health: Health
     console: Console
     writer: RolloutWriter
+    sinks: Sinks
 
     def rollouts(self, step: int, got: Collected, signal: Signal, window: Window, skipped: Skipped | None) -> None:
         """Queues the samples of a step for the writer. Marks none as trained if the step's first update was skipped.
@@ -74,6 +76,7 @@ class Reporter:
         def write() -> None:
             record = finite({Metric.STEP: 0, **evaluated, **clock.metrics()})
             self.directory.write_metrics(record)
+            self.sinks.metrics(record)
             self.console.evaluation(record)
 
         self.processes.on_main(write)
@@ -99,6 +102,7 @@ class Reporter:
         record = finite(record)  # the rules see the same values when a resumed run reads metrics.jsonl
         checkup = self.health(record)
         self.directory.write_metrics(record | checkup.metrics)
+        self.sinks.metrics(record | checkup.metrics)
         self.directory.write_status("running", step, self.steps, health=checkup.broken)
         self.console.step(record)
         if Metric.EVAL_REWARD_MEAN in record:

@@ -8,7 +8,6 @@ A test says which it shows with `@pytest.mark.fault(62)`, and by the fixture `pr
 GPU: frozenset[int] = frozenset()
 # There is nothing yet that it could happen to.
 ABSENT = {
-    80: "no tracker is built in",
     90: "no built-in runs model code",
 }
 

@@ -35,7 +35,7 @@ def test_every_option_has_one_answer() -> None:
 def test_what_is_renamed_is_there() -> None:
     without = {path for path in RENAMED if path not in PATHS and path.partition(".")[0] in Recipe.model_fields}
     assert without == set()
-    assert {path.partition(".")[0] for path in RENAMED} <= {*Recipe.model_fields, "eval", "sinks"}
+    assert {path.partition(".")[0] for path in RENAMED} <= {*Recipe.model_fields}
 
 
 def test_answers_name_only_keys_that_are_there() -> None:

@@ -1,0 +1,66 @@
+"""trackio. Its functions never raise: what failed is a Python warning, which becomes an error here."""
+
+import html
+import warnings
+from typing import Any
+
+import trackio
+
+from rlgen.recipe.sinks import TrackioSink
+from rlgen.run.sinks.base import Numbers, Opening, Table
+
+LEVELS = {"done": trackio.AlertLevel.INFO, "stopped": trackio.AlertLevel.WARN, "failed": trackio.AlertLevel.ERROR}
+
+
+class TrackioTracker:
+    """One run of trackio."""
+
+    def __init__(self, sink: TrackioSink, opening: Opening) -> None:
+        self.failures: list[str] = []
+        warnings.showwarning = self._heard
+        self.run = trackio.init(
+            project=sink.project,
+            name=opening.name,
+            space_id=sink.space_id,
+            config=opening.config,
+            resume="must" if opening.id else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        if opening.id not in (None, self.id):
+            raise RuntimeError(
+                f"project {sink.project} has a newer run called {opening.name}, which is not this one; give it another `name`"
+            )
+
+    def _heard(self, message: Warning | str, category: type[Warning], *_: Any) -> None:
+        """Notes a warning of trackio; deprecations are none of its failures."""
+        if issubclass(category, UserWarning):
+            self.failures.append(str(message))
+
+    def _raise(self) -> None:
+        """Raises RuntimeError with the first warning that was heard."""
+        if self.failures:
+            raise RuntimeError(self.failures[0])
+
+    @property
+    def id(self) -> str:
+        """Returns the id of the run in its project."""
+        return str(self.run.id)
+
+    def metrics(self, step: int, numbers: Numbers) -> None:
+        """Logs the numbers at a step."""
+        self.run.log(dict(numbers), step=step)
+        self._raise()
+
+    def samples(self, step: int, table: Table) -> None:
+        """Logs a table under the key `samples`. What the model wrote is escaped: trackio shows cells as HTML."""
+        rows = [[html.escape(cell, quote=False) if isinstance(cell, str) else cell for cell in row] for row in table.rows]
+        self.run.log({"samples": trackio.Table(columns=list(table.columns), data=rows)}, step=step)
+        self._raise()
+
+    def end(self, state: str, exit_code: int) -> None:
+        """Tells the state as an alert, because a run of trackio has none, and sends what waits."""
+        self.run.alert(title=state, text=f"exit code {exit_code}", level=LEVELS[state])
+        self.run.finish()
+        self._raise()

@@ -1,0 +1,79 @@
+"""Runs one tracker in a process of its own: takes orders from standard input, one JSON object a line, and answers each.
+
+The library is imported here. It has no part in the memory, the locks, the signals, the environment and the screen of the run, and
+can be killed when it hangs.
+"""
+
+import json
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from rlgen.recipe.sinks import MlflowSink, SinkRecipe, TensorboardSink, TrackioSink
+from rlgen.run.sinks.base import Opening, Tracker, read_table
+
+INTERRUPTED = 70  # exit code that a tracker is told if the run was killed
+
+
+def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
+    """Opens the run in the tracker that a sink of the recipe names."""
+    sink: SinkRecipe = TypeAdapter[SinkRecipe](SinkRecipe).validate_python(settings)
+    if isinstance(sink, TrackioSink):
+        from rlgen.run.sinks.trackio import TrackioTracker
+
+        return TrackioTracker(sink, opening)
+    if isinstance(sink, TensorboardSink):
+        from rlgen.run.sinks.tensorboard import TensorboardTracker
+
+        return TensorboardTracker(sink, opening)
+    if isinstance(sink, MlflowSink):
+        from rlgen.run.sinks.mlflow import MlflowTracker
+
+        return MlflowTracker(sink, opening)
+    from rlgen.run.sinks.wandb import WandbTracker
+
+    return WandbTracker(sink, opening)
+
+
+def carry_out(tracker: Tracker, order: dict[str, Any]) -> None:
+    """Does what an order says."""
+    match order["what"]:
+        case "metrics":
+            tracker.metrics(order["step"], order["numbers"])
+        case "samples":
+            table = read_table(Path(order["path"]), order["most"])
+            if table is not None and table.rows:
+                tracker.samples(order["step"], table)
+        case "end":
+            tracker.end(order["state"], order["exit_code"])
+
+
+def main() -> None:
+    """Opens a tracker by the first line of standard input, and carries out the others, until the order to end or the end of the
+    input: then the run was killed.
+    """
+    orders = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    with open(os.devnull, "r+") as nothing:  # what libraries ask and print
+        for descriptor in (0, 1):
+            os.dup2(nothing.fileno(), descriptor)
+    tracker, order = None, {"what": ""}
+    try:
+        for line in orders:
+            order = json.loads(line)
+            if tracker is None:
+                tracker = open_tracker(order["settings"], Opening(**order["opening"]))
+            else:
+                carry_out(tracker, order)
+            print(json.dumps({"id": tracker.id}), file=answers)
+            if order["what"] == "end":
+                break
+        if tracker is not None and order["what"] != "end":
+            tracker.end("failed", INTERRUPTED)
+    except Exception as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        print(json.dumps({"error": words, "traceback": traceback.format_exc()}), file=answers)
+    os._exit(0)  # without the exit hooks of the library, which may wait for ever
