@@ -113,10 +113,26 @@ def test_a_command_that_is_not_there_is_found(command: str, said: str | None) ->
         parse(command)
 
 
+@pytest.mark.parametrize("name", ["", "recipes", "checkpoints", "rewards", *(name for name, _ in docs.commands())])
+def test_the_example_of_a_command_is_there_and_can_be_typed(name: str) -> None:
+    shown = CliRunner().invoke(app, [*name.split(), "--help"]).output
+    examples = [line.strip().removeprefix("Example: ") for line in shown.splitlines() if line.strip().startswith("Example: ")]
+    assert examples
+    typed = [command for command in re.split(r" && | \| | > ", examples[-1]) if command.startswith("rlgen ")]
+    assert any(f"{command} ".startswith(f"rlgen {name} ".replace("  ", " ")) for command in typed)
+    for command in typed:
+        parse(command)
+
+
+def test_no_group_of_commands_is_forgotten() -> None:
+    groups = {name.split()[0] for name, _ in docs.commands() if " " in name}
+    assert groups == {"recipes", "checkpoints", "rewards"}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_an_option_in_a_sentence_is_there(page: str) -> None:
     known = {option for _, command in docs.commands() for one in command.params for option in (*one.opts, *one.secondary_opts)}
-    known |= {option for one in typer.main.get_command(app).params for option in one.opts}
+    known |= {"--help", *(option for one in typer.main.get_command(app).params for option in one.opts)}
     named = set(re.findall(r"`(--[a-z-]+)", PAGES[page]))
     assert named - known - FOREIGN.keys() == set()
 

@@ -51,7 +51,7 @@ def test_the_header_names_hardware_time_and_what_to_expect(path: Path) -> None:
         assert GPU.match(needs) and int(GPU.match(needs)[1]) in CARDS  # type: ignore[index]
         assert time == "not measured yet" and expect.endswith("not measured yet: no GPU with the hub was at hand")
     else:
-        assert needs.startswith("two cores") and time.endswith("minute" if "minutes" not in time else "minutes")
+        assert needs.startswith("two cores") and "minute" in time
         assert EXPECTED.fullmatch(expect), expect
     recipe = load_recipe(path).recipe
     assert expect.split()[0] in {reward.label for reward in recipe.rewards}
@@ -94,7 +94,7 @@ BY_SPEED = [pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else
 @pytest.mark.parametrize("path", BY_SPEED)
 @pytest.mark.usefixtures("counted_once")
 def test_it_fits_into_the_gpu_that_it_names_and_into_no_smaller_one(path: Path, tmp_path: Path) -> None:
-    """A card of 24 GB has at least 24e9 bytes, and one of 16 GB at most 16 GiB."""
+    """A card of 24 GB has 24e9 bytes, or somewhat more."""
     size = int(GPU.match(header(path)[0])[1])  # type: ignore[index]
     name = load_recipe(path).recipe.model.path
     CONFIG_MAPPING["qwen3"](**MODELS[name]).save_pretrained(tmp_path)
@@ -102,7 +102,7 @@ def test_it_fits_into_the_gpu_that_it_names_and_into_no_smaller_one(path: Path, 
     recipe = load_recipe(path, [f"model.path={tmp_path}", *unsaid]).recipe
     assert estimate(recipe, size * 10**9)["fits"] is True
     smaller = CARDS[CARDS.index(size) - 1]
-    assert estimate(recipe, smaller << 30)["fits"] is False, f"{smaller} GB are enough"
+    assert estimate(recipe, smaller * 10**9)["fits"] is False, f"{smaller} GB are enough"
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -169,18 +169,18 @@ def test_every_data_set_of_the_hub_has_its_form() -> None:
 
 
 @pytest.mark.parametrize("path", ON_HUB, ids=lambda path: path.stem)
-def test_rows_of_the_hubs_form_are_prompts_and_are_scored(path: Path, tmp_path: Path, rlgen: Callable[..., Any]) -> None:
+def test_rows_of_the_hubs_form_are_prompts_and_are_scored(path: Path, tmp_path: Path) -> None:
     source = load_recipe(path).recipe.data.source
     training, held_out, right, wrong = FORMS[source]
     (tmp_path / "train.jsonl").write_text(json.dumps(training) + "\n")
     (tmp_path / "test.jsonl").write_text(json.dumps(held_out) + "\n")
-    overrides = [f"data.source={tmp_path}/train.jsonl", f"eval.source={tmp_path}/test.jsonl", "model.path=tiny:qwen3"]
-    overrides += ["data.subset=null", "data.max_prompt_tokens=null"]
-    recipe = load_recipe(path, overrides).recipe
+    recipe = load_recipe(path).recipe
     assert recipe.eval is not None
-    label = recipe.rewards[0].label
-    for data, rewards in ((recipe.data, recipe.rewards), (data_of(recipe, recipe.eval), rewards_of(recipe, recipe.eval))):
-        assert [score[label] for score in scores(data, rewards, recipe, right, wrong)] == [1.0, 0.0]
+    sections = {"train": (recipe.data, recipe.rewards), "test": (data_of(recipe, recipe.eval), rewards_of(recipe, recipe.eval))}
+    for name, (data, rewards) in sections.items():
+        local = data.model_copy(update={"source": f"{tmp_path}/{name}.jsonl"})  # `--set` would refuse it beside subset and split
+        label = rewards[0].label
+        assert [score[label] for score in scores(local, rewards, recipe, right, wrong)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["countdown-qwen3-0.6b-grpo", "countdown-tiny-grpo"])
@@ -222,9 +222,9 @@ def test_the_gym_of_the_recipe_scores_its_own_answers() -> None:
     options = {**recipe.data.options, "size": 3}
     data = recipe.data.model_copy(update={"template_args": {}, "shuffle": False, "options": options})
     answer = load_rows(data, recipe.run.seed).rows[0]["answer"]
-    texts = [f"I count: <answer>{answer}</answer>", f"<answer>{int(answer) + 1}</answer>"]
-    right, wrong = (score["reasoning_gym"] for score in scores(data, recipe.rewards, recipe, *texts))
-    assert right == 1.0 and wrong is not None and wrong < 0.2
+    texts = [f"I count: <answer>{answer}</answer>", f"<answer>{int(answer) + 1}</answer>", "no idea"]
+    right, *wrong = (score["reasoning_gym"] for score in scores(data, recipe.rewards, recipe, *texts))
+    assert right == 1.0 and all(value is not None and value < 0.2 for value in wrong)
 
 
 # --- what is learned on a CPU ----------------------------------------------------------------------------------------

@@ -156,7 +156,11 @@ def test_every_data_set_of_the_real_gym_is_scored_right_or_refused():
             continue
         marked = reasoning_gym(f"So it is <answer>{row['answer']}</answer>.", row["answer"], row["metadata"])
         given = (marked, reasoning_gym(row["answer"], row["answer"], row["metadata"]))
-        if given != (1.0, 1.0) or reasoning_gym("no idea at all", row["answer"], row["metadata"]) == 1.0:
+        try:
+            bad = reasoning_gym("no idea at all", row["answer"], row["metadata"])
+        except ValueError:  # a few scorers raise at what is no number, which is a failure of the reward
+            bad = 0.0
+        if given != (1.0, 1.0) or bad == 1.0:
             wrong.add(name)
     assert refused == {"arc_agi", "composite", "rearc"} and wrong == set()
     assert without_answer == {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}

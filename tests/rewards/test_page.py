@@ -2,10 +2,12 @@
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -62,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_package" / "judging.py").write_text("def clarity(completion): return float(len(completion))\n")
     (tmp_path / "train.jsonl").write_text(json.dumps(COLUMNS) + "\n")
     (tmp_path / "recipe.yaml").write_text(with_sections(next(text for kind, text in BLOCKS if kind == "yaml")))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(str(tmp_path))  # workers have this process's path
     monkeypatch.chdir(tmp_path)
     server = HTTPServer(("127.0.0.1", 0), Judge)
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
@@ -128,7 +130,9 @@ def test_the_commands_run(folder: Path) -> None:
 
 def test_the_users_test_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (test,) = (text for kind, text in BLOCKS if kind == "python" and TEST_OF_USER in text)
-    monkeypatch.syspath_prepend(str(folder))
+    rewards = ModuleType("rewards")
+    exec((folder / "rewards.py").read_text(), vars(rewards))
+    monkeypatch.setitem(sys.modules, "rewards", rewards)
     names: dict[str, Any] = {}
     exec(test, names)
     names["test_rewards"]()
