@@ -146,6 +146,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "trl-lib/tldr": (TLDR, TLDR, "my clock stopped, so I was late", "Yes!"),
 }
 ON_HUB = [path for path in ON_GPU if load_recipe(path).recipe.data.source in FORMS]
+ONE_OF_EACH = {load_recipe(path).recipe.data.source: path for path in ON_HUB}.values()
+BY_SOURCE = [pytest.param(path, id=path.stem, marks=() if path in ONE_OF_EACH else pytest.mark.slow) for path in ON_HUB]
 
 
 def scores(data: DataRecipe, rewards: list[RewardRecipe], recipe: Recipe, *completions: str) -> list[dict[str, float | None]]:
@@ -168,7 +170,7 @@ def test_every_data_set_of_the_hub_has_its_form() -> None:
     assert {load_recipe(path).recipe.data.source for path in ON_GPU} == {*FORMS, "task:countdown", "task:gym"}
 
 
-@pytest.mark.parametrize("path", ON_HUB, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", BY_SOURCE)
 def test_rows_of_the_hubs_form_are_prompts_and_are_scored(path: Path, tmp_path: Path) -> None:
     source = load_recipe(path).recipe.data.source
     training, held_out, right, wrong = FORMS[source]
@@ -181,6 +183,18 @@ def test_rows_of_the_hubs_form_are_prompts_and_are_scored(path: Path, tmp_path: 
         local = data.model_copy(update={"source": f"{tmp_path}/{name}.jsonl"})  # `--set` would refuse it beside subset and split
         label = rewards[0].label
         assert [score[label] for score in scores(local, rewards, recipe, right, wrong)] == [1.0, 0.0]
+
+
+def test_the_original_of_dapo_math_has_chats_and_every_row_many_times(tmp_path: Path) -> None:
+    """Its answers are within a mapping: the page about rewards has the function."""
+    row = {key: DAPO[key] for key in ("data_source", "ability", "reward_model", "extra_info")}
+    (tmp_path / "train.jsonl").write_text((json.dumps({**row, "prompt": DAPO["source_prompt"]}) + "\n") * 3)
+    data = DataRecipe(source=str(tmp_path / "train.jsonl"))
+    rows = load_rows(data, 0)
+    prompts = build_prompts(data, rows, load_tokenizer(locate("tiny:qwen3"), None), 0)
+    assert (prompts.chats, prompts.counts["used"], prompts.counts["duplicates"]) == (3, 3, 2)
+    assert prompts.at(0).columns["reward_model"]["ground_truth"] == "32"
+    assert prompts.at(0).text.startswith("<|im_start|>user\nSolve the following math problem step by step.")
 
 
 @pytest.mark.parametrize("name", ["countdown-qwen3-0.6b-grpo", "countdown-tiny-grpo"])
@@ -214,6 +228,15 @@ def test_countdown_takes_each_number_once_and_runs_nothing(text: str, value: flo
     from countdown import reaches  # type: ignore[import-not-found]
 
     assert reaches(text, [3, 25, 2], 44) == value
+
+
+def test_a_summary_resembles_another_by_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    from tldr import resembles  # type: ignore[import-not-found]
+
+    assert resembles("The clock stopped.", "My clock stopped twice") == 2 * 2 / (3 + 4)  # clock and stopped, of three and four
+    assert resembles("late late late", "I was late") == 2 * 1 / (3 + 3)  # a word counts as often as both have it
+    assert resembles("", "") == resembles("?", "yes") == 0.0
 
 
 def test_the_gym_of_the_recipe_scores_its_own_answers() -> None:

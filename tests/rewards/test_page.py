@@ -62,13 +62,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "rewards.py").write_text("\n\n".join(FUNCTIONS))
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "judging.py").write_text("def clarity(completion): return float(len(completion))\n")
-    (tmp_path / "train.jsonl").write_text(json.dumps(COLUMNS) + "\n")
+    rows = [{**COLUMNS, "question": f"What is {number}*4?"} for number in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "recipe.yaml").write_text(with_sections(next(text for kind, text in BLOCKS if kind == "yaml")))
     monkeypatch.syspath_prepend(str(tmp_path))  # workers have this process's path
     monkeypatch.chdir(tmp_path)
     server = HTTPServer(("127.0.0.1", 0), Judge)
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield tmp_path
     server.shutdown()
