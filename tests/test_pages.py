@@ -137,6 +137,12 @@ def test_an_option_in_a_sentence_is_there(page: str) -> None:
     assert named - known - FOREIGN.keys() == set()
 
 
+def test_what_is_to_be_made_can_be_made() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {target for text in PAGES.values() for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)}
+    assert "test" in named and named - targets == set()
+
+
 def test_every_block_is_run_or_there_is_a_reason() -> None:
     """A page with commands is in one of the tables, so that a new one is not forgotten."""
     run_here = {"README", "look", "replay", "evaluation", "coming-from-trl", "recipe", "sentinel"}
