@@ -4,6 +4,7 @@ A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a 
 written, and the exit code is 1 if a file would change.
 """
 
+import inspect
 import json
 import re
 import sys
@@ -22,6 +23,8 @@ from rlgen.recipe.keys import models_of
 from rlgen.recipe.models import TASKS, HealthRecipe, HealthRule, Recipe
 from rlgen.recipe.trainers import Preset, TrainerRecipe
 from rlgen.recipe.trl import OPTIONS
+from rlgen.rewards.builtin import BUILTIN
+from rlgen.rewards.resolve import SAMPLE_NAMES
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "rlgen" / "docs"
@@ -156,6 +159,26 @@ def health_rules() -> str:
         if isinstance(field.default, HealthRule)
     ]
     return table(["rule", "threshold", "steps", "broken when"], rows)
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def built_in_rewards() -> str:
+    """Every built-in reward with what it returns, and its `args` with their defaults and what its docstring says of them."""
+    rows = []
+    for name, function in BUILTIN.items():
+        text = inspect.getdoc(function) or ""
+        said = dict(re.findall(r"^    (\w+): (.+)$", text, re.MULTILINE))
+        parameters = inspect.signature(function).parameters.values()
+        args = [
+            f"`{one.name}` ({'required' if one.default is one.empty else as_yaml(one.default)}): {said[one.name].rstrip('.')}"
+            for one in parameters
+            if one.name not in SAMPLE_NAMES | {"answer"}
+        ]
+        what = " ".join(text.split("\n\n")[0].split()).removeprefix("Returns ").rstrip(".")
+        rows.append((f"`{name}`", what, "; ".join(args).rstrip(".")))
+    return table(["`use`", "returns", "`args`"], rows)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -293,6 +316,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe": recipe_fields,
     "choices": choices,
     "health": health_rules,
+    "rewards": built_in_rewards,
     "trl": trl_options,
     "commands": command_table,
     "command-pages": command_pages,

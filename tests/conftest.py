@@ -38,6 +38,7 @@ settings.load_profile("rlgen")
 # Long files with few tests: begun first, so that no core waits for the other at the end (`make test`).
 LONG = (
     *(
+        "test_recipes",
         "test_learning",
         "test_processes",
         "test_server_faults",

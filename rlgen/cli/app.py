@@ -19,16 +19,26 @@ from rlgen.metrics import Metric
 app = typer.Typer(
     name="rlgen",
     help="Online RL for language models from one recipe: `rlgen train recipe.yaml`.",
+    epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-recipes = typer.Typer(help="Recipes to start from.", no_args_is_help=True, rich_markup_mode=None)
+recipes = typer.Typer(
+    help="Recipes to start from.", epilog="Example: rlgen recipes list", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(recipes, name="recipes")
-checkpoints = typer.Typer(help="What a run has saved.", no_args_is_help=True, rich_markup_mode=None)
+checkpoints = typer.Typer(
+    help="What a run has saved.", epilog="Example: rlgen checkpoints list mine", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(checkpoints, name="checkpoints")
-rewards = typer.Typer(help="Rewards of a recipe, without a model.", no_args_is_help=True, rich_markup_mode=None)
+rewards = typer.Typer(
+    help="Rewards of a recipe, without a model.",
+    epilog="Example: rlgen rewards test recipe.yaml",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 app.add_typer(rewards, name="rewards")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]

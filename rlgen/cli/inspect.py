@@ -107,7 +107,7 @@ def first_comment(path: Path) -> str:
 
 
 def copy_command(name: str, path: Path | None) -> None:
-    """Copies a shipped recipe. Raises UsageError for an unknown recipe or if the target exists.
+    """Copies a shipped recipe, and the reward files that it names. Raises UsageError for an unknown recipe or if a target exists.
 
     A path into the checkout's folder of runs becomes one beside the copy.
     """
@@ -117,10 +117,22 @@ def copy_command(name: str, path: Path | None) -> None:
         raise UsageError(f"there is no recipe {name}; there are {known}")
     target = path or Path(source.name)
     target = target / source.name if target.is_dir() else target
-    if target.exists():
-        raise UsageError(f"{target} exists already; name another file")
+    texts = {target: source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY)}
+    for file in reward_files(load_recipe(source).recipe):
+        texts[target.parent / file.name] = file.read_text(encoding="utf-8")
+    for file, text in texts.items():
+        if file.exists() and (file == target or file.read_text(encoding="utf-8") != text):
+            raise UsageError(f"{file} exists already; name another {'file' if file == target else 'folder'}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY), encoding="utf-8")
+    for file, text in texts.items():
+        file.write_text(text, encoding="utf-8")
     model = load_recipe(target).recipe.model.path
     warm = is_local_model(model) and not Path(model).is_dir()
-    echo(f"{target} written; next: rlgen {'recipes warm-start' if warm else 'validate'} {target}")
+    written = " and ".join(map(str, texts))
+    echo(f"{written} written; next: rlgen {'recipes warm-start' if warm else 'validate'} {target}")
+
+
+def reward_files(recipe: Recipe) -> list[Path]:
+    """Returns the Python files that the rewards of a recipe name, each once."""
+    places = [reward.use.rpartition(":")[0] for reward in recipe.rewards]
+    return [Path(place) for place in dict.fromkeys(places) if place.endswith(".py")]

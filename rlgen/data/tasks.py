@@ -1,13 +1,17 @@
 """Built-in tasks: `task:NAME` needs no file and no network. Options and seed alone decide the rows, on every machine.
 
-A row depends on the seed, its index and the rows before it, so a larger size keeps the rows of a smaller one.
+A row depends on the seed, its index and the rows before it, so a larger size keeps the rows of a smaller one. The rows of
+`task:gym` are those of the package reasoning-gym, and follow from its version too.
 """
 
+import json
 from collections.abc import Callable
+from difflib import get_close_matches
 from random import Random
 from typing import Any
 
-from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions
+from rlgen.errors import DataError, SetupError
+from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions
 
 Row = dict[str, Any]
 
@@ -19,10 +23,16 @@ def generate(name: str, options: Any, seed: int) -> list[Row]:
     """Returns the rows of task `name`, with text columns `prompt` and `answer`; countdown adds `numbers` and `target`.
 
     Args:
-        name: a key of TASKS.
+        name: a key of TASKS, or gym.
         options: the task's option model, from the recipe.
         seed: the run's seed.
+
+    Raises:
+        DataError: reasoning-gym has no such data set, or refuses its settings.
+        SetupError: reasoning-gym is not installed.
     """
+    if isinstance(options, GymOptions):
+        return gym(options, seed)
     draw = TASKS[name]
     rows: list[Row] = []
     seen: set[str] = set()
@@ -102,6 +112,40 @@ def expression(rng: Random, numbers: list[int]) -> tuple[int, str]:
         parts.append((value, f"({a_text}{operator}{b_text})"))
     value, text = parts[0]
     return value, text[1:-1] if len(numbers) > 1 else text
+
+
+def gym(options: GymOptions, seed: int) -> list[Row]:
+    """Returns rows of a data set of reasoning-gym, with its facts for the scorer in the column `metadata`, as JSON text.
+
+    Raises:
+        DataError: there is no such data set, or it refuses its settings.
+        SetupError: the package is not installed.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise SetupError(f"data.source: task:gym needs reasoning-gym: pip install 'rlgen[gym]' ({error})") from error
+    if options.dataset not in DATASETS:
+        close = get_close_matches(options.dataset, DATASETS, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(sorted(DATASETS))}"
+        raise DataError(f"data.options.dataset: reasoning-gym has no data set `{options.dataset}`; {hint}")
+    try:
+        made = create_dataset(options.dataset, size=options.size, seed=seed, **options.config)
+        rows = [
+            {"prompt": row["question"], "answer": row["answer"], "metadata": json.dumps(row["metadata"], default=str)}
+            for row in made
+        ]
+    except (TypeError, ValueError, AssertionError) as error:  # how its data sets refuse settings
+        raise DataError(
+            f"data.options.config: reasoning-gym's {options.dataset} refuses it: {error}; correct or remove it"
+        ) from error
+    answer, metadata = rows[0]["answer"], json.loads(rows[0]["metadata"])
+    if answer is not None and made.score_answer(answer, {"answer": answer, "metadata": metadata}) < 1:
+        raise DataError(
+            f"data.options.dataset: {options.dataset} cannot be used: what its scorer compares does not survive as JSON;"
+            " take another"
+        )
+    return rows
 
 
 TASKS: dict[str, Callable[[Random, Any], Row]] = {

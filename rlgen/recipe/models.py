@@ -136,15 +136,26 @@ class CountdownOptions(Strict):
     """Largest of them."""
 
 
-TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions]] = {
+class GymOptions(Strict):
+    dataset: Text
+    """Data set of reasoning-gym, such as chain_sum; `pip install 'rlgen[gym]'`."""
+    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    """Rows that are made."""
+    config: dict[StrictStr, Any] = {}
+    """Settings of the data set, without size and seed."""
+
+
+TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions | GymOptions]] = {
     "arithmetic": ArithmeticOptions,
     "reverse": ReverseOptions,
     "sort": SortOptions,
     "countdown": CountdownOptions,
+    "gym": GymOptions,
 }
 
 # Columns of each task's rows.
-TASK_COLUMNS = {name: ("prompt", "answer", *(("numbers", "target") if name == "countdown" else ())) for name in TASKS}
+FURTHER_COLUMNS = {"countdown": ("numbers", "target"), "gym": ("metadata",)}
+TASK_COLUMNS = {name: ("prompt", "answer", *FURTHER_COLUMNS.get(name, ())) for name in TASKS}
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify")
 

@@ -60,12 +60,22 @@ def numeric_match(completion: str, answer: object, tolerance: float = 1e-6) -> f
 
 
 def regex_match(completion: str, pattern: str, full: bool = False) -> float:
-    """Returns 1.0 if `pattern` is found in the completion (with `full`: if it matches all of it), else 0.0."""
+    """Returns 1.0 if `pattern` is found in the completion (with `full`: if it matches all of it), else 0.0.
+
+    Args:
+        completion: text of the model.
+        pattern: a regular expression of Python.
+        full: whether it must match the whole completion.
+    """
     return float(bool(re.fullmatch(pattern, completion) if full else re.search(pattern, completion)))
 
 
 def length(completion_ids: Sequence[int], target: int) -> float:
     """Returns -|n - target| / target for n tokens: 0.0 at `target`, and 1 less for every `target` tokens more or fewer.
+
+    Args:
+        completion_ids: the tokens that are counted.
+        target: the number of tokens that is best.
 
     Raises:
         ValueError: the target is not positive.

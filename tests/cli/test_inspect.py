@@ -1,6 +1,7 @@
 """Quick answers about recipes: `rlgen show`, `schema`, `recipes list` and `copy`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,24 @@ def test_a_copied_recipe_names_nothing_outside_of_its_folder(
     model = load_recipe(copy).recipe.model.path
     assert not model.startswith("/") or Path(model).is_relative_to(tmp_path)
     assert copy.read_text().replace("path: runs/", "path: ../runs/") == path.read_text()
-    following = "recipes warm-start" if path.stem.startswith("demo") else "validate"
-    assert capsys.readouterr().out == f"{copy} written; next: rlgen {following} {copy}\n"
+    following = "recipes warm-start" if "path: ../runs/warm/" in path.read_text() else "validate"
+    files = dict.fromkeys(re.findall(r'use: "(\w+\.py):', path.read_text()))
+    written = " and ".join(str(tmp_path / name) for name in (path.name, *files))
+    assert capsys.readouterr().out == f"{written} written; next: rlgen {following} {copy}\n"
+    assert [file.suffix for file in tmp_path.iterdir() if file != copy] == [".py"] * len(files)
+
+
+def test_a_recipe_is_copied_with_its_reward(tmp_path: Path) -> None:
+    names = {"countdown-tiny-grpo.yaml", "countdown.py"}
+    copy_command("countdown-tiny-grpo", tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == names
+    assert (tmp_path / "countdown.py").read_bytes() == (ROOT / "recipes" / "countdown.py").read_bytes()
+    copy_command("countdown-qwen3-0.6b-grpo", tmp_path)  # its reward is there, and the same
+    (tmp_path / "tldr.py").write_text("mine = True\n")
+    with pytest.raises(UsageError, match=r"tldr\.py exists already; name another folder"):
+        copy_command("tldr-qwen3-0.6b-online-dpo", tmp_path)
+    assert (tmp_path / "tldr.py").read_text() == "mine = True\n"
+    assert not (tmp_path / "tldr-qwen3-0.6b-online-dpo.yaml").exists()
 
 
 def test_the_list_of_recipes_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

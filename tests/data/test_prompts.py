@@ -123,7 +123,7 @@ def test_files(tmp_path: Path) -> None:
         load_rows(DataRecipe(source=str(tmp_path / "*.jsonl.gone.jsonl")), 0)
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"gym"}))  # of another package
 def test_tasks_follow_from_seed_and_index(name: str) -> None:
     options = TASKS[name](size=60)
     rows = generate(name, options, 1)

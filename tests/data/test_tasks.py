@@ -1,11 +1,14 @@
 import ast
+import json
 import re
+import sys
 
 import pytest
 
 from rlgen.data.tasks import TASKS, generate
+from rlgen.errors import DataError, SetupError
 from rlgen.recipe.models import TASKS as OPTIONS
-from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions
+from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions
 
 
 def numbers_in(expression: str) -> list[int]:
@@ -13,7 +16,7 @@ def numbers_in(expression: str) -> list[int]:
 
 
 def test_every_task_of_the_recipe_has_a_generator():
-    assert TASKS.keys() == OPTIONS.keys()
+    assert TASKS.keys() | {"gym"} == OPTIONS.keys()  # whose rows are another package's
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
@@ -65,3 +68,102 @@ def test_countdown_answers_reach_the_target_with_each_number_once(count):
         assert set(row["answer"]) <= set("0123456789()+-*")
         assert 1 <= row["target"] <= count * 30
         assert all(str(number) in row["prompt"] for number in (*row["numbers"], row["target"]))
+
+
+STUB = """
+class Sums:
+    def __init__(self, size, seed, terms=2):
+        if terms < 2:
+            raise AssertionError("terms must be 2 or more")
+        self.size, self.seed, self.terms = size, seed, terms
+
+    def score_answer(self, answer, entry):
+        return float(answer == entry["answer"] and entry["metadata"]["source_dataset"] == "sums")
+
+    def __iter__(self):
+        for index in range(self.size):
+            facts = {"source_dataset": "sums", "source_index": index, "pair": (1, 2)}
+            value = self.seed + index * self.terms
+            yield {"question": f"{self.seed}+{index}*{self.terms}=", "answer": str(value), "metadata": facts}
+
+class Pairs(Sums):
+    def score_answer(self, answer, entry):
+        return float(entry["metadata"]["pair"] == (1, 2))  # in JSON it is a list
+
+DATASETS = {"sums": (Sums, None), "pairs": (Pairs, None)}
+
+def create_dataset(name, **settings):
+    return DATASETS[name][0](**settings)
+"""
+
+
+@pytest.fixture
+def gym_package(tmp_path, monkeypatch):
+    """A package of the shape of reasoning-gym, with one data set."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text("")
+    (tmp_path / "reasoning_gym" / "factory.py").write_text(STUB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("reasoning_gym", "reasoning_gym.factory"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in ("reasoning_gym", "reasoning_gym.factory"):
+        sys.modules.pop(name, None)
+
+
+def test_rows_of_a_gym(gym_package):
+    rows = generate("gym", GymOptions(dataset="sums", size=3, config={"terms": 5}), 7)
+    assert [(row["prompt"], row["answer"]) for row in rows] == [("7+0*5=", "7"), ("7+1*5=", "12"), ("7+2*5=", "17")]
+    assert json.loads(rows[2]["metadata"]) == {"source_dataset": "sums", "source_index": 2, "pair": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "config", "said"),
+    [
+        ("sum", {}, "has no data set `sum`; did you mean `sums`"),
+        ("zzz", {}, "has no data set `zzz`; there are pairs, sums"),
+        ("pairs", {}, "pairs cannot be used: what its scorer compares does not survive as JSON"),
+        ("sums", {"terms": 1}, "refuses it: terms must be 2 or more"),
+        ("sums", {"term": 3}, "unexpected keyword argument 'term'"),
+        ("sums", {"seed": 3}, "multiple values for keyword argument 'seed'"),
+    ],
+)
+def test_what_a_gym_refuses(gym_package, dataset, config, said):
+    with pytest.raises(DataError, match=re.escape(said)):
+        generate("gym", GymOptions(dataset=dataset, config=config), 0)
+
+
+def test_without_the_package_its_installation_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(SetupError, match=r"task:gym needs reasoning-gym: pip install 'rlgen\[gym\]'"):
+        generate("gym", GymOptions(dataset="chain_sum"), 0)
+
+
+def test_every_data_set_of_the_real_gym_is_scored_right_or_refused():
+    factory = pytest.importorskip("reasoning_gym.factory")
+    from rlgen.rewards.gym import reasoning_gym
+
+    refused, without_answer, wrong, lenient = set(), set(), set(), set()
+    for name in sorted(factory.DATASETS):
+        try:
+            (row,) = generate("gym", GymOptions(dataset=name, size=1), 3)
+        except DataError:
+            refused.add(name)
+            continue
+        if row["answer"] is None:
+            without_answer.add(name)
+            continue
+        marked = reasoning_gym(f"So it is <answer>{row['answer']}</answer>.", row["answer"], row["metadata"])
+        given = (marked, reasoning_gym(row["answer"], row["answer"], row["metadata"]))
+        try:
+            bad = reasoning_gym("no idea at all", row["answer"], row["metadata"])
+        except ValueError:  # a few scorers raise at what is no number, which is a failure of the reward
+            bad = 0.0
+        if given != (1.0, 1.0):
+            wrong.add(name)
+        if bad == 1.0:
+            lenient.add(name)
+    assert refused == {"arc_agi", "composite", "rearc"} and wrong == set()
+    assert lenient == {"game_of_life_halting"}  # its scorer takes any text for a right answer
+    assert without_answer == {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}

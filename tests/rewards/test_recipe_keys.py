@@ -63,7 +63,8 @@ def test_a_reward_from_elsewhere_is_named(recipe_file: Path, tmp_path_factory: p
 
 
 def test_the_columns_of_tasks_are_what_their_rows_have() -> None:
-    assert {name: tuple(generate(name, TASKS[name](), 0)[0]) for name in TASKS} == TASK_COLUMNS
+    own = TASKS.keys() - {"gym"}  # of another package
+    assert {name: tuple(generate(name, TASKS[name](), 0)[0]) for name in own} == {name: TASK_COLUMNS[name] for name in own}
 
 
 MINE = """
