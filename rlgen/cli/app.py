@@ -38,7 +38,8 @@ Overrides = Annotated[
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/.")]
 CheckpointStep = Annotated[
-    str | None, typer.Option(metavar="STEP", help="Of a run's checkpoint: a number, best (by evaluation) or last. last unless said.")
+    str | None,
+    typer.Option(metavar="STEP", help="Of a run's checkpoint: a number, best (by evaluation) or last. last unless said."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

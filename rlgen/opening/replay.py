@@ -5,8 +5,8 @@
     step     computed with the run's own settings, and, if some are changed, from the same weights with these too
 
 The samples go through the window and the update of training itself (`trainers/window.py`, `trainers/update.py`). Nothing is
-sampled or scored, and nothing is written. A step of several processes is computed by as many, which a launcher starts: sums are in
-the same order only then.
+sampled or scored, and nothing is written. A step of several processes is computed by as many, which a launcher starts: only then
+sums are in the same order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -248,7 +248,9 @@ class Recorder:
         if had and had != processes.world:
             alone = "start `rlgen replay` alone"
             start = f"start {had} with {torchrun(had)}" if had > 1 else alone
-            raise UsageError(f"step {step} was trained by {had} process{'es' if had > 1 else ''}, and {processes.world} run: {start}")
+            raise UsageError(
+                f"step {step} was trained by {had} process{'es' if had > 1 else ''}, and {processes.world} run: {start}"
+            )
         samples = from_rollouts(self.past.path, step, processes.rank)
         if samples is None:
             raise UsageError(
