@@ -49,6 +49,14 @@ class Plan:
     stacked: bool = False
 
 
+PHASES = {  # of a step, as the report names them
+    "sample": Metric.TIME_GENERATE,
+    "reward": Metric.TIME_REWARD,
+    "train": Metric.TIME_TRAIN,
+    "sync": Metric.TIME_SYNC,
+    "save": Metric.TIME_SAVE,
+    "evaluate": Metric.TIME_EVAL,
+}
 PLANS = (
     Plan(group="Learning", title="Reward", keys={"mean": Metric.REWARD_MEAN}, spread=Metric.REWARD_STD),
     Plan(group="Learning", title="Loss", keys={"loss": Metric.LOSS}),
@@ -93,14 +101,7 @@ PLANS = (
     Plan(
         group="Throughput",
         title="Time of a step",
-        keys={
-            "sample": Metric.TIME_GENERATE,
-            "reward": Metric.TIME_REWARD,
-            "train": Metric.TIME_TRAIN,
-            "sync": Metric.TIME_SYNC,
-            "save": Metric.TIME_SAVE,
-            "evaluate": Metric.TIME_EVAL,
-        },
+        keys=PHASES,
         stacked=True,
     ),
 )

@@ -4,19 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlgen.look.charts import EDGES
+from rlgen.look.charts import EDGES, PHASES
 from rlgen.look.health import Verdict
 from rlgen.look.run import Run, number, tenth
 from rlgen.metrics import Metric
 
-PHASES = {
-    "sample": Metric.TIME_GENERATE,
-    "reward": Metric.TIME_REWARD,
-    "train": Metric.TIME_TRAIN,
-    "sync": Metric.TIME_SYNC,
-    "save": Metric.TIME_SAVE,
-    "evaluate": Metric.TIME_EVAL,
-}
 HEADLINE = Metric.EVAL_REWARD_MEAN  # the evaluation that is shown first, if it was measured
 
 
