@@ -183,7 +183,7 @@ def band(plan: Plan, rows: Sequence[Record], values: Values) -> tuple[Values | N
 
 def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
     """Returns one chart for each value of the evaluations: those with intervals first, and no count of failures that stayed 0."""
-    keys = list(dict.fromkeys(key for row in evaluations for key in row))
+    keys = dict.fromkeys(key for row in evaluations for key in row)
     values = [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
     failures = {Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(keys)}
     charts = []

@@ -106,17 +106,18 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     return directory
 
 
-def may_change(before: Mapping[str, Any], recipe: Recipe) -> tuple[str, ...]:
+def may_change(before: Any, recipe: Recipe) -> tuple[str, ...]:
     """Returns the keys, or beginnings of keys, that may change between two attempts.
 
     Training does not notice an evaluation: a run that had none may get one.
 
     Args:
-        before: the resolved recipe of the earlier attempt.
+        before: what `resolved.yaml` of the earlier attempt holds.
         recipe: of this attempt.
     """
+    had_none = isinstance(before, dict) and before.get("eval") is None
     steps = (STEPS,) if recipe.optim.schedule == "constant" else ()
-    return (*steps, *MAY_CHANGE, *(("eval",) if before.get("eval") is None else ()))
+    return (*steps, *MAY_CHANGE, *(("eval",) if had_none else ()))
 
 
 def changes(before: Any, now: Any, free: tuple[str, ...]) -> list[str]:
