@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type docs docs-check test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale clean
+.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -27,6 +27,9 @@ docs: $(READY) ## write the tables of README.md and rlgen/docs/ that follow from
 
 docs-check: $(READY) ## fail if one of them is not as the code has it
 	$(VENV)/python scripts/docs.py --check
+
+pictures: $(READY) ## take the pictures of rlgen/docs/look.md anew, with chromium, of runs that are trained for them
+	PYTHONPATH=tests $(VENV)/python scripts/pictures.py
 
 # A worker a core, one thread each: two busy threads in each of two processes take many times longer on two cores.
 test: $(READY) ## all tests, real vLLM included

@@ -65,6 +65,12 @@ def test_the_readme_names_every_page_every_room_and_no_file_that_is_not_there() 
     assert {room.removesuffix(".py") for room in rooms} <= set(TABLE)
 
 
+def test_pictures_are_there_and_small() -> None:
+    shown = {path for name in page_names() for path in re.findall(r"!\[[^\]]+\]\((\S+?)\)", page_text(name))}
+    assert shown == {f"pictures/{path.name}" for path in (PAGES / "pictures").iterdir()} and "pictures/report.png" in shown
+    assert all((PAGES / path).stat().st_size <= 200_000 for path in shown)
+
+
 @pytest.mark.parametrize("name", page_names())
 def test_a_page_begins_with_its_title_and_one_line(name: str) -> None:
     lines = page_text(name).splitlines()

@@ -47,6 +47,10 @@ Overrides = Annotated[
     typer.Option("--set", metavar="section.key=value", help="Change a value; a YAML value, repeatable, the last wins."),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/.")]
+CheckpointStep = Annotated[
+    str | None,
+    typer.Option(metavar="STEP", help="Of a run's checkpoint: a number, best (by evaluation) or last. last unless said."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -146,9 +150,7 @@ def evaluate(
     ],
     recipe: RecipePath,
     overrides: Overrides = None,
-    step: Annotated[
-        str | None, typer.Option(metavar="STEP", help="Of a run's checkpoint: a number, best or last. last unless said.")
-    ] = None,
+    step: CheckpointStep = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the samples, as Parquet.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -261,13 +263,13 @@ def replay(
     replay_command(run, step, overrides or [], as_json)
 
 
-@app.command(epilog="Example: rlgen export mine --out mine-model --push-to-hub me/mine")
+@app.command(epilog="Example: rlgen export mine --step best --out mine-model --push-to-hub me/mine")
 def export(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
-    step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; the newest unless said.")] = None,
+    step: CheckpointStep = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")] = "float32",
     push_to_hub: Annotated[
         str | None,

@@ -128,9 +128,9 @@ def show(comparison: Comparison, by: By) -> None:
     page.print(runs)
     page.print(Text("\nDifferences of the recipes", style="bold"))
     recipes = table(["key", *letters])
-    for key in comparison.differences:
-        recipes.add_row(*cells([key, *comparison.difference_of(key)]))
-    page.print(recipes if comparison.differences else Text("The recipes are the same."))
+    for row in comparison.differing:
+        recipes.add_row(*cells(row))
+    page.print(recipes if comparison.differing else Text("The recipes are the same."))
     if lines := plot(comparison.chart, page.width):
         page.print(Text(printable(f"\n{comparison.metric} by {by}"), style="bold"))
         for line in lines:

@@ -13,14 +13,12 @@ from rlgen.errors import ProcessError, UsageError
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import ModelRecipe
-from rlgen.run.best import pinned_step
 from rlgen.run.console import Terminal
 from rlgen.run.find import RUNS, find_run, holds_run
 from rlgen.run.launch import Launch
 from rlgen.run.logs import log_to
 from rlgen.run.manifest import NAME, read_manifest
 
-NUMBERS = ("best", "last")  # what --step takes besides a number
 WIDTH = 24  # characters of the column of names
 
 
@@ -75,7 +73,7 @@ def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
     """
     place = name.expanduser()
     if holds_run(place) or holds_run(RUNS / name):
-        return checkpoint_of(recipe, checkpoint_in(find_run(place), step))
+        return checkpoint_of(recipe, find(find_run(place), step))
     if (place / NAME).is_file():
         if step is not None:
             raise UsageError(f"--step: {name} is one checkpoint; name the run to choose among several")
@@ -88,20 +86,6 @@ def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
         find_run(name)  # says what there is
     location = str(place.resolve()) if place.is_dir() else str(name)
     return Target(model=whole_model(recipe, location), step=0, adapter=None)
-
-
-def checkpoint_in(run: Path, step: str | None) -> Path:
-    """Returns the checkpoint of a run that `--step` names. Raises UsageError if there is none."""
-    if step is None or step == "last":
-        return find(run, None)
-    if step == "best":
-        best = pinned_step(run)
-        if best is None:
-            raise UsageError(f"--step best: {run} has no best checkpoint: its recipe has no eval.best, or nothing was evaluated")
-        return find(run, best)
-    if not step.isdecimal():
-        raise UsageError(f"--step {step}: give the number of a step, {' or '.join(NUMBERS)}")
-    return find(run, int(step))
 
 
 def checkpoint_of(recipe: Recipe, checkpoint: Path) -> Target:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, RecipeError, SetupError, UsageError
 from rlgen.files import read_json, write_text
+from rlgen.run.best import pinned_step
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.find import RUNS, find_run, holds_run
 from rlgen.run.manifest import NAME, check_files
@@ -23,11 +24,12 @@ CARD = "README.md"
 
 
 def export_command(
-    source: Path, out: Path, step: int | None, dtype: Literal["float32", "bfloat16"], as_json: bool, repo: str | None = None
+    source: Path, out: Path, step: str | None, dtype: Literal["float32", "bfloat16"], as_json: bool, repo: str | None = None
 ) -> None:
     """Writes `out` by an atomic rename: whole or not at all.
 
     Args:
+        step: as `find` takes it.
         repo: of the hub, which gets what was written.
 
     Raises:
@@ -127,9 +129,14 @@ def step_of(checkpoint: Path) -> int:
     return step
 
 
-def find(source: Path, step: int | None) -> Path:
-    """Returns the folder of the checkpoint: `source` itself, or that of `step` (None: the newest) in the run. Raises UsageError
-    if there is none.
+def find(source: Path, step: str | None) -> Path:
+    """Returns the folder of a checkpoint: `source` itself, or one in the run that `source` names.
+
+    Args:
+        step: of the run's checkpoint: a number, "best" (by evaluation) or "last"; None: the last one.
+
+    Raises:
+        UsageError: there is none.
     """
     source = source.expanduser()
     named = not os.path.exists(source) or holds_run(RUNS / source)  # a folder of that name may be no run
@@ -141,9 +148,22 @@ def find(source: Path, step: int | None) -> Path:
     written = CheckpointFolder(source / "checkpoints").steps()
     if not written:
         raise UsageError(f"{source} is neither a checkpoint nor the directory of a run that has written one")
-    if step is not None and step not in written:
-        raise UsageError(f"--step: {source} has no checkpoint of step {step}; there are {', '.join(map(str, sorted(written)))}")
-    return written[max(written) if step is None else step]
+    number = max(written) if step in (None, "last") else number_of(source, str(step))
+    if number not in written:
+        raise UsageError(f"--step: {source} has no checkpoint of step {number}; there are {', '.join(map(str, sorted(written)))}")
+    return written[number]
+
+
+def number_of(run: Path, step: str) -> int:
+    """Returns the number of the step that `--step` names: a number, or "best". Raises UsageError if it names none."""
+    if step.isdecimal():
+        return int(step)
+    if step != "best":
+        raise UsageError(f"--step {step}: give the number of a step, best or last")
+    if (best := pinned_step(run)) is None:
+        said = "no evaluation has chosen one (`eval`, `eval.best`); give a number or last"
+        raise UsageError(f"--step best: {run} has no best checkpoint: {said}")
+    return best
 
 
 def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:

@@ -1,18 +1,22 @@
 """Computes a step of a run again and prints what it finds: `rlgen replay`."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgen.cli.output import echo
 from rlgen.look.run import read_run
 from rlgen.metrics import Metric
+from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.console import Terminal
 from rlgen.run.directory import finite
 from rlgen.run.find import find_run
+from rlgen.run.launch import Launch
 
 if TYPE_CHECKING:
     from rlgen.opening.replay import Replay
+    from rlgen.processes import Processes
 
 Changes = dict[str, tuple[Any, Any]]
 
@@ -20,21 +24,43 @@ Changes = dict[str, tuple[Any, Any]]
 def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -> None:
     """Computes the step, with `overrides` also with these settings, and prints both. Messages go to standard error.
 
+    Each process that a launcher started calls it.
+
     Raises:
         UsageError: no run is there, it has not trained the step, the step cannot be replayed, or a key cannot be changed.
         RecipeError: a changed value is wrong.
         RlgenError: the model, the data or the checkpoint cannot be opened.
     """
-    run = read_run(find_run(name))
+    launched = Launch.of(os.environ).world > 1
+    if not launched:
+        find_run(name)  # what is not there is said before torch is imported
     from transformers.utils.logging import disable_progress_bar
 
+    from rlgen.processes import Processes
+
+    disable_progress_bar()
+    if not launched:
+        replay_and_print(name, step, overrides, as_json, Processes.alone())
+        return
+    processes = Processes.open(ProcessesRecipe().timeout)
+    with processes.reporting_once():
+        replay_and_print(name, step, overrides, as_json, processes)
+    processes.close()
+
+
+def replay_and_print(name: Path, step: int, overrides: list[str], as_json: bool, processes: "Processes") -> None:
+    """Computes the step in all processes, and prints in the main one. Raises errors as `replay_command` does."""
     from rlgen.opening.change import with_changes
     from rlgen.opening.replay import Past, replay
 
-    disable_progress_bar()
-    past = Past.of(run.path, run.recipe, run.attempts, run.metrics)
-    recipe, changes = with_changes(run.path / "resolved.yaml", past.recipe, overrides) if overrides else (None, {})
-    found = replay(past, step, recipe, lambda text: echo(text, err=True))
+    run = processes.agreed(lambda: read_run(find_run(name)))
+    past = processes.agreed(lambda: Past.of(run.path, run.recipe, run.attempts, run.metrics))
+    recipe, changes = processes.agreed(
+        lambda: with_changes(run.path / "resolved.yaml", past.recipe, overrides) if overrides else (None, {})
+    )
+    found = replay(past, step, recipe, lambda text: echo(text, err=True) if processes.is_main else None, processes)
+    if not processes.is_main:
+        return
     if as_json:
         echo(json.dumps(finite(as_object(run.path, found, changes))))
     else:

@@ -63,7 +63,7 @@ def show(run: Path, found: Found, page: int, pages: int, limit: int, rows: list[
     lines = page_for_terminal(whole_lines=True)
     first = (page - 1) * limit + 1
     which = f", {first} to {first + len(rows) - 1} shown" if pages > 1 else ""
-    lines.print(Text(f"{run}: {len(found)} of {found.total} rollouts{which}", style="bold"))
+    lines.print(Text(printable(f"{run}: {len(found)} of {found.total} rollouts{which}"), style="bold"))
     for row in rows:
         lines.print(Text("\n").append_text(block(row, full)))
     if page < pages:

@@ -182,12 +182,15 @@ def band(plan: Plan, rows: Sequence[Record], values: Values) -> tuple[Values | N
 
 
 def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
-    """Returns one chart for each value of the evaluations, with its interval where it has one."""
-    keys = list(dict.fromkeys(key for row in evaluations for key in row))
+    """Returns one chart for each value of the evaluations: those with intervals first, and no count of failures that stayed 0."""
+    keys = dict.fromkeys(key for row in evaluations for key in row)
     values = [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
+    failures = {Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(keys)}
     charts = []
     for key in values:
         if all(number(row, key) is None for row in evaluations):
+            continue
+        if key in failures and not any(number(row, key) for row in evaluations):
             continue
         low, high = ([number(row, key + edge) for row in evaluations] for edge in EDGES)
         has_band = any(edge is not None for edge in low)
@@ -199,7 +202,7 @@ def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
         )
         steps = [row[Metric.STEP] for row in evaluations]
         charts.append(Chart(group="Evaluation", title=key.removeprefix("eval/"), unit="", what="", x=steps, lines=[line]))
-    return charts
+    return sorted(charts, key=lambda chart: chart.lines[0].low is None)
 
 
 def other_charts(rows: Sequence[Record]) -> list[Chart]:

@@ -95,9 +95,14 @@ class Comparison:
             ABSENT if end is None else f"{end:.3g}" if isinstance(end, float) else str(end),
         )
 
-    def difference_of(self, key: str) -> list[str]:
-        """Returns what stands in the row of a key: its value in each group, as text."""
-        return [shown_of_group(self.differences[key], group) for group in self.groups]
+    @property
+    def differing(self) -> list[list[str]]:
+        """Returns what stands in the table of differences: each key with its value in each group, as text.
+
+        The seeds, which the table of groups shows too, are no difference if every group has the same.
+        """
+        rows = [[key, *(shown_of_group(of_runs, group) for group in self.groups)] for key, of_runs in self.differences.items()]
+        return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
@@ -220,6 +225,12 @@ def notes_of(run: Run, name: str, metric: str) -> list[str]:
     return found
 
 
+def version_of(attempt: Mapping[str, Any]) -> str:
+    """Returns the version of rlgen and the first digits of its commit, with `+` if files differed: "0.1.0 (08ae11a74f+)"."""
+    commit = str(attempt.get("git"))
+    return f"{attempt.get('rlgen')} ({commit.removesuffix('+')[:10]}{'+' if commit.endswith('+') else ''})"
+
+
 def notes_of_all(runs: Sequence[Run], groups: Sequence[Group], verdicts: Sequence[Verdict]) -> list[str]:
     """Returns what to know about the runs together."""
     found = []
@@ -228,7 +239,7 @@ def notes_of_all(runs: Sequence[Run], groups: Sequence[Group], verdicts: Sequenc
     found += [f"{group.letter} repeats the recipe and the seeds of an earlier group" for group in groups if group.again]
     if len({run.metrics[-1][Metric.STEP] for run in runs if run.metrics}) > 1:
         found.append("the runs end at different steps: a curve of several seeds ends with the shortest")
-    versions = {f"{run.attempts[-1].get('rlgen')} ({run.attempts[-1].get('git')})" for run in runs if run.attempts}
+    versions = {version_of(run.attempts[-1]) for run in runs if run.attempts}
     if len(versions) > 1:
         found.append(f"the runs are of different versions of rlgen: {', '.join(sorted(versions))}")
     if len(verdicts) > 1:

@@ -34,7 +34,7 @@ def write_comparison(comparison: Comparison, charts: Sequence[Chart], by: str, p
         "notes": comparison.notes,
         "letters": [group.letter for group in comparison.groups],
         "groups": [comparison.row_of(group) for group in comparison.groups],
-        "differences": [[key, *comparison.difference_of(key)] for key in comparison.differences],
+        "differences": comparison.differing,
         "charts": [as_facts(chart) for chart in charts],
         "band": BAND if any(len(group.runs) > 1 for group in comparison.groups) else "",
     }

@@ -58,11 +58,14 @@ def compared(run: Run) -> dict[str, Any]:
 
 
 def differences_of(runs: Sequence[Run]) -> dict[str, dict[Run, Any]]:
-    """Returns the keys in which the recipes differ, by section, each with its values; where it has no effect there is none."""
+    """Returns the keys in which the recipes differ, by section, each with its values; where it has no effect there is none.
+
+    What kind a section is comes first: other keys follow from it.
+    """
     recipes = {run: compared(run) for run in runs}
     sections = list(Recipe.model_fields)
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
-    keys = dict.fromkeys(sorted(keys, key=lambda key: sections.index(key.partition(".")[0])))
+    keys = dict.fromkeys(sorted(keys, key=lambda key: (sections.index(key.partition(".")[0]), not key.endswith(".kind"))))
     values = {key: {run: recipe[key] for run, recipe in recipes.items() if key in recipe} for key in keys}
     return {key: of_runs for key, of_runs in values.items() if len({shown(of_runs, run) for run in runs}) > 1}
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlgen.look.card import last_name
 from rlgen.look.charts import Chart, charts_of
 from rlgen.look.health import verdicts_of
 from rlgen.look.pack import Packed, pack, packed_json, short
@@ -40,8 +41,8 @@ def facts_of_page(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "about": [
-            f"{recipe.trainer.kind} on {recipe.model.path}",
-            recipe.data.source,
+            f"{recipe.trainer.kind} on {last_name(recipe.model.path)}",
+            last_name(recipe.data.source),
             f"{recipe.rollout.prompts_per_step} prompts × {recipe.rollout.group_size}",
             f"seed {recipe.run.seed}",
         ],

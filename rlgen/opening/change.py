@@ -195,12 +195,13 @@ def one_of(measure: Any, values: Tensor) -> float | None:
 
 
 def ratio_after(side: Side, window: Window) -> Tensor:
-    """Returns [N] float64: the probability of each trained token after the step by that before it."""
+    """Returns [N] float64, of all processes: the probability of each trained token after the step by that before it."""
     temperature = side.algorithm.loss_temperature or side.update.temperature
     rows = (*window.micro_batches, *window.idle)
     now = score_own(side.learner.policy, window.samples, temperature, side.windows.budget, side.processes, rows)
     mask = torch.from_numpy(window.samples.loss_mask.values)
-    return (now - window.flat("old_logp")).double().exp()[mask]
+    own = (now - window.flat("old_logp")).double().exp()[mask]
+    return torch.from_numpy(side.processes.gather_rows(own.numpy()))
 
 
 @dataclass(slots=True)

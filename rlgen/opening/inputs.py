@@ -78,7 +78,7 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
     changed = [
         f"{name} (SHA-256 {str(before.get(name))[:12]}, now {str(now[name])[:12]})"
         for name in now
-        if before.get(name) != now[name]
+        if before.get(name) != now[name] and (name in before or not name.startswith("eval/"))  # a run may get an evaluation
     ]
     if changed:
         raise UsageError(

@@ -11,7 +11,7 @@ import yaml
 from rlgen.errors import RlgenError, UsageError
 from rlgen.files import read_text, write_text
 from rlgen.opening.options import TrainOptions
-from rlgen.recipe import LoadedRecipe, dump_recipe
+from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe
 from rlgen.recipe.sizes import FOLLOWING
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by, restarted
@@ -91,8 +91,9 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     """
     directory = RunDirectory.reopen(path)
     try:
-        free = MAY_CHANGE if loaded.recipe.optim.schedule != "constant" else (STEPS, *MAY_CHANGE)
-        if changed := changes(yaml.safe_load(read_text(directory.resolved)), yaml.safe_load(resolved), free):
+        before = yaml.safe_load(read_text(directory.resolved))
+        free = may_change(before, loaded.recipe)
+        if changed := changes(before, yaml.safe_load(resolved), free):
             raise UsageError(
                 f"--resume: {path} was another run:\n"
                 + "\n".join(f"  {line}" for line in changed)
@@ -103,6 +104,20 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
         directory.close()
         raise
     return directory
+
+
+def may_change(before: Any, recipe: Recipe) -> tuple[str, ...]:
+    """Returns the keys, or beginnings of keys, that may change between two attempts.
+
+    Training does not notice an evaluation: a run that had none may get one.
+
+    Args:
+        before: what `resolved.yaml` of the earlier attempt holds.
+        recipe: of this attempt.
+    """
+    had_none = isinstance(before, dict) and before.get("eval") is None
+    steps = (STEPS,) if recipe.optim.schedule == "constant" else ()
+    return (*steps, *MAY_CHANGE, *(("eval",) if had_none else ()))
 
 
 def changes(before: Any, now: Any, free: tuple[str, ...]) -> list[str]:

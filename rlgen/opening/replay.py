@@ -5,7 +5,8 @@
     step     computed with the run's own settings, and, if some are changed, from the same weights with these too
 
 The samples go through the window and the update of training itself (`trainers/window.py`, `trainers/update.py`). Nothing is
-sampled or scored, and nothing is written.
+sampled or scored, and nothing is written. A step of several processes is computed by as many, which a launcher starts: only then
+sums are in the same order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +29,8 @@ from rlgen.opening.policy import open_policies
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.sizes import FOLLOWING, is_written
-from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded
+from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded, processes_of
 from rlgen.rollout.table import RowTable
-from rlgen.run.checkpoint import saved_processes
 from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
 from rlgen.run.manifest import check_files
 from rlgen.run.provenance import provenance
@@ -79,27 +79,30 @@ class Replay:
     change: Change | None  # None: no settings were changed
 
 
-def replay(past: Past, step: int, changed: Recipe | None, say: Say) -> Replay:
+def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: Processes) -> Replay:
     """Computes a step again. torch uses as many threads as it did in the run: the order of its sums depends on their number.
 
     Args:
         changed: the recipe with other settings, to compute the step with them too; see `opening.change.with_changes`.
         say: receives messages about what takes time, or is not as it should be.
+        processes: one, or as many as the run had.
 
     Raises:
-        UsageError: the run has not trained the step; or what the replay needs is not there any more.
+        UsageError: the run has not trained the step; what the replay needs is not there any more; or the processes are too many.
         CheckpointError: the checkpoint is of another model.
         RlgenError: the model or the data cannot be opened.
     """
-    start = start_of(past, step)
+    start = processes.on_main(lambda: start_of(past, step))
+    if changed is not None and processes.world > 1 and past.recipe.processes.strategy == "fsdp":
+        raise UsageError("--set: with sharded weights a change is computed in one process; start `rlgen replay` alone")
     for notice in start.notices:
         say(notice)
     torch.set_num_threads(past.attempt_of(step).get("threads", torch.get_num_threads()))
-    processes, recorder = Processes.alone(), Recorder(past=past, say=say)
+    recorder = Recorder(past=past, say=say)
     learner, at = open_at(past, changed, start, processes)
     own, first_off = Side.of(past.recipe, learner, processes), None
     if at.step + 1 < step:
-        say(f"training the steps {at.step + 1} to {step - 1} again, on what the run has recorded")
+        say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
     for before in range(at.step + 1, step):
         got = recorder.collected(before, at, own)
         metrics = computed(own, got, before).metrics
@@ -118,7 +121,7 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say) -> Replay:
         metrics=metrics,
         differences=differences(past.steps[step], metrics),
         first_off=first_off,
-        other=others(past, step, start),
+        other=others(past, step, processes),
         change=change,
     )
 
@@ -193,14 +196,15 @@ class Recorder:
     data: Data | None = field(default=None)
 
     def collected(self, step: int, at: Position, own: Side) -> Collected:
-        """Returns the samples of a step as training collected them, in one process.
+        """Returns the samples of a step as training collected them.
 
         Args:
             at: the position before the step.
             own: the settings of the run, which decide the groups that further prompts replaced (`rollout.refill`).
         """
-        recipe, samples = self.past.recipe, self.samples(step)
+        recipe, samples = self.past.recipe, own.processes.agreed(lambda: self.samples(step, own.processes))
         table = RowTable.gather(samples, own.processes)
+        table = table.take(np.lexsort((table.sample_index, table.group_id)))  # of `refill`, prompt by prompt as it was collected
         replaced = np.zeros(len(table), dtype=bool)
         groups, first = np.unique(table.group_id), 0
         wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.refill
@@ -219,12 +223,14 @@ class Recorder:
             epoch=at.prompts / used,
         )
 
-    def samples(self, step: int) -> Samples:
-        """Returns the samples of a step, from its rollouts or else from the journal.
+    def samples(self, step: int, processes: Processes) -> Samples:
+        """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one.
 
         Raises:
-            UsageError: neither has all of them.
+            UsageError: neither has all of them, or the step is one of another number of processes.
         """
+        if processes.world > 1:
+            return self.part(step, processes)
         tokens = self.past.steps.get(step, {}).get(Metric.TOKENS_GENERATED)
         if (samples := from_rollouts(self.past.path, step)) is None or not is_whole(samples, tokens):
             samples = self.journaled(step)
@@ -233,6 +239,23 @@ class Recorder:
                 f"step {step}: neither rollouts nor journal in {self.past.path} hold all that was sampled"
                 f" ({samples.completion_ids.offsets[-1]} of {tokens} tokens): a file is missing or damaged, or the data has"
                 " changed; bring it back, or replay a step after a later checkpoint"
+            )
+        return samples
+
+    def part(self, step: int, processes: Processes) -> Samples:
+        """Returns the samples of a step that this process has sampled. Raises UsageError if its rollouts do not have them."""
+        had = processes_of(self.past.path, step)
+        if had and had != processes.world:
+            alone = "start `rlgen replay` alone"
+            start = f"start {had} with {torchrun(had)}" if had > 1 else alone
+            raise UsageError(
+                f"step {step} was trained by {had} process{'es' if had > 1 else ''}, and {processes.world} run: {start}"
+            )
+        samples = from_rollouts(self.past.path, step, processes.rank)
+        if samples is None:
+            raise UsageError(
+                f"step {step}: {self.past.path} has no whole rollouts of it, which several processes need; start `rlgen replay`"
+                " alone, or replay a step after a later checkpoint"
             )
         return samples
 
@@ -262,14 +285,19 @@ def differences(recorded: Record, metrics: Record) -> dict[str, tuple[Any, Any]]
     return {key: (recorded[key], value) for key, value in metrics.items() if key in recorded and recorded[key] != value}
 
 
-def others(past: Past, step: int, start: Choice) -> list[str]:
+def others(past: Past, step: int, processes: Processes) -> list[str]:
     """Returns what is not as it was when the step was trained, and may change the last bits of a sum."""
     then, now = past.attempt_of(step), provenance()
     pairs = [(key, then.get(key), now[key]) for key in ("rlgen", "processor", "threads", "gpus")]
     pairs += [(key, then.get("packages", {}).get(key), now["packages"].get(key)) for key in ("torch", "transformers")]
-    if start.path is not None:
-        pairs.append(("processes", saved_processes(start.path), 1))
-    return [f"{key} {was}, now {is_}" for key, was, is_ in pairs if was is not None and was != is_]
+    found = [f"{key} {was}, now {is_}" for key, was, is_ in pairs if was is not None and was != is_]
+    had = processes_of(past.path, step)
+    return found + ([f"{had} processes, now {processes.world}: {torchrun(had)}"] if had and had != processes.world else [])
+
+
+def torchrun(processes: int) -> str:
+    """Returns how several processes are started."""
+    return f"`torchrun --nproc-per-node {processes} -m rlgen replay …`"
 
 
 def ranges(steps: Sequence[int] | Mapping[int, Any]) -> str:

@@ -37,9 +37,18 @@ def journal_of(run: Path, step: int) -> list[str]:
     return [file.name for file in files if step_of(file) == step and not is_start(file)]
 
 
-def from_rollouts(run: Path, step: int) -> Samples | None:
-    """Returns the samples of a step, ordered by group and by sample; None if its rollouts are missing or damaged."""
-    parts = [read_part(part) for part in parts_of(rollouts_of(run, step))]
+def processes_of(run: Path, step: int) -> int:
+    """Returns how many processes have written the rollouts of a step; 0: they are not there."""
+    return len(parts_of(rollouts_of(run, step)))
+
+
+def from_rollouts(run: Path, step: int, rank: int | None = None) -> Samples | None:
+    """Returns the samples of a step, ordered by group and by sample; None if its rollouts are missing or damaged.
+
+    Args:
+        rank: of the process whose samples are returned; None: those of all.
+    """
+    parts = [read_part(part) for part in parts_of(rollouts_of(run, step))[rank : None if rank is None else rank + 1]]
     found = [part[0] for part in parts if part is not None]
     if not found or len(found) < len(parts):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, RECIPE, open_vllm
+from conftest import CPU, RECIPE, open_vllm, read_jsonl
 from helpers.samples import answered, request
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,6 +29,7 @@ from rlgen.types import Sampling
 
 Proof = Callable[[str], None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
+EXACT = 1e-5  # of logits and log-probs in float32
 SETTINGS = ["engine={kind: transformers}", "run.steps=4", "checkpoint.every=2"]
 
 
@@ -46,7 +47,7 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("full"))
+    return trained(tmp_path_factory.mktemp("full"), "eval={every: 2, limit: 4}")
 
 
 def adapted(run: Path, step: int = 4) -> Any:
@@ -66,25 +67,60 @@ def gap_to_vllm(policy: Policy, folder: Path) -> float:
     return max((torch.from_numpy(s.sampler_logp) - own).abs().max().item() for s, own in zip(samples, logp, strict=True))
 
 
+def gap_to_transformers(model: Any, folder: Path) -> float:
+    """Largest difference of the logits of `model` and of transformers on the exported folder."""
+    ids = torch.randint(0, 256, (4, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        opened = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return float((model(ids).logits - opened(ids).logits).abs().max())
+
+
+@pytest.mark.vllm
 def test_a_merged_export_is_the_adapted_policy_in_vllm_too(adapter_run: Path, tmp_path: Path) -> None:
     export_command(adapter_run, tmp_path / "out", None, "float32", False)
     policy = Policy(adapted(adapter_run), torch.float32, True)
-    assert gap_to_vllm(policy, tmp_path / "out") <= 1e-4
-    ids = torch.randint(0, 256, (4, 20))
-    with torch.no_grad():
-        opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(ids).logits
-        assert (policy.model(ids).logits - opened).abs().max() < 3e-5
-        with without_adapter(policy.model):
-            assert (policy.model(ids).logits - opened).abs().max() > 0.1, "the adapter has an effect"
+    gaps = gap_to_transformers(policy.model, tmp_path / "out"), gap_to_vllm(policy, tmp_path / "out")
+    print(f"adapter: {gaps}")
+    assert max(gaps) <= EXACT
+    with without_adapter(policy.model):
+        assert gap_to_transformers(policy.model, tmp_path / "out") > 0.1, "the adapter has an effect"
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert not [path.name for path in (tmp_path / "out").iterdir() if "adapter" in path.name or path.suffix in (".bin", ".pt")]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_exported_full_weights_are_the_policy_in_vllm_too(full_run: Path, tmp_path: Path) -> None:
+    """A weight that is a thousandth off shows on both sides."""
+    export_command(full_run, tmp_path / "out", "last", "float32", False)
+    checkpoint = full_run / "checkpoints" / "step_000004"
+    policy = Policy(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), torch.float32, True)
+    gaps = gap_to_transformers(policy.model, tmp_path / "out"), gap_to_vllm(policy, tmp_path / "out")
+    print(f"full: {gaps}")
+    assert max(gaps) <= EXACT
+    weights.own_tensors(policy.model)["model.norm.weight"].detach()[3] += 1e-3
+    assert min(gap_to_transformers(policy.model, tmp_path / "out"), gap_to_vllm(policy, tmp_path / "out")) > 2 * EXACT
+
+
+def test_the_best_checkpoint_is_the_one_that_the_evaluation_chose(
+    full_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(full_run, tmp_path / "run"))
+    records = read_jsonl(run / "metrics.jsonl")
+    for record in records:
+        record["eval/reward/mean"] = {0: 3.0, 2: 2.0, 4: 1.0}.get(record["step"])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for step, expected in {"best": 2, "last": 4, "4": 4}.items():
+        export_command(run, tmp_path / step, step, "float32", True)
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == expected
+    assert "| `eval/reward/mean` | 3 | 2 " in (tmp_path / "best" / "README.md").read_text()
 
 
 def test_bfloat16_rounds_the_merged_weights_and_says_what_it_costs(
     adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for dtype in ("float32", "bfloat16"):
-        export_command(adapter_run, tmp_path / dtype, 2, dtype, True)
+        export_command(adapter_run, tmp_path / dtype, "2", dtype, True)
         report = json.loads(capsys.readouterr().out)
         assert (report["step"], report["adapter"], report["dtype"]) == (2, True, dtype)
         assert report["checkpoint"].endswith("step_000002") and report["max_delta"] <= 1e-4
@@ -109,7 +145,7 @@ def test_a_run_is_exported_by_its_name_with_a_model_card(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(full_run, tmp_path / "runs" / "mine")
     (tmp_path / "mine").mkdir()  # a folder that is no run, such as that of `rlgen init mine`
-    export_command(Path("mine"), Path("out"), 2, "bfloat16", False)
+    export_command(Path("mine"), Path("out"), "2", "bfloat16", False)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "# mine\n" in card and "step 2 of 4, weights in bfloat16" in card and "\n| 2 to 2 |" in card
     assert "| 3 to 3 |" not in card, "what came after the checkpoint"
@@ -224,8 +260,10 @@ def test_what_cannot_be_exported(adapter_run: Path, tmp_path: Path, rlgen: Run) 
     (tmp_path / "taken").mkdir()
     for source, step, out, words in [
         (adapter_run, None, "taken", "exists already"),
-        (adapter_run, 3, "out", "has no checkpoint of step 3; there are 2, 4"),
-        (adapter_run / "checkpoints" / "step_000002", 2, "out", "is one checkpoint"),
+        (adapter_run, "3", "out", "has no checkpoint of step 3; there are 2, 4"),
+        (adapter_run, "best", "out", r"has no best checkpoint: no evaluation has chosen one \(`eval`, `eval.best`\)"),
+        (adapter_run, "first", "out", "--step first: give the number of a step, best or last"),
+        (adapter_run / "checkpoints" / "step_000002", "2", "out", "is one checkpoint"),
         (tmp_path, None, "out", "neither a checkpoint nor the directory of a run"),
     ]:
         with pytest.raises(UsageError, match=words) as caught:

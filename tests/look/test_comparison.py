@@ -330,8 +330,8 @@ def test_runs_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_other_versions_of_rlgen_are_said(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, steps=1, tokens=3, recipe=recipe) for name, recipe in (("a", GRPO), ("b", RLOO))]
-    (runs[1] / "provenance.json").write_text(json.dumps([{"rlgen": "0.0.9", "git": "def456"}]))
-    assert "different versions of rlgen: 0.0.9 (def456), 0.1.0 (abc123)" in " ".join(command(*runs).split())
+    (runs[1] / "provenance.json").write_text(json.dumps([{"rlgen": "0.0.9", "git": "0123456789abcdef+"}]))
+    assert "different versions of rlgen: 0.0.9 (0123456789+), 0.1.0 (abc123)" in " ".join(command(*runs).split())
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------
@@ -371,6 +371,17 @@ def test_the_page_in_a_terminal(tmp_path: Path) -> None:
         assert re.search(r"^A  grpo-0, grpo-1, grpo-2 +0, 1, 2 +40 +0.82 \(0.77 to 0.87\)", said, re.M)
         assert re.search(r"^trainer.kind +grpo +rloo", said, re.M)
         assert max(len(line) for line in said.splitlines() if "│" in line) == width
+        assert "run.seed" not in said, "both groups have the same"
+
+
+def test_seeds_that_both_groups_have_are_no_difference(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, "grpo", [0.8, 0.82], GRPO) + seeds(tmp_path, "rloo", [0.7, 0.72], RLOO)
+    comparison = compare(runs, REWARD, "step")
+    keys = [row[0] for row in comparison.differing]
+    assert "run.seed" in comparison.differences and "run.seed" not in keys
+    assert comparison.differing[0] == ["trainer.kind", "grpo", "rloo"]
+    same = seeds(tmp_path / "again", "grpo", [0.8, 0.82], GRPO)
+    assert compare(same, REWARD, "step").differing == [] and "The recipes are the same." in command(*(run.path for run in same))
 
 
 def test_one_json_object(tmp_path: Path) -> None:

@@ -209,6 +209,18 @@ def test_charts_and_numbers_of_a_run(run: Path) -> None:
     assert [duration(seconds) for seconds in (7.25, 125, 12_000)] == ["7.25 s", "2 min 5 s", "3 h 20 min"]
 
 
+def test_counts_of_failures_that_stay_0_are_not_drawn(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "evaluated", steps=2)
+    for failed in (0, 3):
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        counts = {"eval/reward/unscored": failed, "eval/reward/exact_match/failed": 0, "eval/pass@1": 0.0}
+        found = [line | counts if "eval/reward/mean" in line else line for line in lines]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+        titles = [chart.title for chart in charts_of(read_run(path)) if chart.group == "Evaluation"]
+        assert titles[0] == "reward/mean" and "pass@1" in titles and "reward/exact_match/failed" not in titles
+        assert ("reward/unscored" in titles) == (failed > 0)
+
+
 def test_verdicts_are_those_of_the_rules(tmp_path: Path) -> None:
     path = make_run(
         tmp_path / "ill",

@@ -1,6 +1,7 @@
 """`rlgen rollouts`: which rollouts are found, in which order, and how they are shown."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -122,6 +123,12 @@ def test_what_the_model_wrote_gives_the_terminal_no_orders(run: Path) -> None:
     shown = invoke(str(run), "--step", "last", "--reward-below", "0.3")
     assert "\\x1b[31mred\\x1b]0;title\\x07 \\u202eturned\\u2028line </script>" in shown
     assert not set(shown) & {"\x1b", "\x07", "\u202e", "\u2028"}
+
+
+def test_the_name_of_a_folder_gives_the_terminal_no_orders(run: Path, tmp_path: Path) -> None:
+    odd = shutil.copytree(run, tmp_path / "a\u202e[red]\x1b[31m")
+    shown = invoke(str(odd), "--limit", "1")
+    assert "a\\u202e[red]\\x1b[31m: 6 of 6 rollouts" in shown and not set(shown) & {"\x1b", "\u202e"}
 
 
 def test_json_is_one_line_with_every_value(run: Path) -> None:

@@ -21,6 +21,7 @@ from rlgen.files import read_json, write_json
 from rlgen.look.run import read_run
 from rlgen.opening.change import with_changes
 from rlgen.opening.replay import Past, Replay, ranges, replay, replayable
+from rlgen.processes import Processes
 from rlgen.trainers import loop
 
 STEPS = 5
@@ -68,7 +69,7 @@ def replayed(run: Path, step: int, *overrides: str) -> Replay:
     read = read_run(run)
     past = Past.of(read.path, read.recipe, read.attempts, read.metrics)
     changed = with_changes(run / "resolved.yaml", past.recipe, overrides)[0] if overrides else None
-    return replay(past, step, changed, print)
+    return replay(past, step, changed, print, Processes.alone())
 
 
 def recorded(run: Path, step: int) -> dict[str, Any]:
@@ -112,6 +113,19 @@ def test_a_changed_clip_changes_the_updates_after_the_first_and_nothing_else(run
     assert (change.advantages_changed, change.rows_trained) == (0, (16, 16))
     first_pass = [key for key in change.metrics if key.startswith(("sampler/", "is/", "tokens/", "updates/", "learning_rate"))]
     assert len(first_pass) > 20 and not set(first_pass) & set(change.metrics_changed)
+
+
+def test_a_changed_clip_gives_what_a_run_with_it_has_recorded(runs: Callable[[str], Path], tmp_path: Path) -> None:
+    """Both runs take step 1 from the same weights, on the same samples."""
+    other = train(tmp_path, *KINDS["grpo"], "trainer.clip_high=0.4", "run.steps=1")
+    change = replayed(runs("grpo"), 1, "trainer.clip_high=0.4").change
+    record = recorded(other, 1)
+    assert change is not None and change.metrics == {key: record[key] for key in change.metrics}
+    assert {"loss", "grad_norm", "clip/high"} <= set(change.metrics_changed)
+    was, now = change.metrics_changed["clip/high"]
+    assert was == recorded(runs("grpo"), 1)["clip/high"] > now == record["clip/high"]
+    lowest, highest = change.ratio["min"], change.ratio["max"]
+    assert change.cosine_first == 1.0 and lowest[0] != lowest[1] and highest[0] != highest[1]
 
 
 def test_settings_of_the_optimizer_change_what_is_after_the_gradient(runs: Callable[[str], Path]) -> None:
@@ -290,6 +304,44 @@ def test_a_run_that_broke_off_is_replayed_from_its_journal(tmp_path: Path, monke
     read = read_run(run)
     assert replayable(Past.of(read.path, read.recipe, read.attempts, read.metrics)) == [5, 6]
     assert [replayed(run, step).differences for step in (5, 6)] == [{}, {}], "what step 5 sampled before it broke off"
+
+
+KL = ("trainer.beta=0.1", "trainer.kl=k3_is")
+
+
+@pytest.mark.slow
+def test_a_step_of_two_processes_is_computed_by_two(tmp_path: Path) -> None:
+    """Further prompts too, which both processes sample: the order of the rows is that of the prompts."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "r.py").write_text(REWARD)
+    words = [word for one in [*PLAIN, *KINDS["rloo"], "run.steps=4"] for word in ("--set", one)]
+    assert started(2, "train", tmp_path / "recipe.yaml", "--run-dir", tmp_path / "run", *words).returncode == 0
+    run = tmp_path / "run"
+    assert any(record["groups/replaced"] > 0 for record in read_jsonl(run / "metrics.jsonl"))
+    for step in (2, 4):  # from the start, and from a checkpoint
+        said = started(2, "replay", run, "--step", step, "--json", "--set", KL[0], "--set", KL[1])
+        assert said.returncode == 0, said.stderr
+        (line,) = said.stdout.splitlines()
+        found, record = json.loads(line), recorded(run, step)
+        assert (found["same"], found["other"], found["grad_norm"]) == (True, [], record["grad_norm"])
+        alone = replayed(run, step, *KL)
+        assert alone.other == ["2 processes, now 1: `torchrun --nproc-per-node 2 -m rlgen replay …`"] and alone.change is not None
+        assert alone.metrics["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-3)
+        for name, (was, now) in alone.change.ratio.items():  # of the tokens of both processes
+            assert found["changed"]["ratio"][name] == {
+                "recorded": pytest.approx(was, rel=0.01),
+                "changed": pytest.approx(now, rel=0.01),
+            }
+    three = started(3, "replay", run, "--step", 3)
+    assert three.returncode != 0
+    assert three.stderr.count("error: step 3 was trained by 2 processes, and 3 run: start 2 with `torchrun --nproc-per") == 1
+
+
+def started(processes: int, *words: object) -> subprocess.CompletedProcess[str]:
+    """A command of rlgen in several processes, under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "rlgen"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=HANGS, env=environment)
 
 
 @pytest.mark.slow

@@ -112,6 +112,21 @@ def test_an_evaluated_run_that_fails_and_is_resumed_is_the_undisturbed_one(
     assert first_difference(run, failed) is None and (failed / "logs" / "attempt_1" / "evals").exists()
 
 
+def test_a_run_that_had_none_may_get_an_evaluation(run: Path) -> None:
+    """Training does not notice; what is evaluated from then on is what would have been."""
+    train(run.parent, "added", "run.steps=2")
+    added = train(run.parent, "added", f"eval={EVAL}", resume=True)
+    assert list(rollouts("rollouts", run, added)) == list(checkpoints(run, added)) == []
+    records = {record["step"]: record for record in read_jsonl(added / "metrics.jsonl")}
+    assert [step for step, record in records.items() if "eval/reward/mean" in record] == [4]
+    whole = next(record for record in read_jsonl(run / "metrics.jsonl") if record["step"] == 4)
+    assert {k: v for k, v in records[4].items() if not k.startswith("time/")} == {
+        k: v for k, v in whole.items() if not k.startswith("time/")
+    }
+    with pytest.raises(UsageError, match=r"eval.limit: 5 -> 4"):
+        train(run.parent, "added", f"eval={EVAL}".replace("limit: 5", "limit: 4"), resume=True)
+
+
 def test_the_comparison_of_runs_sees_evaluations(run: Path) -> None:
     other = train(run.parent, "other", f"eval={EVAL}".replace("limit: 5", "limit: 4"))
     # Log-probs may differ too: rounding depends on how many rows are computed together.

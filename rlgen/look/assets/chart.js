@@ -93,6 +93,7 @@ class Chart {
     let low = stacked ? 0 : values.reduce((one, other) => Math.min(one, other));
     let high = values.reduce((one, other) => Math.max(one, other));
     if (log) return [Math.floor(Math.log10(low)), Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1)];
+    if (low === 0 && high === 0) return [0, 1];
     if (low === high) [low, high] = [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
     const room = (high - low) * 0.06;
     return [stacked || (low >= 0 && low - room < 0) ? Math.min(low, 0) : low - room, high + room];
@@ -201,7 +202,7 @@ function smoothing(charts) {
 function curves(all, charts, ...notes) {
   const groups = Map.groupBy ? Map.groupBy(all, (chart) => chart.group) : grouped(all);
   const parts = [...groups].map(([group, own]) => {
-    const cards = make("div", { class: "cards" }, own.map((chart) => charts.card(chart)));
+    const cards = make("div", { class: group === "Compared" ? "cards compared" : "cards" }, own.map((chart) => charts.card(chart)));
     if (group !== "Other metrics") return [make("h3", { class: "group" }, group), cards];
     const details = make("details", {}, make("summary", {}, `${group} (${own.length})`), cards);
     return [details];

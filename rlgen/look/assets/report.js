@@ -6,7 +6,7 @@ function head(facts) {
   return make("div", { class: "head" },
     make("h1", {}, visible(facts.name), make("span", { class: `state ${name}` }, name)),
     make("p", { class: "about" }, [...facts.about, `step ${step} of ${steps}`, `report of ${facts.made}`].map((one) => make("span", {}, visible(one)))),
-    message ? make("p", { class: "note" }, visible(message)) : null,
+    message ? make("p", { class: name === "failed" ? "message error" : "message note" }, visible(message)) : null,
     make("div", { class: "tiles" }, facts.summary.map((fact) => make("div", { class: `card tile ${fact.tone}` },
       make("span", { class: "label" }, fact.label), make("b", {}, fact.value), make("small", {}, fact.note)))));
 }
