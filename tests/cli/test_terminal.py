@@ -43,7 +43,7 @@ def test_a_run_outlives_the_reader_of_its_output_and_an_old_code_page(recipe_fil
     first = process.stdout.readline()
     process.stdout.close()  # as `| head -1` does
     errors = process.stderr.read().decode("ascii")
-    assert process.wait(200) == 0 and first.startswith(b"note: ") and "Traceback" not in errors and "BrokenPipe" not in errors
+    assert process.wait(200) == 0 and first.startswith(b"rlgen ") and "Traceback" not in errors and "BrokenPipe" not in errors
     status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"], len(read_jsonl(tmp_path / "run/metrics.jsonl"))) == ("done", 0, 2)
     proof("the reader left after one line; the run went on to its end, exit 0")
@@ -188,7 +188,7 @@ def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> Non
 
 @pytest.mark.fault(81)
 def test_no_text_of_a_model_reaches_a_terminal_as_it_is(capfd: pytest.CaptureFixture[str], proof: Proof) -> None:
-    with Console(2, 0, quiet=False) as console:
+    with Console(2) as console:
         for text in list(HOSTILE.values())[1:]:
             console.say(f"{RewardError(text)}")
             Terminal(quiet=False).say(text)

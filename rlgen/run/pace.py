@@ -1,0 +1,18 @@
+"""Estimates how long the rest of a run takes, and writes times as a clock does."""
+
+from collections.abc import Sequence
+
+LAST = 50  # steps whose mean time is expected of the steps to come: with several evaluations among them
+
+
+def remaining(seconds: Sequence[float], left: int) -> float | None:
+    """Returns the seconds that the `left` steps to come may take, from those of the steps before; None: no step was timed."""
+    known = seconds[-LAST:]
+    return sum(known) / len(known) * left if known else None
+
+
+def as_clock(seconds: float) -> str:
+    """Returns a time as "0:47", "12:05" or "3:20:00"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
