@@ -28,7 +28,7 @@ PAGES = ROOT / "rlgen" / "docs"
 FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # These read metrics; every other file that names one writes it.
-READERS = ("metrics.py", "run/health.py", "run/console.py", "opening/", "look/", "cli/")
+READERS = ("metrics.py", "run/health.py", "run/console.py", "run/live.py", "opening/", "look/", "cli/")
 
 Schema = Mapping[str, Any]
 Labelled = Sequence[tuple[str, type[BaseModel]]]

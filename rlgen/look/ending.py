@@ -32,7 +32,7 @@ def evaluation_lines(run: Run) -> list[str]:
         return []
     best = Best(run.evaluations).step
     named = dict.fromkeys(step for step in (min(known), best, max(known)) if step is not None)
-    words = [f"{known[step]:.3f} {'at' if step else 'before'} step {step or 1}{' (best)' * (step == best)}" for step in named]
+    words = [f"{known[step]:.3f} {'after' if step else 'before'} step {step or 1}{' (best)' * (step == best)}" for step in named]
     return [f"evaluation: {', '.join(words)}"]
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleDimensions
@@ -47,13 +47,13 @@ class Terminal(RichConsole):
         file: the stream to print to; None: standard output.
     """
 
-    def __init__(self, quiet: bool, file: IO[str] | None = None) -> None:
+    def __init__(self, quiet: bool, file: TextIO | None = None) -> None:
         stream = file or sys.stdout
         wraps = bool(stream and stream.isatty())  # other programs get lines of any length
         super().__init__(soft_wrap=not wraps, highlight=False, markup=False, emoji=False, quiet=quiet, file=file)
 
     @property
-    def size(self) -> ConsoleDimensions:
+    def size(self) -> ConsoleDimensions:  # type: ignore[override]  # rich's can be set, too
         """Returns columns and lines of the terminal that is printed to, whatever descriptors 0 to 2 are."""
         with suppress(OSError, ValueError, AttributeError):
             columns, lines = os.get_terminal_size(self.file.fileno())
@@ -81,7 +81,7 @@ def hush(stream: IO[str]) -> None:
     os.close(descriptor)
 
 
-def apart(stream: IO[str]) -> IO[str]:
+def apart(stream: TextIO) -> TextIO:
     """Returns a stream that leads to where `stream` leads now, even if descriptors 1 and 2 lead elsewhere later."""
     try:
         number = stream.fileno()
@@ -92,7 +92,7 @@ def apart(stream: IO[str]) -> IO[str]:
     return open(os.dup(number), "w", encoding=stream.encoding, errors="backslashreplace", buffering=1)
 
 
-def release(stream: IO[str]) -> None:
+def release(stream: TextIO) -> None:
     """Closes a stream that `apart` opened; standard streams stay open."""
     if stream not in (sys.stdout, sys.stderr):
         with suppress(OSError):  # what it still holds cannot be written
@@ -108,7 +108,7 @@ class Console:
         file: the stream to print to, which is closed with the console if `apart` opened it; None: standard output.
     """
 
-    def __init__(self, steps: int, quiet: bool = False, file: IO[str] | None = None) -> None:
+    def __init__(self, steps: int, quiet: bool = False, file: TextIO | None = None) -> None:
         self.steps = steps
         self.terminal = Terminal(quiet, file)
         self.seconds: list[float] = []  # of the steps of this attempt
@@ -163,7 +163,7 @@ class JsonConsole(Console):
         messages: the stream of messages.
     """
 
-    def __init__(self, steps: int, quiet: bool, file: IO[str] | None, messages: IO[str]) -> None:
+    def __init__(self, steps: int, quiet: bool, file: TextIO | None, messages: TextIO) -> None:
         super().__init__(steps, quiet, messages)
         self.objects = Terminal(quiet, file)
 
@@ -207,13 +207,13 @@ def check_progress(progress: Progress) -> None:
         )
 
 
-def takes_live_view(stream: IO[str]) -> bool:
+def takes_live_view(stream: TextIO) -> bool:
     """Returns whether a stream is a terminal that can move its cursor and show block characters."""
     able = os.environ.get("TERM", "dumb").lower() not in ("dumb", "unknown")
     return able and stream.isatty() and (stream.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def write_at_once(stream: IO[str], text: str) -> None:
+def write_at_once(stream: TextIO, text: str) -> None:
     """Writes one line to a stream's descriptor, without its buffers and locks; to a stream without one as usual."""
     line = f"{printable(text)}\n"
     with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: the stream is just being written to
@@ -238,7 +238,7 @@ def evaluation_line(record: Record, steps: int) -> str:
 
 
 def step_line(record: Record, steps: int, left: float | None = None) -> str:
-    """Returns `step  12/100  reward 0.531 ±0.498  loss -0.0123  Δ 1e-06  803 tok/s  left 3:20:00`, of at most `WIDTH` characters.
+    """Returns `step  12/100  reward 0.531 ±0.50  loss -0.0123  Δ 1e-6  803 tok/s  left 3h20m`, of at most `WIDTH` characters.
 
     Of a run so long or so fast that it would be more, the last parts but the time are left out.
 
@@ -248,9 +248,9 @@ def step_line(record: Record, steps: int, left: float | None = None) -> str:
     time = "" if left is None else f"  left {as_clock(left)}"
     line = f"step {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
     for part in (
-        f"reward {number(record.get(Metric.REWARD_MEAN))} ±{number(record.get(Metric.REWARD_STD))}",
+        f"reward {number(record.get(Metric.REWARD_MEAN))} ±{number(record.get(Metric.REWARD_STD), '.2f')}",
         f"loss {number(record.get(Metric.LOSS), '+.4f')}",
-        f"Δ {number(record.get(Metric.SAMPLER_DELTA_MAX), '.0e')}",
+        f"Δ {number(record.get(Metric.SAMPLER_DELTA_MAX), '.0e').replace('e-0', 'e-')}",
         f"{in_thousands(speed(record))} tok/s",
     ):
         if len(line) + len(part) + 2 + len(time) <= WIDTH:

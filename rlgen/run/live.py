@@ -3,12 +3,13 @@
 Messages and evaluations scroll above the view. What a model wrote is shown, never obeyed.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -16,6 +17,7 @@ from rich.console import ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from rlgen.files import write_text
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.redact import printable
@@ -223,7 +225,7 @@ class LiveConsole(Console):
         file: a terminal.
     """
 
-    def __init__(self, recipe: Recipe, file: IO[str] | None) -> None:
+    def __init__(self, recipe: Recipe, file: TextIO | None) -> None:
         super().__init__(recipe.run.steps, False, file)
         self.view = View.of(recipe)
         self._began, self._ended = time.monotonic(), 0.0  # this attempt, and its last step
@@ -294,7 +296,8 @@ def live(run: Path, out: Path) -> None:
         page = RichConsole(record=True, width=width, file=nowhere, force_terminal=True, color_system="truecolor", highlight=False)
         for line in view.lines(width, height, sum(seconds), remaining(seconds, view.steps - len(view.rewards))):
             page.print(line)
-    page.save_svg(str(out), title="rlgen train")
+    # Rich lets the picture load a font from elsewhere.
+    write_text(out, re.sub(r"@font-face \{.*?\}|<!--.*?-->", "", page.export_svg(title="rlgen train"), flags=re.DOTALL))
 
 
 def recorded_examples(run: Path, step: int) -> list[Example]:

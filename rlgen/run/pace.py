@@ -12,7 +12,9 @@ def remaining(seconds: Sequence[float], left: int) -> float | None:
 
 
 def as_clock(seconds: float) -> str:
-    """Returns a time as "0:47", "12:05" or "3:20:00"."""
+    """Returns a time as "0:47", "12:05", "3h20m" or "2d03h"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    return f"{hours}h{minute:02d}m" if hours else f"{minute}:{second:02d}"
