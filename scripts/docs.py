@@ -255,7 +255,8 @@ def writers(entry: Metric | Family) -> list[str]:
     files = {str(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))}
     own = {"Family.HEALTH"}  # `run/health.py` reads all others and writes this one
     readers = () if f"{type(entry).__name__}.{entry.name}" in own else READERS
-    return [file for file, text in files.items() if not file.startswith(readers or ("metrics.py",)) and name.search(text)]
+    readers = readers or ("metrics.py", "run/live.py")
+    return [file for file, text in files.items() if not file.startswith(readers) and name.search(text)]
 
 
 def exit_codes() -> str:
