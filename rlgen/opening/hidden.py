@@ -24,7 +24,7 @@ class Hidden:
 
     def to(self, path: Path) -> None:
         """Appends what is printed from now on to the file at `path`. Raises CheckpointError if it cannot be opened."""
-        self.__exit__()
+        self._undo.close()
         printer = Printer(path)
         self._undo.callback(printer.close)  # last, when nothing writes to its pipe any more
         pipe = printer.pipe()

@@ -52,8 +52,8 @@ class Terminal(RichConsole):
         wraps = bool(stream and stream.isatty())  # other programs get lines of any length
         super().__init__(soft_wrap=not wraps, highlight=False, markup=False, emoji=False, quiet=quiet, file=file)
 
-    @property
-    def size(self) -> ConsoleDimensions:  # type: ignore[override]  # rich's can be set, too
+    @property  # type: ignore[misc]  # rich's can be set, too
+    def size(self) -> ConsoleDimensions:
         """Returns columns and lines of the terminal that is printed to, whatever descriptors 0 to 2 are."""
         with suppress(OSError, ValueError, AttributeError):
             columns, lines = os.get_terminal_size(self.file.fileno())
@@ -110,6 +110,7 @@ class Console:
 
     def __init__(self, steps: int, quiet: bool = False, file: TextIO | None = None) -> None:
         self.steps = steps
+        self.file = file or sys.stdout
         self.terminal = Terminal(quiet, file)
         self.seconds: list[float] = []  # of the steps of this attempt
 
@@ -121,7 +122,7 @@ class Console:
 
     def close(self) -> None:
         """Ends what is shown beside the lines. Nothing is printed any more."""
-        release(self.terminal.file)
+        release(self.file)
 
     def history(self, records: Iterable[Record]) -> None:
         """Takes note of the steps of earlier attempts."""
@@ -152,7 +153,7 @@ class Console:
     def answer(self, text: str) -> None:
         """Prints a message from a signal handler, which may interrupt any other print: past all buffers."""
         if not self.terminal.quiet:
-            write_at_once(self.terminal.file, text)
+            write_at_once(self.file, text)
 
 
 class JsonConsole(Console):
@@ -165,11 +166,12 @@ class JsonConsole(Console):
 
     def __init__(self, steps: int, quiet: bool, file: TextIO | None, messages: TextIO) -> None:
         super().__init__(steps, quiet, messages)
+        self.output = file or sys.stdout
         self.objects = Terminal(quiet, file)
 
     def close(self) -> None:
         super().close()
-        release(self.objects.file)
+        release(self.output)
 
     def evaluation(self, record: Record) -> None:
         """Prints the object of the evaluation before step 1."""

@@ -50,7 +50,10 @@ def plain(lines: list[Text]) -> list[str]:
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     view = view_of(**{"eval/reward/mean": 0.5, "eval/reward/mean_low": 0.4, "eval/reward/mean_high": 0.6})
-    view.examples = [Example(prompt=HOSTILE, completion=HOSTILE, reward=1.0), Example(prompt="", completion="", reward=None)]
+    view.examples = [
+        Example(prompt=HOSTILE, completion=HOSTILE, reward=1.0),
+        Example(prompt="", completion="日" * 60, reward=None),
+    ]
     view.notice = "finishing step 9, then saving; again: stop now " * 3
     lines = view.lines(width, 24, 35.0, 312.0)
     assert len(lines) == 1 + 4 + 4 + 1 + 4 + 1
