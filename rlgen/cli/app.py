@@ -96,7 +96,7 @@ def train(
         from rlgen.cli.prove import prove_command
 
         of_a_run = {"--resume": resume, "--resume-step": resume_step, "--allow-changed-rewards": allow_changed_rewards}
-        of_a_run |= {"--clean": clean, "--dry-run": dry_run}
+        of_a_run |= {"--clean": clean, "--dry-run": dry_run, "--progress": progress != "auto"}
         if given := [option for option, value in of_a_run.items() if value]:
             raise UsageError(f"--prove-resume makes runs of its own: leave {' and '.join(given)} out")
         prove_command(recipe, overrides, max_steps, run_dir)
