@@ -6,6 +6,7 @@ appears only with `--debug`. An exception that is not an `RlgenError` is a bug i
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from rlgen.redact import redacted
@@ -175,6 +176,34 @@ class ProcessError(RlgenError):
 
 
 class Stopped(RlgenError):
-    """Stopped on request after a good checkpoint: run again with --resume."""
+    """Stopped on request after a good checkpoint: run again with --resume.
+
+    Args:
+        run: the run's folder.
+    """
 
     exit_code = 75
+
+    def __init__(self, message: str, run: Path) -> None:
+        self.run = run
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.run), {"args": self.args}
+
+
+# What an exit code means, in a few words. `rlgen docs exit-codes` says more.
+EXIT_CODES = {
+    0: "done",
+    2: "a mistake on the command line or in the recipe",
+    3: "the machine or the model lacks something",
+    4: "the data cannot serve",
+    5: "a reward failed",
+    6: "the engine failed, or engine and trainer disagree",
+    7: "the run diverged",
+    8: "a checkpoint cannot be written or read",
+    9: "the processes are not those that were asked for",
+    70: "a bug in rlgen",
+    75: "stopped on request; --resume goes on",
+    130: "stopped at once; --resume goes on from the last checkpoint",
+}

@@ -31,7 +31,7 @@ PAGES = ROOT / "rlgen" / "docs"
 FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # These read metrics; every other file that names one writes it.
-READERS = ("metrics.py", "run/health.py", "run/console.py", "run/sinks/", "opening/", "look/", "cli/")
+READERS = ("metrics.py", "run/health.py", "run/console.py", "run/live.py", "run/sinks/", "opening/", "look/", "cli/")
 
 Schema = Mapping[str, Any]
 Labelled = Sequence[tuple[str, type[BaseModel]]]
@@ -278,7 +278,8 @@ def writers(entry: Metric | Family) -> list[str]:
     files = {str(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))}
     own = {"Family.HEALTH"}  # `run/health.py` reads all others and writes this one
     readers = () if f"{type(entry).__name__}.{entry.name}" in own else READERS
-    return [file for file, text in files.items() if not file.startswith(readers or ("metrics.py",)) and name.search(text)]
+    readers = readers or ("metrics.py", "run/live.py")
+    return [file for file, text in files.items() if not file.startswith(readers) and name.search(text)]
 
 
 def exit_codes() -> str:

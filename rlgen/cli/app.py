@@ -13,7 +13,7 @@ import typer
 
 import rlgen
 from rlgen.cli.output import echo, prepare
-from rlgen.errors import RecipeError, RlgenError, UsageError, redacted
+from rlgen.errors import RecipeError, RlgenError, Stopped, UsageError, redacted
 from rlgen.metrics import Metric
 
 app = typer.Typer(
@@ -96,6 +96,10 @@ def train(
     max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
     probe_max: Annotated[bool, typer.Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
+    progress: Annotated[
+        Literal["auto", "live", "plain", "json"],
+        typer.Option(help="A live view, plain lines, or a JSON object a step; auto: live on a terminal, plain elsewhere."),
+    ] = "auto",
     prove_resume: Annotated[
         bool, typer.Option("--prove-resume", help="Train a few steps, kill, resume, compare; beside the run, which is untouched.")
     ] = False,
@@ -106,14 +110,14 @@ def train(
         from rlgen.cli.prove import prove_command
 
         of_a_run = {"--resume": resume, "--resume-step": resume_step, "--allow-changed-rewards": allow_changed_rewards}
-        of_a_run |= {"--clean": clean, "--dry-run": dry_run}
+        of_a_run |= {"--clean": clean, "--dry-run": dry_run, "--progress": progress != "auto"}
         if given := [option for option, value in of_a_run.items() if value]:
             raise UsageError(f"--prove-resume makes runs of its own: leave {' and '.join(given)} out")
         prove_command(recipe, overrides, max_steps, run_dir)
         return
     from rlgen.cli.train import train_command
 
-    train_command(recipe, overrides, resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean)
+    train_command(recipe, overrides, resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean, progress)
 
 
 @app.command(epilog="Example: rlgen doctor recipe.yaml")
@@ -164,11 +168,12 @@ def evaluate(
 def status(
     run: RunPath,
     as_json: AsJson = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Print each new step until the run ends.")] = False,
 ) -> None:
     """Say how a run stands or how it ended; also of one that was killed and could not say it."""
     from rlgen.cli.status import status_command
 
-    status_command(run, as_json)
+    status_command(run, as_json, follow)
 
 
 @app.command(epilog="Example: rlgen rollouts mine --step last --reward-below 0.1 --sort -length")
@@ -442,7 +447,7 @@ def main() -> None:
     except RlgenError as error:
         if os.environ.get("RLGEN_DEBUG"):
             echo(redacted(traceback.format_exc()), err=True)
-        message = str(error) if isinstance(error, RecipeError) else f"error: {error}"
+        message = str(error) if isinstance(error, RecipeError | Stopped) else f"error: {error}"
         if not error.told:
             echo(message, err=True)
         if isinstance(error, RecipeError) and not error.told:

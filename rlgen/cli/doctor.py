@@ -82,7 +82,6 @@ def climbed(recipe: Recipe, logs: Path, say: Say) -> "tuple[Mapping[str, str], l
     recipe = data.recipe
     for notice in (*data.notices, *(f"warning: {warning}" for warning in data.warnings)):
         say(notice)
-    say(f"opening {recipe.model.path} on both sides: trainer and the {recipe.engine.kind} engine")
     with closing(open_pair(recipe, data, None, Processes.alone(), logs, say)) as pair:
         versions = versions_of(pair.engine.facts().engine)
         say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))

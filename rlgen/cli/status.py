@@ -3,17 +3,22 @@
 import fcntl
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlgen.cli.output import echo
-from rlgen.errors import UsageError
-from rlgen.metrics import Metric
+from rlgen.errors import EXIT_CODES, UsageError
+from rlgen.look.run import number as number_of
+from rlgen.look.run import tenth
+from rlgen.metrics import Family, Metric
 from rlgen.run.best import pinned_step
-from rlgen.run.directory import RunDirectory, read_records
+from rlgen.run.console import evaluation_line, number, step_line
+from rlgen.run.directory import RunDirectory, json_line, read_records
 from rlgen.run.find import find_run
+from rlgen.run.pace import as_clock, remaining
 
+FOLLOWS = 0.5  # seconds between two looks at a run that is followed
 BEFORE_THE_END = ("starting", "running")
 SHOWN = (
     (Metric.STEP, Metric.REWARD_MEAN, Metric.LOSS, Metric.GRAD_NORM, Metric.TIME_STEP),
@@ -31,18 +36,62 @@ SHOWN = (
 )
 
 
-def status_command(name: Path, as_json: bool) -> None:
-    """Prints the state of a run. Raises UsageError if no run is there."""
+def status_command(name: Path, as_json: bool, follow: bool = False) -> None:
+    """Prints the state of a run; with `follow` each new step before, until the run ends. Raises UsageError if no run is there."""
     path = find_run(name)
+    if follow:
+        follow_steps(path, as_json)
     found = status_of(path)
     if as_json:
-        echo(json.dumps(found, indent=2))
+        echo(json.dumps(found) if follow else json.dumps(found, indent=2))
         return
+    if follow:
+        code = found["exit_code"]
+        words = "" if code is None else f", exit code {code}: {EXIT_CODES.get(code, 'see `rlgen docs exit-codes`')}"
+        echo(f"{path}: {found['state']}{words}")
+        if found["message"]:
+            echo(found["message"])
+        return
+    print_status(path, found)
+
+
+def follow_steps(path: Path, as_json: bool) -> None:
+    """Prints each new step of a run, which another process may be training, until that process ends."""
+    known = {record[Metric.STEP] for record in read_records(path / "metrics.jsonl")}
+    while True:
+        alive, found = in_use(path), status_of(path)
+        records = read_records(path / "metrics.jsonl")
+        for place, record in enumerate(records, 1):
+            step = record[Metric.STEP]
+            if step in known:
+                continue
+            known.add(step)
+            if as_json:
+                echo(json_line(record).rstrip())
+                continue
+            if step:
+                left = remaining(seconds_of(records[:place]), found["steps"] - step)
+                echo(step_line(record, found["steps"], left))
+            if Metric.EVAL_REWARD_MEAN in record:
+                echo(evaluation_line(record, found["steps"]))
+        if not alive:  # asked before the steps were read: none is missed
+            return
+        time.sleep(FOLLOWS)
+
+
+def print_status(path: Path, found: Mapping[str, Any]) -> None:
+    """Prints the state of a run in words."""
     said = f"exit code {found['exit_code']}" if found["exit_code"] is not None else f"process {found['pid']}"
     ago = f"{time.time() - found['time']:.0f} s ago" if found["time"] is not None else "at an unknown time"
-    echo(f"{path}: {found['state']} ({said}), step {found['step']} of {found['steps']}, last heard of {ago}")
+    left = "" if found["remaining"] is None else f", {as_clock(found['remaining'])} left"
+    echo(f"{path}: {found['state']} ({said}), step {found['step']} of {found['steps']}, last heard of {ago}{left}")
     if found["message"]:
         echo(found["message"])
+    first, newest = found["trend"]["first"], found["trend"]["last"]
+    if first is not None and newest is not None:
+        echo(f"reward: {first:.6g} in the first tenth of the steps, {newest:.6g} in the last")
+    if found["rewards"]:
+        echo(f"rewards: {', '.join(f'{label} {number(value)}' for label, value in found['rewards'].items())}")
     last = found["last"] or {}
     for keys in SHOWN:
         if values := [f"{key} {last[key]:.6g}" for key in keys if last.get(key) is not None]:
@@ -54,8 +103,11 @@ def status_command(name: Path, as_json: bool) -> None:
 
 
 def status_of(path: Path) -> dict[str, Any]:
-    """Returns `status.json`, with `alive`, with the last complete record of the metrics as `last`, with the last one that was
-    evaluated as `evaluation`, and with the step of the pinned checkpoint as `best_checkpoint`.
+    """Returns `status.json`, and what follows from the run's other files.
+
+    `alive`, whether a process trains it; `last`, the last complete record of the metrics; `evaluation`, the last one that was
+    evaluated; `best_checkpoint`, the step of the pinned one; `remaining`, the seconds that the rest may take, of a run that is
+    alive; `trend`, the mean reward of the `first` and of the `last` tenth of the steps; `rewards`, the last mean of each by name.
 
     A run that was killed could not write so. The kernel releases its lock, and `state` is then "killed".
 
@@ -70,14 +122,31 @@ def status_of(path: Path) -> dict[str, Any]:
     if found["state"] in BEFORE_THE_END and not alive:
         found["message"] = "killed, or the machine went down; --resume goes on from the last checkpoint"
         found["state"] = "killed"
-    evaluated = [record for record in read_records(path / "metrics.jsonl") if Metric.EVAL_REWARD_MEAN in record]
+    records = read_records(path / "metrics.jsonl")
+    evaluated = [record for record in records if Metric.EVAL_REWARD_MEAN in record]
+    steps = [record for record in records if record[Metric.STEP]]
+    rewards = [number_of(record, Metric.REWARD_MEAN) for record in steps]
     return {
         **found,
         "alive": alive,
         "last": last_metrics(path / "metrics.jsonl"),
         "evaluation": evaluated[-1] if evaluated else None,
         "best_checkpoint": pinned_step(path),
+        "remaining": remaining(seconds_of(records), found["steps"] - found["step"]) if alive else None,
+        "trend": {"first": tenth(rewards, last=False), "last": tenth(rewards, last=True)},
+        "rewards": rewards_by_name(steps[-1]) if steps else {},
     }
+
+
+def rewards_by_name(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns the mean of each reward in a record of the metrics."""
+    before, after = Family.REWARD_MEAN.value.split("<name>")
+    return {key.removeprefix(before).removesuffix(after): record[key] for key in Family.REWARD_MEAN.keys(record)}
+
+
+def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Returns the time of each step; an evaluation before step 1 is none."""
+    return [record[Metric.TIME_STEP] for record in records if record[Metric.STEP] and Metric.TIME_STEP in record]
 
 
 def evaluation_words(record: Mapping[str, Any], best: int | None) -> str:

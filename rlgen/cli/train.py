@@ -1,10 +1,18 @@
-"""Runs `rlgen train`, in one process or in each process of a launcher."""
+"""Runs `rlgen train`, in one process or in each process of a launcher. Says so before anything heavy is imported."""
 
+import os
+import shlex
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import rlgen
 from rlgen.cli.output import echo
-from rlgen.opening.attempt import train, write_resolved
-from rlgen.opening.options import TrainOptions
+from rlgen.errors import Stopped, redacted
+from rlgen.run.launch import Launch
+
+if TYPE_CHECKING:
+    from rlgen.run.console import Progress
 
 
 def train_command(
@@ -17,12 +25,24 @@ def train_command(
     resume_step: int | None = None,
     changed_rewards: bool = False,
     clean: bool = False,
+    progress: "Progress" = "auto",
 ) -> None:
     """Trains, or with `dry_run` only writes the resolved recipe. Each process that a launcher started calls it.
 
     Raises:
         RlgenError: with its exit code, which `status.json` holds too.
     """
+    began, launch = time.monotonic(), Launch.of(os.environ)
+
+    def say(text: str) -> None:
+        if launch.rank == 0:
+            echo(text, err=progress == "json")
+
+    if not dry_run:
+        say(f"rlgen {rlgen.__version__}: {recipe}")
+    from rlgen.opening.attempt import train, write_resolved
+    from rlgen.opening.options import TrainOptions
+
     options = TrainOptions(
         overrides=overrides,
         max_steps=max_steps,
@@ -31,8 +51,38 @@ def train_command(
         resume_step=resume_step,
         changed_rewards=changed_rewards,
         clean=clean,
+        progress=progress,
     )
-    if not dry_run:
-        train(recipe, options, echo)
-    elif path := write_resolved(recipe, options, echo):
-        echo(f"{path} written; nothing was started")
+    if dry_run:
+        if path := write_resolved(recipe, options, echo):
+            echo(f"{path} written; nothing was started")
+        return
+    again = [str(recipe), *(word for override in overrides for word in ("--set", override))]
+    again += [] if max_steps is None else ["--max-steps", str(max_steps)]
+    again += [] if run_dir is None else ["--run-dir", str(run_dir)]
+    resumes = f"rlgen train {shlex.join(again)} --resume" if launch.world == 1 else "the same command with --resume"
+    try:
+        path = train(recipe, options, say)
+    except Stopped as stopped:
+        if launch.rank == 0:
+            say("\n".join(ending(stopped.run, time.monotonic() - began, redacted(resumes))))
+        raise
+    if launch.rank == 0:
+        say("\n".join(ending(path, time.monotonic() - began)))
+
+
+def ending(path: Path, seconds: float, resumes: str | None = None) -> list[str]:
+    """Returns what to know at the end of a run, and what to do next.
+
+    Args:
+        path: the run's folder.
+        seconds: since the command.
+        resumes: the command that goes on; None: the run is done.
+    """
+    from rlgen.look.ending import ending_of
+    from rlgen.look.run import read_run
+    from rlgen.run.find import RUNS, holds_run
+
+    run = read_run(path)
+    name = run.name if (RUNS / run.name).resolve() == path.resolve() and holds_run(RUNS / run.name) else path
+    return ending_of(run, seconds, resumes or f"rlgen report {shlex.quote(str(name))}")

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
 from rlgen.files import private_files, write_text, written
+from rlgen.opening.hidden import Hidden
 from rlgen.opening.options import TrainOptions
 from rlgen.opening.reopen import after_restart, join_directory, not_a_file, open_directory
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
+from rlgen.run.console import Console, check_progress, open_console
 from rlgen.run.deadline import Deadline
 from rlgen.run.directory import RunDirectory, ended_as
 from rlgen.run.launch import Launch, check_launch, parents
@@ -118,6 +120,8 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
         place = Path(os.path.abspath(options.run_dir.expanduser()))  # does not resolve links: --clean must see them
         overrides += [f"run.dir={json.dumps(str(place.parent))}", f"run.name={json.dumps(place.name)}"]
     loaded = load_recipe(path, overrides)
+    if launch.rank == 0:
+        check_progress(options.progress)
     check_launch(launch, loaded.recipe.processes.count, os.environ, parents())
     deadline = deadline_of(loaded.recipe, began)
     if deadline is not None and deadline.at <= began:
@@ -214,28 +218,32 @@ def run_with_status(
 
 
 def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", stop: StopRequest) -> None:
-    """Chooses the checkpoint, opens all parts and runs the training loop. Heavy imports happen here."""
+    """Opens the console, and trains. What libraries print goes to the run's logs."""
+    rank = launched.rank if launched else 0
+    console = open_console(options.progress, recipe, quiet=rank != 0)
+    stop.answer = console.answer
+    logs = directory.logs / (f"output.rank{rank}.log" if rank else "output.log")
+    with console, Hidden() as hidden:
+        hidden.to(logs)
+        console.say("loading torch and transformers …")
+        attempt, done = begin(recipe, directory, options, launched, console)
+        if options.resumes:
+            hidden.to(logs)  # the earlier attempt's was set aside
+        if done < recipe.run.steps:
+            learn(attempt, done, stop)
+
+
+def begin(
+    recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", console: Console
+) -> "tuple[Attempt, int]":
+    """Chooses the checkpoint, and sets aside what is later. Returns the attempt and the step of the checkpoint."""
     from rlgen.opening.trainer import Attempt
     from rlgen.processes import Processes
     from rlgen.run.checkpoint import Checkpoints
-    from rlgen.run.console import Console
 
     processes = launched or Processes.alone()
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
     choice = processes.patiently(lambda: checkpoints.choose(options.resume_step))
-    console = Console(recipe.run.steps, choice.step, quiet=not processes.is_main)
-    if choice.step >= recipe.run.steps:
-        console.say(f"{directory.path}: already complete, {choice.step} steps")
-        return
-    if options.resumes:
-        processes.on_main(lambda: cut(directory, checkpoints, choice))
-        console.say(f"resuming after step {choice.step}" + ("" if choice.step else ": no checkpoint was written yet"))
-    log_to(directory.logs / (f"rlgen.rank{processes.rank}.log" if processes.rank else "rlgen.log"))
-    if processes.world > 1:
-        console.say(f"{processes.world} processes, {recipe.processes.strategy}")
-    for notice in choice.notices:
-        console.say(notice)
-        logging.getLogger("rlgen").warning(notice)
     attempt = Attempt(
         recipe=recipe,
         directory=directory,
@@ -245,18 +253,34 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
         notices=choice.notices,
         changed_rewards=options.changed_rewards,
     )
-    with console:
-        trainer, start = open_or_stop(attempt, choice.step, stop)
-        with trainer.report.sinks:  # they are told how the run ends when all else is closed
-            try:
-                with processes.reporting_once():  # reports the error before anything is closed
-                    trainer.run(start, stop)
-            except KeyboardInterrupt:  # a second Ctrl-C does not wait for the checkpoint
-                trainer.checkpoints.give_up()
-                raise
-            finally:
-                trainer.close()
-        console.say(f"done: {directory.path}")
+    if choice.step >= recipe.run.steps:
+        console.say(f"{directory.path}: already complete, {choice.step} steps")
+        return attempt, choice.step
+    if options.resumes:
+        processes.on_main(lambda: cut(directory, checkpoints, choice))
+        console.say(f"resuming after step {choice.step}" + ("" if choice.step else ": no checkpoint was written yet"))
+        console.history(directory.read_metrics() if processes.is_main else ())
+    log_to(directory.logs / (f"rlgen.rank{processes.rank}.log" if processes.rank else "rlgen.log"))
+    if processes.world > 1:
+        console.say(f"{processes.world} processes, {recipe.processes.strategy}")
+    for notice in choice.notices:
+        console.say(notice)
+        logging.getLogger("rlgen").warning(notice)
+    return attempt, choice.step
+
+
+def learn(attempt: "Attempt", done: int, stop: StopRequest) -> None:
+    """Opens all parts and runs the training loop after step `done`."""
+    trainer, start = open_or_stop(attempt, done, stop)
+    with trainer.report.sinks:  # they are told how the run ends when all else is closed
+        try:
+            with attempt.processes.reporting_once():  # reports the error before anything is closed
+                trainer.run(start, stop)
+        except KeyboardInterrupt:  # a second Ctrl-C does not wait for the checkpoint
+            trainer.checkpoints.give_up()
+            raise
+        finally:
+            trainer.close()
 
 
 def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -> None:
@@ -278,4 +302,5 @@ def open_or_stop(attempt: "Attempt", done: int, stop: StopRequest) -> "tuple[Tra
         with stop.at_once(processes):
             return open_trainer(attempt, between=lambda: stop.check(processes))
     except StopNow:
-        raise Stopped(f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume") from None
+        said = f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume"
+        raise Stopped(said, attempt.directory.path) from None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlgen.errors import UsageError
+from rlgen.run.console import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class TrainOptions:
     resume_step: int | None = None  # step of the checkpoint to resume from, implies `resume`; None: the newest good one
     changed_rewards: bool = False  # resume although files of rewards were edited
     clean: bool = False  # delete what an earlier run left in the directory
+    progress: Progress = "auto"  # how the run is shown while it trains
 
     def __post_init__(self) -> None:
         """Raises UsageError if one option contradicts another."""

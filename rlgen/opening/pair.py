@@ -16,6 +16,13 @@ from rlgen.recipe import Recipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.types import Position, Sampling
 
+# What opening an engine takes, by its kind.
+STARTS = {
+    "transformers": "loading the model again, to sample",
+    "colocated": "loading vLLM, and starting it in this process",
+    "server": "connecting to vLLM's server, or starting it",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
@@ -56,7 +63,7 @@ def open_pair(
     Args:
         checkpoint: the one to resume from, or None.
         logs: folder for what a server prints.
-        say: receives a message when the engine had to be restarted.
+        say: receives what is opened, before it is, and a message when the engine had to be restarted.
         began_with: digest of the weights that were in model.path when the run began; None: not known.
 
     Raises:
@@ -64,7 +71,9 @@ def open_pair(
     """
     engine_share = engine_share_of(recipe, processes)
     algorithm = build_algorithm(recipe.trainer)
+    say(f"model: loading {recipe.model.path} …")
     policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with)
+    say(f"engine: {STARTS[recipe.engine.kind]} …")
     engine = build_engine(recipe, data.location, processes, logs, say)
     with ExitStack() as undo:
         undo.callback(engine.close)

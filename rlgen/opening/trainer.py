@@ -82,12 +82,12 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
         if attempt.checkpoint:
             rewards = {} if attempt.changed_rewards else reward_files(scorer, judge)
             began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, rewards))
-        console.say(f"model: {data.location}; opening the engine")
         pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
         undo.callback(pair.close)
         if attempt.checkpoint and (stored := saved_processes(attempt.checkpoint)) != processes.world:
             console.say(f"the checkpoint is of {stored} processes and {processes.world} run: some random states are made anew")
         between()
+        console.say("sentinel: comparing engine and trainer …")
         probe = probe_of(recipe, pair)
         rungs = agree(probe, between)
         if recipe.model.lora is not None:
@@ -107,6 +107,7 @@ def open_inputs(attempt: Attempt, between: Callable[[], None]) -> tuple[Data, Sc
     device = processes.device
     console.say(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, {recipe.model.dtype}")
     seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint restores its own random states later
+    console.say(f"data: reading {recipe.data.source} …")
     processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
     data = processes.main_first(lambda: open_data(recipe))
     for notice in data.notices:
@@ -116,7 +117,7 @@ def open_inputs(attempt: Attempt, between: Callable[[], None]) -> tuple[Data, Sc
     for reward in scorer.rewards:
         if reward.sha256 is not None:
             console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
-    console.say(f"data: {listed(data.prompts.counts)}")
+    console.say(f"data: {listed({name: count for name, count in data.prompts.counts.items() if count})}")
     for warning in data.warnings:
         console.say(f"warning: {warning}")
     return data, scorer

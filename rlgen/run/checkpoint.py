@@ -97,6 +97,10 @@ class Checkpoints:
         extra = self.pinned is not None and sum(step > self.pinned for step in steps) >= self.keep
         return min((step for step in steps if not (extra and step == self.pinned)), default=0)
 
+    def newest(self) -> int:
+        """Returns the step of the newest checkpoint; 0 if there is none."""
+        return max(self.folder.steps(), default=0)
+
     def has(self, step: int) -> bool:
         """Returns whether a complete checkpoint of `step` exists."""
         return self.folder.has(step)

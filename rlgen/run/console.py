@@ -1,21 +1,65 @@
-"""Prints the progress of a run: a progress bar on a terminal, one plain line per step elsewhere."""
+"""Prints the progress of a run: plain lines, or one JSON object a step. The live view is in `rlgen.run.live`.
+
+The loop knows `Console` alone: `step`, `evaluation`, `say`, `answer`, `close`.
+"""
 
 import os
 import sys
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import ConsoleDimensions
 
+from rlgen.errors import UsageError
 from rlgen.metrics import Family, Metric
 from rlgen.redact import printable
+from rlgen.run.pace import as_clock, remaining
+
+if TYPE_CHECKING:
+    from rlgen.recipe import Recipe
+
+WIDTH = 80  # most characters of a step's line
+OUTPUTS = (1, 2)  # descriptors of standard output and standard error
+
+Progress: TypeAlias = Literal["auto", "live", "plain", "json"]
+Record: TypeAlias = Mapping[str, Any]  # one object of metrics.jsonl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A completion to be shown. Example(prompt="What is 1 + 1?", completion="2", reward=1.0)"""
+
+    prompt: str
+    completion: str
+    reward: float | None
+
+
+Examples: TypeAlias = Callable[[], Sequence[Example]]  # called only by a console that shows them
 
 
 class Terminal(RichConsole):
-    """Prints texts literally, without markup or control sequences. Failed writes to standard output do not end the run."""
+    """Prints texts literally, without markup or control sequences. Failed writes to the stream do not end the run.
 
-    def __init__(self, quiet: bool) -> None:
-        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
+    Args:
+        file: the stream to print to; None: standard output.
+    """
+
+    def __init__(self, quiet: bool, file: TextIO | None = None) -> None:
+        stream = file or sys.stdout
+        wraps = bool(stream and stream.isatty())  # other programs get lines of any length
+        super().__init__(soft_wrap=not wraps, highlight=False, markup=False, emoji=False, quiet=quiet, file=file)
+
+    @property  # type: ignore[misc]  # rich's can be set, too
+    def size(self) -> ConsoleDimensions:
+        """Returns columns and lines of the terminal that is printed to, whatever descriptors 0 to 2 are."""
+        with suppress(OSError, ValueError, AttributeError):
+            columns, lines = os.get_terminal_size(self.file.fileno())
+            if self._width is None and columns and lines:
+                return ConsoleDimensions(columns, lines)
+        return super().size
 
     def say(self, text: str) -> None:
         """Prints one line, or several."""
@@ -25,9 +69,9 @@ class Terminal(RichConsole):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Stops printing when the reader of standard output is gone (`rlgen train … | head -1`), so that the run goes on."""
+        """Stops printing when the reader of the stream is gone (`rlgen train … | head -1`), so that the run goes on."""
         self.quiet = True
-        hush(sys.stdout)
+        hush(self.file)
 
 
 def hush(stream: IO[str]) -> None:
@@ -37,77 +81,199 @@ def hush(stream: IO[str]) -> None:
     os.close(descriptor)
 
 
-class Console:
-    """Prints to standard output, unless `quiet`. The record of a run is `metrics.jsonl`; this is only a view of it."""
+def apart(stream: TextIO) -> TextIO:
+    """Returns a stream that leads to where `stream` leads now, even if descriptors 1 and 2 lead elsewhere later."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # no file: a notebook, a test
+        return stream
+    if number not in OUTPUTS:
+        return stream
+    return open(os.dup(number), "w", encoding=stream.encoding, errors="backslashreplace", buffering=1)
 
-    def __init__(self, steps: int, done: int, quiet: bool) -> None:
-        self._steps = steps
-        self._console = Terminal(quiet)
-        self._progress: Progress | None = None
-        if not quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._task = self._progress.add_task("starting", total=steps, completed=done)
+
+def release(stream: TextIO) -> None:
+    """Closes a stream that `apart` opened; standard streams stay open."""
+    if stream not in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # what it still holds cannot be written
+            stream.close()
+
+
+class Console:
+    """Prints a run as plain lines. The record of a run is `metrics.jsonl`; a console is only a view of it.
+
+    Args:
+        steps: of the run.
+        quiet: print nothing, as all processes but the main one.
+        file: the stream to print to, which is closed with the console if `apart` opened it; None: standard output.
+    """
+
+    def __init__(self, steps: int, quiet: bool = False, file: TextIO | None = None) -> None:
+        self.steps = steps
+        self.file = file or sys.stdout
+        self.terminal = Terminal(quiet, file)
+        self.seconds: list[float] = []  # of the steps of this attempt
 
     def __enter__(self) -> "Console":
-        if self._progress:
-            self._progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._progress:
-            self._progress.stop()
+        self.close()
+
+    def close(self) -> None:
+        """Ends what is shown beside the lines. Nothing is printed any more."""
+        release(self.file)
+
+    def history(self, records: Iterable[Record]) -> None:
+        """Takes note of the steps of earlier attempts."""
 
     def say(self, text: str) -> None:
-        """Prints one line."""
-        self._console.say(text)
+        """Prints a message."""
+        self.terminal.say(text)
 
-    def evaluation(self, record: dict[str, Any]) -> None:
-        """Prints the line of one evaluation, from its object in metrics.jsonl."""
-        self.say(evaluation_line(record, self._steps))
+    def evaluation(self, record: Record) -> None:
+        """Prints the evaluation before step 1, from its object in metrics.jsonl."""
+        self.say(evaluation_line(record, self.steps))
 
-    def step(self, record: dict[str, Any]) -> None:
-        """Prints the line of one step, from its object in metrics.jsonl, and advances the progress bar."""
-        self.say(step_line(record, self._steps))
-        if self._progress:
-            self._progress.update(
-                self._task, completed=record[Metric.STEP], description=f"reward {_number(record[Metric.REWARD_MEAN])}"
-            )
+    def step(self, record: Record, examples: Examples) -> None:
+        """Prints a step and its evaluation, from its object in metrics.jsonl.
+
+        Args:
+            examples: returns completions of the step.
+        """
+        self.seconds.append(record[Metric.TIME_STEP])
+        self.say(step_line(record, self.steps, self.remaining(record[Metric.STEP])))
+        if Metric.EVAL_REWARD_MEAN in record:
+            self.evaluation(record)
+
+    def remaining(self, step: int) -> float | None:
+        """Returns the seconds that the steps after `step` may take; None: not known."""
+        return remaining(self.seconds, self.steps - step)
+
+    def answer(self, text: str) -> None:
+        """Prints a message from a signal handler, which may interrupt any other print: past all buffers."""
+        if not self.terminal.quiet:
+            write_at_once(self.file, text)
 
 
-def evaluation_line(record: dict[str, Any], steps: int) -> str:
+class JsonConsole(Console):
+    """Prints the metrics of each step as one JSON object a line, as in metrics.jsonl, and messages to another stream.
+
+    Args:
+        file: the stream of the objects; None: standard output.
+        messages: the stream of messages.
+    """
+
+    def __init__(self, steps: int, quiet: bool, file: TextIO | None, messages: TextIO) -> None:
+        super().__init__(steps, quiet, messages)
+        self.output = file or sys.stdout
+        self.objects = Terminal(quiet, file)
+
+    def close(self) -> None:
+        super().close()
+        release(self.output)
+
+    def evaluation(self, record: Record) -> None:
+        """Prints the object of the evaluation before step 1."""
+        from rlgen.run.directory import json_line
+
+        self.objects.say(json_line(dict(record)).rstrip())
+
+    def step(self, record: Record, examples: Examples) -> None:
+        """Prints the object of a step, with its evaluation."""
+        self.evaluation(record)
+
+
+def open_console(progress: Progress, recipe: "Recipe", quiet: bool) -> Console:
+    """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere.
+
+    Args:
+        progress: auto: live on a terminal, plain elsewhere.
+        quiet: print nothing, as all processes but the main one.
+    """
+    steps, screen = recipe.run.steps, apart(sys.stdout)
+    if progress == "json":
+        return JsonConsole(steps, quiet, screen, apart(sys.stderr))
+    if quiet or progress == "plain" or not takes_live_view(screen):
+        return Console(steps, quiet, screen)
+    from rlgen.run.live import LiveConsole
+
+    return LiveConsole(recipe, screen)
+
+
+def check_progress(progress: Progress) -> None:
+    """Raises UsageError if standard output cannot show what `--progress` asks for."""
+    if progress == "live" and not takes_live_view(sys.stdout):
+        raise UsageError(
+            "--progress live: standard output is no terminal that can move its cursor and write UTF-8; leave it out, or say plain"
+        )
+
+
+def takes_live_view(stream: TextIO) -> bool:
+    """Returns whether a stream is a terminal that can move its cursor and show block characters."""
+    able = os.environ.get("TERM", "dumb").lower() not in ("dumb", "unknown")
+    return able and stream.isatty() and (stream.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def write_at_once(stream: TextIO, text: str) -> None:
+    """Writes one line to a stream's descriptor, without its buffers and locks; to a stream without one as usual."""
+    line = f"{printable(text)}\n"
+    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: the stream is just being written to
+        if stream.isatty():
+            line = f"\n{line}"  # after the terminal's ^C
+        try:
+            os.write(stream.fileno(), line.encode(stream.encoding, "backslashreplace"))
+        except (AttributeError, ValueError):
+            stream.write(line)
+
+
+def evaluation_line(record: Record, steps: int) -> str:
     """Returns `eval  12/100  reward 0.531 (0.480 to 0.582)  pass@1 0.500  length 12.3`; the interval is of 95 %."""
     low, high = (record.get(metric) for metric in (Metric.EVAL_REWARD_LOW, Metric.EVAL_REWARD_HIGH))
     interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
     return (
         f"eval {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
-        f"  reward {_number(record[Metric.EVAL_REWARD_MEAN])}{interval}"
-        f"  pass@1 {_number(record.get(Family.EVAL_PASS.of('1')))}"
-        f"  length {_number(record[Metric.EVAL_MEAN_TOKENS], '.1f')}"
+        f"  reward {number(record[Metric.EVAL_REWARD_MEAN])}{interval}"
+        f"  pass@1 {number(record.get(Family.EVAL_PASS.of('1')))}"
+        f"  length {number(record.get(Metric.EVAL_MEAN_TOKENS), '.1f')}"
     )
 
 
-def step_line(record: dict[str, Any], steps: int) -> str:
-    """Returns `step  12/100  reward 0.531 ±0.50  loss -0.0123  Δ 1.2e-06  12.3 tokens  ...`."""
+def step_line(record: Record, steps: int, left: float | None = None) -> str:
+    """Returns `step  12/100  reward 0.531 ±0.50  loss -0.0123  Δ 1e-6  803 tok/s  left 3h20m`, of at most `WIDTH` characters.
 
-    def shown(metric: Metric, form: str = ".3f") -> str:
-        return _number(record.get(metric), form)
+    Of a run so long or so fast that it would be more, the last parts but the time are left out.
 
-    speed = record[Metric.TOKENS_GENERATED] / record[Metric.TIME_STEP]
-    return (
-        f"step {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
-        f"  reward {shown(Metric.REWARD_MEAN)} ±{shown(Metric.REWARD_STD)}"
-        f"  loss {shown(Metric.LOSS, '+.4f')}  grad {shown(Metric.GRAD_NORM)}"
-        f"  Δ {shown(Metric.SAMPLER_DELTA_MAX, '.1e')}  length {shown(Metric.COMPLETIONS_MEAN_TOKENS, '.1f')}"
-        f"  {speed:.0f} tok/s  {record[Metric.TIME_STEP]:.2f} s"
-    )
+    Args:
+        left: seconds that the steps to come may take; None: not known.
+    """
+    time = "" if left is None else f"  left {as_clock(left)}"
+    line = f"step {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
+    for part in (
+        f"reward {number(record.get(Metric.REWARD_MEAN))} ±{number(record.get(Metric.REWARD_STD), '.2f')}",
+        f"loss {number(record.get(Metric.LOSS), '+.4f')}",
+        f"Δ {number(record.get(Metric.SAMPLER_DELTA_MAX), '.0e').replace('e-0', 'e-')}",
+        f"{in_thousands(speed(record))} tok/s",
+    ):
+        if len(line) + len(part) + 2 + len(time) <= WIDTH:
+            line += f"  {part}"
+    return line + time
 
 
-def _number(value: float | None, form: str = ".3f") -> str:
+def speed(record: Record) -> float | None:
+    """Returns the tokens sampled in each second of a step; None if that was not measured."""
+    tokens, seconds = record.get(Metric.TOKENS_GENERATED), record.get(Metric.TIME_STEP)
+    return tokens / seconds if tokens is not None and seconds else None
+
+
+def in_thousands(value: float | None) -> str:
+    """Returns a number of at most four characters: "803", "1.2k", "12k", "3.4M"."""
+    if value is None or value < 999.5:
+        return number(value, ".0f")
+    scaled, unit = (value / 1e6, "M") if value >= 999_500 else (value / 1e3, "k")
+    return f"{scaled:.1f}{unit}" if scaled < 9.95 else f"{scaled:.0f}{unit}"
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """Returns a number in a format, and a dash for None."""
     return "–" if value is None else format(value, form)

@@ -25,7 +25,7 @@ from rlgen.rollout.digests import columns_digest
 from rlgen.rollout.parquet import Rollout, Stamp, parts_of, write_part
 from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.rollout.sample import without_stop
-from rlgen.types import Prompt, Samples
+from rlgen.types import FinishReason, Ids, Prompt, Samples
 
 WAITING = 2  # steps that may be queued for the disk before `write` blocks
 DECODED = 256  # completions that are decoded in one call
@@ -156,19 +156,21 @@ class RolloutWriter:
         row_of = pa.array(np.fromiter((places[group] for group in samples.group_id.tolist()), dtype=np.int64))
         ended = zip(samples.completion_ids, np.where(samples.truncated, "length", "stop").tolist(), strict=True)
         ids = [without_stop(row, finish_reason, self.stop_ids) for row, finish_reason in ended]
-        completions = [
-            text
-            for start in range(0, len(ids), DECODED)
-            for text in self.tokenizer.batch_decode(
-                [one.tolist() for one in ids[start : start + DECODED]], skip_special_tokens=True
-            )
-        ]
+        completions = [text for start in range(0, len(ids), DECODED) for text in self._decoded(ids[start : start + DECODED])]
         texts = {
             "prompt": pa.array([sound(prompt.text) for prompt in prompts], pa.string()).take(row_of),
             "completion": pa.array([sound(text) for text in completions], pa.string()),
             **{name: column.take(row_of) for name, column in self.columns.arrays([prompt.columns for prompt in prompts]).items()},
         }
         return texts, {str(prompt.position): columns_digest(prompt) for prompt in prompts}
+
+    def text_of(self, ids: Ids, finish_reason: FinishReason) -> str:
+        """Returns the text of one completion, without the stop token that ended it."""
+        return self._decoded([without_stop(ids, finish_reason, self.stop_ids)])[0]
+
+    def _decoded(self, ids: Sequence[Ids]) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode([one.tolist() for one in ids], skip_special_tokens=True)
+        return texts
 
 
 def sound(text: str) -> str:

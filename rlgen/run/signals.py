@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 DUE = signal.SIGUSR2  # sent by the deadline's timer to this process, to interrupt whatever it is waiting for
 LATE = "for run.must_save_by"
 ECHO_SECONDS = 2.0  # a launcher passes on a signal of the terminal within this time
+AT_ONCE = "stopping now; go on with --resume"
 
 
 class StopNow(KeyboardInterrupt):
@@ -39,10 +40,14 @@ class StopRequest:
             processes, and sends SIGTERM to the remaining processes when one has ended; so its repeated signals do not count as a
             second request. Only a second SIGINT does, if it comes `ECHO_SECONDS` after the first signal or later. The launcher
             kills after 30 seconds. If the launcher itself is gone, nothing supervises its processes: they stop, too.
+        answer: is told at once, inside the signal handler, what a signal leads to. It must not wait for anything.
     """
 
-    def __init__(self, launched: bool) -> None:
+    def __init__(self, launched: bool, answer: Callable[[str], None] = lambda text: None) -> None:
         self.launched = launched
+        self.answer = answer
+        self.step = 0  # the one that is going on; 0: the first one has not begun
+        self._sampling = False  # nothing of this step is trained yet: it would be abandoned
         self.why = ""  # the reason to stop; empty: not requested
         self._asked = 0.0  # time.monotonic() of the first signal; 0: none came
         self._parent = os.getppid()
@@ -56,12 +61,24 @@ class StopRequest:
         if number == DUE:
             self.why = before or LATE
         elif self._asked and not self._echo(number):
+            self.answer(AT_ONCE)
             raise KeyboardInterrupt
         else:
-            self._asked = self._asked or time.monotonic()
+            first, self._asked = not self._asked, self._asked or time.monotonic()
             self.why = before or f"on request ({signal.Signals(number).name})"
+            if first:
+                self.answer(self.words())
         if self._at_once and not before:
             raise StopNow
+
+    def words(self) -> str:
+        """Returns what a request leads to now: "finishing step 7, then saving; again: stop now"."""
+        if self.step == 0:
+            return "stopping before the first step: nothing is lost; again: stop now"
+        if self._sampling:
+            saving = ", then saving" if self.step > 1 else ": nothing is lost"
+            return f"stopping before step {self.step}{saving}; again: stop now"
+        return f"finishing step {self.step}, then saving; again: stop now"
 
     def _echo(self, number: int) -> bool:
         return self.launched and (number != signal.SIGINT or time.monotonic() - self._asked < ECHO_SECONDS)
@@ -131,10 +148,10 @@ class StopRequest:
 
         With several processes, one that left would leave the others waiting in a collective: they stop at the next `check`.
         """
-        self._at_once = processes.world == 1
+        self._at_once, self._sampling = processes.world == 1, True
         try:
             if self._at_once and self.why:
                 raise StopNow
             yield
         finally:
-            self._at_once = False
+            self._at_once = self._sampling = False

@@ -62,6 +62,7 @@ class Trainer:
         self.evaluate_first(start, stop)
         clock, saving = Clock(), 0.0
         for step in range(start.step + 1, recipe.run.steps + 1):
+            stop.step = step
             self.saved(False)
             draws = random_tensors()
             try:
@@ -243,12 +244,14 @@ class Trainer:
         """
         if self.checkpoints.complete(wait):
             self.processes.on_main(lambda: self.journal.drop(0, self.checkpoints.oldest()))
+            self.report.console.say(f"checkpoint: step {self.checkpoints.newest()} is saved")
 
     def stopped(self, at: Position, why: str) -> Stopped:
         """Saves the last trained step, if there is one, and returns the error to raise."""
         if at.step:
             self.save(at, True)
-        return Stopped(f"stopped {why} after step {at.step} of {self.recipe.run.steps}; go on with --resume")
+        said = f"stopped {why} after step {at.step} of {self.recipe.run.steps}; go on with --resume"
+        return Stopped(said, self.report.directory.path)
 
 
 def nothing() -> None:

@@ -12,7 +12,7 @@ from rlgen.algorithms.base import Signal
 from rlgen.metrics import Metric
 from rlgen.processes import Processes
 from rlgen.run.clock import Clock
-from rlgen.run.console import Console
+from rlgen.run.console import Console, Example
 from rlgen.run.directory import RunDirectory, finite
 from rlgen.run.health import Checkup, Health
 from rlgen.run.records import sample_metrics, staleness_metrics
@@ -104,9 +104,23 @@ class Reporter:
         self.directory.write_metrics(record | checkup.metrics)
         self.sinks.metrics(record | checkup.metrics)
         self.directory.write_status("running", step, self.steps, health=checkup.broken)
-        self.console.step(record)
-        if Metric.EVAL_REWARD_MEAN in record:
-            self.console.evaluation(record)
+        self.console.step(record | checkup.metrics, partial(self.examples, got))
         for line in checkup.news:
             self.console.say(line)
         return checkup
+
+    def examples(self, got: Collected) -> list[Example]:
+        """Returns the completions of this process with the highest and with the lowest reward, as texts."""
+        known = np.flatnonzero(~np.isnan(got.samples.reward))
+        if not len(known):
+            return []
+        ordered = known[np.argsort(got.samples.reward[known], kind="stable")]
+        rows = [got.samples[int(row)] for row in dict.fromkeys((ordered[-1], ordered[0]))]
+        return [
+            Example(
+                prompt=self.writer.prompts.at(row.group_id).text,
+                completion=self.writer.text_of(row.completion_ids, row.finish_reason),
+                reward=row.reward,
+            )
+            for row in rows
+        ]

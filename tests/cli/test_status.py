@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers.runs import bare_run
 from helpers.waiting import HANGS
 from typer.testing import CliRunner
 
+from rlgen.cli import status
 from rlgen.cli.app import app
 from rlgen.cli.status import status_of
 from rlgen.errors import UsageError
@@ -101,3 +103,60 @@ def test_a_run_starts_while_somebody_looks(tmp_path: Path, monkeypatch: pytest.M
 def test_where_no_run_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no run"):
         status_of(tmp_path)
+
+
+def test_how_it_goes_on(tmp_path: Path) -> None:
+    """Time left, the trend of the reward and the rewards by name; two seconds a step."""
+    path = bare_run(tmp_path / "mine", [0.25, *[0.5] * 18, 0.75], steps=50, state="running")
+    with (path / "metrics.jsonl").open("a") as file:
+        values = {"reward/mean": 0.875, "reward/exact_match/mean": 1.0, "reward/length/mean": None, "time/step": 2.0}
+        file.write(json.dumps({"step": 21, **values}) + "\n")
+    found = status_of(path)
+    assert found["state"] == "killed" and found["remaining"] is None
+    directory = RunDirectory.reopen(path)
+    directory.write_status("running", 21, 50)
+    found = status_of(path)
+    assert found["remaining"] == 58.0 and found["trend"] == {"first": 0.375, "last": 0.8125}
+    assert found["rewards"] == {"exact_match": 1.0, "length": None}
+    shown = CliRunner().invoke(app, ["status", str(path)]).stdout.splitlines()
+    assert shown[0].endswith(", 0:58 left")
+    assert shown[1:3] == [
+        "reward: 0.375 in the first tenth of the steps, 0.8125 in the last",
+        "rewards: exact_match 1.000, length –",
+    ]
+    directory.close()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_run_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+    """What was there before is not repeated; between two looks the run trains a step, evaluates, or ends."""
+    directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
+    step = {"reward/mean": 0.5, "reward/std": 0.25, "loss": 0.125, "tokens/generated": 200, "time/step": 2.0}
+    directory.write_metrics({"step": 1, **step})
+    directory.write_status("running", 1, 3)
+
+    def trains(number: int) -> None:
+        evaluated = {"eval/reward/mean": 0.5} if number == 3 else {}
+        directory.write_metrics({"step": number, **step, **evaluated})
+        directory.write_status("running", number, 3)
+
+    def ends() -> None:
+        directory.write_status("stopped", 3, 3, 75, "stopped on request")
+        directory.close()
+
+    happens = iter([lambda: trains(2), lambda: None, lambda: trains(3), ends])
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: next(happens)())
+    said = CliRunner().invoke(app, ["status", str(directory.path), "--follow", *["--json"] * as_json])
+    lines = said.stdout.splitlines()
+    assert said.exit_code == 0
+    if as_json:
+        objects = [json.loads(line) for line in lines]
+        assert [one["step"] for one in objects] == [2, 3, 3] and objects[-1]["state"] == "stopped"
+        return
+    assert lines == [
+        "step 2/3  reward 0.500 ±0.25  loss +0.1250  Δ –  100 tok/s  left 0:02",
+        "step 3/3  reward 0.500 ±0.25  loss +0.1250  Δ –  100 tok/s  left 0:00",
+        "eval 3/3  reward 0.500  pass@1 –  length –",
+        f"{directory.path}: stopped, exit code 75: stopped on request; --resume goes on",
+        "stopped on request",
+    ]

@@ -1,10 +1,13 @@
 """Any kind of standard output, and texts of a model that a terminal would obey."""
 
+import fcntl
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +15,12 @@ import numpy as np
 import pytest
 from conftest import RECIPE, ROOT, read_jsonl
 from helpers.rollouts import rollout_rows
+from helpers.runs import make_run
 from helpers.samples import make_sample
 from helpers.slow import slow_but
+from rich.cells import cell_len
 
+from rlgen import __version__ as rlgen_version
 from rlgen.errors import RewardError
 from rlgen.files import read_json
 from rlgen.rollout.parquet import Rollout
@@ -43,7 +49,7 @@ def test_a_run_outlives_the_reader_of_its_output_and_an_old_code_page(recipe_fil
     first = process.stdout.readline()
     process.stdout.close()  # as `| head -1` does
     errors = process.stderr.read().decode("ascii")
-    assert process.wait(200) == 0 and first.startswith(b"note: ") and "Traceback" not in errors and "BrokenPipe" not in errors
+    assert process.wait(200) == 0 and first.startswith(b"rlgen ") and "Traceback" not in errors and "BrokenPipe" not in errors
     status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"], len(read_jsonl(tmp_path / "run/metrics.jsonl"))) == ("done", 0, 2)
     proof("the reader left after one line; the run went on to its end, exit 0")
@@ -188,7 +194,7 @@ def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> Non
 
 @pytest.mark.fault(81)
 def test_no_text_of_a_model_reaches_a_terminal_as_it_is(capfd: pytest.CaptureFixture[str], proof: Proof) -> None:
-    with Console(2, 0, quiet=False) as console:
+    with Console(2) as console:
         for text in list(HOSTILE.values())[1:]:
             console.say(f"{RewardError(text)}")
             Terminal(quiet=False).say(text)
@@ -196,3 +202,143 @@ def test_no_text_of_a_model_reaches_a_terminal_as_it_is(capfd: pytest.CaptureFix
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said)
     assert said.count("[red]x[/red] [link=file:///etc/passwd]y[/link]") == 2 and "\\x1b[31mred" in said and "<script>" in said
     proof("escapes, marks of direction and markup are shown, not obeyed")
+
+
+# --- the live view ---------------------------------------------------------------------------------------------------
+
+FIRST_LINE = """
+import sys
+HEAVY = ("torch", "transformers", "vllm", "rlgen.recipe", "rich", "numpy", "datasets", "accelerate")
+
+class Ended(BaseException):
+    pass
+
+class Screen:
+    encoding, closed = "utf-8", False
+    def isatty(self): return False
+    def fileno(self): raise OSError
+    def flush(self): pass
+    def write(self, text):
+        if not isinstance(text, str):
+            raise TypeError
+        if not text:
+            return
+        sys.stderr.write(text + repr([name for name in HEAVY if name in sys.modules]))
+        raise Ended
+
+sys.stdout = Screen()
+sys.argv = ["rlgen", "train", "recipe.yaml"]
+import rlgen.__main__
+"""
+SHOW = """
+import sys
+from pathlib import Path
+from rlgen.recipe import load_recipe
+from rlgen.run.console import Example, apart, open_console
+from rlgen.run.directory import read_records
+
+run, mode = Path(sys.argv[1]), sys.argv[2]
+with open_console(mode, load_recipe(run / "resolved.yaml").recipe, quiet=False) as console:
+    console.say("sentinel: " + "engine and trainer agree " * 8)
+    for record in read_records(run / "metrics.jsonl"):
+        if record["step"]:
+            console.step(record, lambda: [Example(prompt="[red]What[/red]?", completion=sys.argv[3], reward=1.0)])
+        else:
+            console.evaluation(record)
+    console.answer("finishing step 4")
+"""
+
+
+def test_the_first_line_comes_before_anything_heavy_is_imported() -> None:
+    """Within a second, that is: what takes longer is imported after it (the time itself is in `rlgen docs watch`)."""
+    done = subprocess.run([sys.executable, "-c", FIRST_LINE], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.startswith(f"rlgen {rlgen_version}: recipe.yaml\n[]")
+
+
+def on_terminal(command: list[str], columns: int, told: Callable[[str], bytes] = lambda said: b"", **environment: str) -> str:
+    """What a command writes to a terminal of that many columns, which has a keyboard, too: `told` says what is typed."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    base = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    environment = {**base, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment}
+    own = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment, **own)
+    os.close(theirs)
+    said = b""
+    try:
+        while part := os.read(ours, 4096):
+            said += part
+            if typed := told(said.decode(errors="replace")):
+                os.write(ours, typed)
+    except OSError:  # the end, as Linux says it
+        pass
+    os.close(ours)
+    process.wait(60)
+    return said.decode()
+
+
+def lines_of(said: str) -> list[str]:
+    """The lines that were drawn, without colours and movements of the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).replace("\r", "\n").split("\n")
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+@pytest.mark.parametrize("colour", [{}, {"NO_COLOR": "1"}])
+def test_the_live_view_on_a_terminal(tmp_path: Path, columns: int, colour: dict[str, str]) -> None:
+    run = make_run(tmp_path / "mine", steps=4)
+    said = on_terminal([sys.executable, "-c", SHOW, str(run), "auto", HOSTILE["escapes"] + "x" * 200], columns, **colour)
+    lines = lines_of(said)
+    assert max(map(cell_len, lines)) <= columns and max(map(cell_len, lines)) > columns - 20
+    whole = "\n".join(lines)
+    assert "mine  step 4/4" in whole and "finishing step 4" in whole and "throughput" in whole and "eval 0/4" in whole
+    assert "[red]What[/red]?" in whole and r"\x1b[31mred\x1b]0;title" in whole and "\x1b]0;" not in said
+    coloured = {code for codes in re.findall(r"\x1b\[([\d;]*)m", said) for code in codes.split(";")} & {"31", "32", "33", "36"}
+    assert bool(coloured) is not bool(colour)
+
+
+def test_plain_lines_where_the_cursor_cannot_move(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "mine", steps=4)
+    command = [sys.executable, "-c", SHOW, str(run), "auto", "x"]
+    piped = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TERM": "xterm"}, cwd=ROOT).stdout
+    dumb = on_terminal(command, 80, TERM="dumb")
+    for said in (piped, dumb):
+        lines = [line for line in lines_of(said) if line]
+        steps = [line for line in lines if line.startswith("step ")]
+        assert [line[:8] for line in steps] == [f"step {step}/4" for step in (1, 2, 3, 4)] and "\x1b" not in said
+        assert all(len(line) <= 80 and "left 0:" in line for line in steps) and lines[-1] == "finishing step 4"
+    assert all(cell_len(line) <= 80 for line in lines_of(dumb))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_run_on_a_terminal(tmp_path: Path) -> None:
+    """The smoke recipe on vLLM, which writes about NUMA past Python: none of that is on the screen, all is in the logs."""
+    run = tmp_path / "run"
+    said = on_terminal([sys.executable, "-m", "rlgen", "train", str(ROOT / "recipes/smoke.yaml"), "--run-dir", str(run)], 80)
+    lines = [line.rstrip() for line in lines_of(said)]
+    assert lines[0].startswith("rlgen ") and max(map(cell_len, lines)) <= 80 + len(str(run))
+    assert "NUMA" not in said and "Warning" not in said and "engine: loading vLLM, and starting it in this process …" in lines
+    assert (run / "logs" / "output.log").exists() and lines[-2] == f"next: rlgen report {run}"
+    assert any("step 3/3" in line for line in lines) and any(line.startswith("done: 3 of 3 steps") for line in lines)
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_answered_on_a_terminal(recipe_file: Path, tmp_path: Path) -> None:
+    """Typed when the second step is drawn: the view answers, the run saves, and its last lines say how to go on."""
+    recipe_file.write_text(RECIPE + "engine: {kind: transformers}\n")
+    typed: list[str] = []
+
+    def told(said: str) -> bytes:
+        if "step 2/500" not in said or typed:
+            return b""
+        typed.append(said)
+        return b"\x03"
+
+    overrides = ["--set", "run.steps=500", "--run-dir", str(tmp_path / "run")]
+    said = on_terminal([sys.executable, "-m", "rlgen", "train", str(recipe_file), *overrides], 100, told)
+    lines = [line.strip() for line in lines_of(said)]
+    assert any(re.fullmatch(r"(finishing|stopping before) step \d+, then saving; again: stop now", line) for line in lines)
+    next_line = f"next: rlgen train {recipe_file} --set run.steps=500 --run-dir {tmp_path}/run --resume"
+    assert any(line.startswith("stopped: ") for line in lines) and next_line.replace(" ", "") in "".join(lines).replace(" ", "")
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["exit_code"]) == ("stopped", 75) and "error:" not in said

@@ -150,7 +150,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         patch.setattr(opening, "climb", lambda probe: [])  # the engine's weights are still those of the case before
         patch.setattr(opening, "record_attempt", lambda *_: None)
         directory = RunDirectory.create(Path(mkdtemp(dir=folder)), "", "")  # with a journal of its own
-        console, processes = Console(2, 0, quiet=True), Processes.alone()
+        console, processes = Console(2, quiet=True), Processes.alone()
         attempt = opening.Attempt(recipe=recipe, directory=directory, console=console, processes=processes)
         trainer, _ = opening.open_trainer(attempt)
     policy, reference, collect = trainer.policy, trainer.windows.reference, trainer.collect

@@ -55,7 +55,7 @@ def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None
             RunDirectory.create(path, loaded.text, dump_recipe(loaded.recipe)).close()
         processes.gather([None])
         directory = RunDirectory.join(path)
-        console = Console(1, 0, quiet=not processes.is_main)
+        console = Console(1, quiet=not processes.is_main)
         attempt = Attempt(recipe=loaded.recipe, directory=directory, console=console, processes=processes)
         built, done = open_trainer(attempt)
         built.run(done, StopRequest(launched=True))

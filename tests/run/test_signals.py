@@ -29,6 +29,7 @@ from rlgen.rewards.early import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock, writing
 from rlgen.run.checkpoint import Checkpoints, seed_random
+from rlgen.run.console import Console
 from rlgen.run.deadline import LEAST, MARGIN, Deadline
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.run.snapshot import Room
@@ -220,6 +221,51 @@ def test_a_stop_in_the_midst_of_vllms_generation(recipe_file: Path, monkeypatch:
     assert train(recipe_file, directory, *long) == 75
     assert asked == [1] and answered == [] and 20 <= len(decoded) < 100
     proof(f"SIGTERM after 20 of up to 3000 tokens of 16 completions; {len(decoded)} were decoded")
+
+
+def test_a_signal_is_answered_at_once() -> None:
+    """What it leads to depends on where the run is; the second one says so, too, and a launcher's echo says nothing."""
+    said: list[str] = []
+
+    def asked(step: int, sampling: bool, launched: bool = False) -> StopRequest:
+        stop = StopRequest(launched=launched, answer=said.append)
+        stop.step, stop._sampling = step, sampling
+        stop.handle(signal.SIGINT, None)
+        return stop
+
+    with pytest.raises(KeyboardInterrupt):
+        asked(7, False).handle(signal.SIGINT, None)
+    asked(7, False, launched=True).handle(signal.SIGTERM, None)
+    for step, sampling in ((7, True), (1, True), (0, False)):
+        asked(step, sampling)
+    assert said == [
+        "finishing step 7, then saving; again: stop now",
+        "stopping now; go on with --resume",
+        "finishing step 7, then saving; again: stop now",
+        "stopping before step 7, then saving; again: stop now",
+        "stopping before step 1: nothing is lost; again: stop now",
+        "stopping before the first step: nothing is lost; again: stop now",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"), [("generation", "stopping before step 3, then"), ("backward", "finishing step 2, then")]
+)
+def test_a_run_knows_where_it_is(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, phase: str, said: str) -> None:
+    answers: list[str] = []
+    monkeypatch.setattr(attempt, "open_console", lambda *asked, **named: Answering(answers))
+    with monkeypatch.context() as patch:
+        when(patch, phase, signal.SIGTERM)
+        assert train(recipe_file, recipe_file.parent / "run") == 75
+    assert answers == [f"{said} saving; again: stop now"]
+
+
+class Answering(Console):
+    """A console that keeps its answers."""
+
+    def __init__(self, answers: list[str]) -> None:
+        super().__init__(STEPS, quiet=True)
+        self.answer = answers.append  # type: ignore[method-assign]
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------------

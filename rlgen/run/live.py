@@ -1,0 +1,309 @@
+"""Shows a run on a terminal while it trains: step, time left, the curve of the reward, health, and completions of the last step.
+
+Messages and evaluations scroll above the view. What a model wrote is shown, never obeyed.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.cells import cell_len
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from rlgen.files import write_text
+from rlgen.metrics import Family, Metric
+from rlgen.recipe import Recipe, load_recipe
+from rlgen.redact import printable
+from rlgen.run.console import Console, Example, Examples, Record, evaluation_line, in_thousands, number, speed
+from rlgen.run.directory import read_records
+from rlgen.run.health import BEYOND, Rule, rules_of
+from rlgen.run.pace import as_clock, remaining
+
+REFRESHES = 2  # a second
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE = 4  # lines of the curve
+LABEL = 14  # characters of the column of names
+SAMPLES = 17  # lines of a terminal that has room for completions, too
+SCREEN = (100, 24)  # columns and lines of the picture
+WELL, DOUBTFUL, BAD, DIM = "green", "yellow", "bold red", "dim"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One number of the view. Cell("entropy", lambda record: record.get("entropy"), ".3f", "entropy")"""
+
+    label: str
+    value: Callable[[Record], float | None]
+    form: str
+    rule: str = ""  # of `health`, which says whether the number is well
+
+
+def of(metric: Metric) -> Callable[[Record], float | None]:
+    """Returns a function that reads a metric from a record."""
+    return lambda record: record.get(metric)
+
+
+def share_of_step(metric: Metric) -> Callable[[Record], float | None]:
+    """Returns a function that reads the share of the step's time that a phase takes."""
+    whole = Metric.TIME_STEP
+    return lambda record: record[metric] / record[whole] if record.get(metric) and record.get(whole) else None
+
+
+# The four groups; what fits into a line is shown, and what is bad in any case.
+GROUPS: dict[str, tuple[Cell, ...]] = {
+    "learning": (
+        Cell("reward", of(Metric.REWARD_MEAN), ".3f", "reward"),
+        Cell("±", of(Metric.REWARD_STD), ".3f", "reward_std"),
+        Cell("equal groups", of(Metric.GROUPS_ZERO_STD), ".0%", "zero_std"),
+        Cell("tokens", of(Metric.COMPLETIONS_MEAN_TOKENS), ".0f", "length"),
+        Cell("cut off", of(Metric.COMPLETIONS_TRUNCATED), ".0%", "truncated"),
+        Cell("failed", lambda record: sum(record[key] for key in Family.REWARD_FAILED.keys(record)), "d", "reward_failed"),
+    ),
+    "stability": (
+        Cell("gradient", of(Metric.GRAD_NORM), ".3f", "grad_norm"),
+        Cell("entropy", of(Metric.ENTROPY), ".3f", "entropy"),
+        Cell("clipped", lambda record: record.get(Metric.CLIP_REGION, record.get(Metric.CISPO_CLIPPED)), ".1%", "clipped"),
+        Cell("KL", lambda record: record.get(Metric.KL_REF_K3, record.get(Metric.KL_REF_K1)), ".2g", "ref_kl"),
+        Cell("updates", of(Metric.UPDATES_DONE), "d", "no_update"),
+        Cell("loss", of(Metric.LOSS), "+.4f"),
+    ),
+    "agreement": (
+        Cell("Δ mean", of(Metric.SAMPLER_DELTA_MEAN), ".1e", "sampler_delta"),
+        Cell("max", of(Metric.SAMPLER_DELTA_MAX), ".1e"),
+        Cell("KL", of(Metric.SAMPLER_KL), ".1e", "sampler_kl"),
+        Cell("effective samples", of(Metric.IS_ESS_RAW), ".1%", "ess"),
+    ),
+    "throughput": (
+        Cell("tokens/s", speed, "k"),
+        Cell("s/step", of(Metric.TIME_STEP), ".2f"),
+        Cell("sample", share_of_step(Metric.TIME_GENERATE), ".0%"),
+        Cell("train", share_of_step(Metric.TIME_TRAIN), ".0%"),
+        Cell("reward", share_of_step(Metric.TIME_REWARD), ".0%"),
+        Cell("sync", share_of_step(Metric.TIME_SYNC), ".0%"),
+        Cell("save", share_of_step(Metric.TIME_SAVE), ".0%"),
+        Cell("evaluate", share_of_step(Metric.TIME_EVAL), ".0%"),
+    ),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class View:
+    """What is shown of a run, and how it is drawn into lines of a given width."""
+
+    name: str
+    steps: int
+    rules: dict[str, Rule]
+    rewards: list[float | None] = field(default_factory=list)  # by step, from step 1
+    last: Record = field(default_factory=dict)  # of the last step
+    evaluated: str = ""  # the line of the last evaluation
+    examples: Sequence[Example] = ()
+    notice: str = ""  # the answer to a signal
+    left: float | None = None  # seconds that the steps to come may take, when the last one ended
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "View":
+        return cls(name=recipe.run.name, steps=recipe.run.steps, rules={rule.name: rule for rule in rules_of(recipe)})
+
+    def add(self, record: Record) -> None:
+        """Adds a step, or the evaluation before step 1."""
+        if Metric.EVAL_REWARD_MEAN in record:
+            self.evaluated = evaluation_line(record, self.steps)
+        if step := record[Metric.STEP]:
+            value = record.get(Metric.REWARD_MEAN)
+            missing: list[float | None] = [None] * (step - 1 - len(self.rewards))
+            self.rewards += [*missing, value if isinstance(value, int | float) else None]
+            self.last = record
+
+    def lines(self, width: int, height: int, elapsed: float, left: float | None) -> list[Text]:
+        """Returns the lines of the view, none wider than `width`.
+
+        Args:
+            height: lines of the terminal; of a low one, some parts are left out.
+            elapsed, left: seconds of this attempt so far, and seconds to come.
+        """
+        drawn = [self.head(width, elapsed, left)]
+        if self.last:
+            drawn += curve(self.rewards, self.steps, width)
+            drawn += [self.group(name, width) for name in GROUPS]
+        if self.evaluated:
+            drawn.append(titled("evaluation", self.evaluated, width))
+        if height >= SAMPLES:
+            drawn += [line for example in self.examples for line in lines_of(example, width)]
+        if self.notice:
+            drawn.append(cropped(Text(self.notice, style=BAD), width))
+        return drawn
+
+    def head(self, width: int, elapsed: float, left: float | None) -> Text:
+        """Returns the first line: `demo  step 7/100  ━━━━────  0:35, left 5:12`."""
+        step = len(self.rewards)
+        times = as_clock(elapsed) + ("" if left is None or step == self.steps else f", left {as_clock(left)}")
+        start = cropped(Text(f"{printable(self.name)}  step {step}/{self.steps}  ", style="bold"), width - len(times) - 2)
+        room = max(0, width - start.cell_len - len(times) - 2)
+        done = room * step // self.steps
+        return Text.assemble(start, ("━" * done, WELL), ("─" * (room - done), DIM), f"  {times}")
+
+    def group(self, name: str, width: int) -> Text:
+        """Returns the line of a group: its numbers that were measured, and a colour and a `!` for those that are bad."""
+        found = [(cell, self.judged(cell)) for cell in GROUPS[name] if cell.value(self.last) is not None]
+        kept, room = [], width - LABEL
+        for cell, (text, _) in sorted(found, key=lambda one: one[1][1] != BAD):  # what is bad first
+            if room >= len(text):
+                kept.append(cell)
+                room -= len(text) + 2
+        shown = [Text(text, style=style) for cell, (text, style) in found if cell in kept]
+        return Text(f"{name:<{LABEL}}", style="bold").append_text(Text("  ").join(shown))
+
+    def judged(self, cell: Cell) -> tuple[str, str]:
+        """Returns a number with its label, and its style: bad if its rule is broken, doubtful if only this step is beyond it."""
+        value, rule = cell.value(self.last), self.rules.get(cell.rule)
+        assert value is not None
+        text = f"{cell.label} {in_thousands(value) if cell.form == 'k' else number(value, cell.form)}"
+        if self.last.get(Family.HEALTH.of(cell.rule)):
+            return f"! {text}", BAD
+        measured = None if rule is None else rule.value(self.last)
+        if rule is not None and measured is not None and BEYOND[rule.side](measured, rule.threshold):
+            return text, DOUBTFUL
+        return text, WELL if rule is not None and measured is not None else ""
+
+
+def curve(values: Sequence[float | None], steps: int, width: int) -> list[Text]:
+    """Returns the curve of a run of `steps` steps as bars: its height says the value, its right end is the last step so far."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return []
+    low, high = min(known), max(known)
+    labels = [f"{high:.3f}", *[""] * (CURVE - 2), f"{low:.3f}"]
+    room = width - LABEL
+    columns = [mean_of(values, steps, place, room) for place in range(min(room, -(-len(values) * room // steps)))]
+    top = CURVE * len(BLOCKS) - 1
+    heights = [None if v is None else round((v - low) / (high - low) * top) if high > low else top // 2 for v in columns]
+    lines = []
+    for line, label in enumerate(labels):
+        below = (CURVE - 1 - line) * len(BLOCKS)
+        bars = "".join(" " if h is None or h < below else BLOCKS[min(h - below, len(BLOCKS) - 1)] for h in heights)
+        named = "reward" if line == 0 else ""
+        lines.append(Text.assemble((f"{named:<{LABEL - len(label) - 1}}", "bold"), (f"{label} ", DIM), (bars, "cyan")))
+    return lines
+
+
+def mean_of(values: Sequence[float | None], steps: int, place: int, columns: int) -> float | None:
+    """Returns the mean of the values in one of the columns over which `steps` steps spread; at least one step is in each."""
+    first = place * steps // columns
+    part = [value for value in values[first : max(first + 1, (place + 1) * steps // columns)] if value is not None]
+    return sum(part) / len(part) if part else None
+
+
+def lines_of(example: Example, width: int) -> Iterator[Text]:
+    """Yields the two lines of a completion: its reward and the prompt, and what the model wrote."""
+    yield titled(f"sample {number(example.reward, '+.2f')}", " ".join(example.prompt.split()), width, DIM)
+    yield titled("", f"→ {' '.join(example.completion.split())}", width)
+
+
+def titled(title: str, text: str, width: int, style: str = "") -> Text:
+    """Returns a line with a name in front. Control characters of the text are escaped, and what is too long is cut off."""
+    return cropped(Text.assemble((f"{title:<{LABEL}}", "bold"), (printable(text[: 4 * width]), style)), width)
+
+
+def cropped(text: Text, width: int) -> Text:
+    """Returns a line of at most `width` columns, with an ellipsis if it was longer."""
+    if cell_len(text.plain) > width:
+        text.truncate(max(width, 1), overflow="ellipsis")
+    return text
+
+
+class LiveConsole(Console):
+    """Draws the view of a run on a terminal, and prints messages above it.
+
+    Args:
+        file: a terminal.
+    """
+
+    def __init__(self, recipe: Recipe, file: TextIO | None) -> None:
+        super().__init__(recipe.run.steps, False, file)
+        self.view = View.of(recipe)
+        self._began, self._ended = time.monotonic(), 0.0  # this attempt, and its last step
+        self._live = Live(
+            self,
+            console=self.terminal,
+            refresh_per_second=REFRESHES,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+
+    def __enter__(self) -> "LiveConsole":
+        with suppress(OSError):  # the terminal is gone; the run goes on
+            self._live.start(refresh=True)
+        return self
+
+    def close(self) -> None:
+        """Draws the last state, and leaves it on the screen."""
+        with suppress(OSError):
+            self._live.stop()
+        super().close()
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        now, left = time.monotonic(), self.view.left
+        to_come = None if left is None else max(0.0, left - (now - self._ended))
+        yield from self.view.lines(options.max_width, console.size.height, now - self._began, to_come)
+
+    def history(self, records: Iterable[Record]) -> None:
+        """Draws the steps of earlier attempts."""
+        for record in records:
+            self.view.add(record)
+
+    def evaluation(self, record: Record) -> None:
+        """Prints the evaluation before step 1 above the view, which shows the last evaluation."""
+        super().evaluation(record)
+        self.view.add(record)
+
+    def step(self, record: Record, examples: Examples) -> None:
+        """Draws a step; its evaluation is printed above."""
+        self.seconds.append(record[Metric.TIME_STEP])
+        self.view.add(record)
+        self.view.examples = examples()
+        self.view.left, self._ended = self.remaining(record[Metric.STEP]), time.monotonic()
+        if Metric.EVAL_REWARD_MEAN in record:
+            self.say(evaluation_line(record, self.steps))
+
+    def answer(self, text: str) -> None:
+        """Shows the answer to a signal at the next refresh, which another thread draws: the handler may interrupt a print."""
+        self.view.notice = text
+
+
+def live(run: Path, out: Path) -> None:
+    """Draws the view of a recorded run, at its last step, as an SVG picture.
+
+    Args:
+        run: the run's folder, with its rollouts.
+        out: file to write.
+    """
+    view = View.of(load_recipe(run / "resolved.yaml").recipe)
+    records = read_records(run / "metrics.jsonl")
+    for record in records:
+        view.add(record)
+    view.examples = recorded_examples(run, len(view.rewards))
+    width, height = SCREEN
+    seconds = [record[Metric.TIME_STEP] for record in records if record[Metric.STEP]]
+    with open("/dev/null", "w") as nowhere:
+        page = RichConsole(record=True, width=width, file=nowhere, force_terminal=True, color_system="truecolor", highlight=False)
+        for line in view.lines(width, height, sum(seconds), remaining(seconds, view.steps - len(view.rewards))):
+            page.print(line)
+    # Rich lets the picture load a font from elsewhere.
+    write_text(out, re.sub(r"@font-face \{.*?\}|<!--.*?-->", "", page.export_svg(title="rlgen train"), flags=re.DOTALL))
+
+
+def recorded_examples(run: Path, step: int) -> list[Example]:
+    """Returns the completions of a recorded step with the highest and with the lowest reward."""
+    from rlgen.rollout.read import read_rollouts
+
+    rows: list[dict[str, Any]] = read_rollouts(run, step, ["prompt", "completion", "reward"]).to_pylist()
+    known = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
+    return [Example(**row) for row in (known[0], known[-1])] if known else []
