@@ -1,4 +1,4 @@
-"""`make check-cuda-lock`: resolves what a machine with an NVIDIA GPU installs, and compares scripts/requirements-cuda.txt with it.
+"""`make check-cuda-lock`: compares scripts/requirements-cuda.txt with what the package index resolves to for GPU machines.
 
 It needs no GPU and downloads no wheel of torch or vLLM: uv reads the metadata inside the wheels with range requests. It resolves
 for each of PYTHONS on Linux x86-64, with the pins of the file as preferences: newer releases change nothing, but a pin that

@@ -1,12 +1,13 @@
 """Defines the interface of every engine, and the records that engines and their callers exchange."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
@@ -54,6 +55,7 @@ class Facts:
     stop_ids: tuple[int, ...]  # the EOS ids that the engine's copy of the model names
     max_model_len: int | None  # longest row in tokens; None: not bounded
     cache_block: int | None  # tokens of a prefix-cache block, the smallest unit of reuse; None: no prefix cache
+    wider: tuple[str, ...] = ()  # the engine's own names of parameters that it holds in a wider dtype than `settings.dtype`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,34 @@ def fingerprint(tensor: Tensor, hashed: bool) -> str:
         return shape
     numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{shape}:{hashlib.sha256(numbers.data).hexdigest()}"
+
+
+def wider_parameters(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
+    """Returns the names of the parameters of an engine's model that have a wider dtype than `dtype`, such as a router's."""
+    return tuple(name for name, held in model.named_parameters() if held.is_floating_point() and held.itemsize > dtype.itemsize)
+
+
+def module_of(name: str) -> str:
+    """Returns the module of a parameter from its layer on, without what engines and checkpoints name differently.
+
+    "language_model.model.layers.3.mlp.gate.weight" -> "layers.3.mlp.gate", "model.embed_tokens.weight" -> "embed_tokens"
+    """
+    module = name.rpartition(".")[0]
+    found = re.search(r"\w+\.\d+(\..*|$)", module)
+    return found[0] if found else module.rpartition(".")[2]
+
+
+def cast_for(facts: Facts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields `weights` in the dtype in which the engine holds them, so that fewer bytes travel.
+
+    The engine would round them in the same way when it loads them. Vectors keep their dtype, and so do all weights of a module of
+    which the engine holds any in a wider dtype: these are not rounded, or only after a computation.
+    """
+    dtype = getattr(torch, facts.settings.dtype)
+    kept = {module_of(name) for name in facts.wider}
+    for name, tensor in weights:
+        rounded = tensor.is_floating_point() and tensor.dim() > 1 and tensor.itemsize > dtype.itemsize
+        yield name, tensor.to(dtype) if rounded and module_of(name) not in kept else tensor
 
 
 class Ledger:

@@ -171,7 +171,6 @@ class Fleet:
 
     def _deliver(self, outbox: Outbox, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[Receipt]:
         """Sends weights by files to all servers at the same time; restarts servers that have died."""
-        folder = outbox.write(weights, version)
 
         def give(member: Member) -> Receipt:
             try:
@@ -181,6 +180,7 @@ class Fleet:
                 return self._load(member, folder, version, hashed)
 
         with self._recovering, ThreadPoolExecutor(len(self._members), thread_name_prefix="rlgen-loading") as each:
+            folder = outbox.write(weights, version)  # no server is recovered meanwhile: the previous weights are gone
             receipts = list(each.map(give, self._members))
             outbox.keep(folder)
             self._synced(version)

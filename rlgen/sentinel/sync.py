@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-from rlgen.engines.base import Engine, Ledger, Receipt
+from rlgen.engines.base import Engine, Ledger, Receipt, cast_for
 from rlgen.errors import Fault, SentinelError
 from rlgen.models.weights import checkpoint_tensors, gone_through
 from rlgen.processes import Processes
 
 
 def send_weights(engine: Engine, model: PreTrainedModel, version: int, processes: Processes, hashed: bool = False) -> None:
-    """Sends every weight of `model` to this process's engine, and compares the engine's receipt with what was sent.
+    """Sends all weights of `model` in the engine's dtype to this process's engine, and compares its receipt with what was sent.
 
     The engine computes the receipt before it packs its weights, because hashes of packed weights cannot be compared. So the
     receipt does not show what the engine does with them afterwards; comparing log-probs does.
@@ -28,7 +28,7 @@ def send_weights(engine: Engine, model: PreTrainedModel, version: int, processes
 
     def send() -> None:
         sent = Ledger(hashed)
-        weights = sent.record(checkpoint_tensors(model))
+        weights = sent.record(cast_for(engine.facts(), checkpoint_tensors(model)))
         with gone_through(weights):  # records tensors that the engine did not read as sent, too
             receipt = engine.sync(weights, version, hashed)
         check_receipt(sent.received, receipt, version, engine.weight_version)
