@@ -145,6 +145,7 @@ class Abilities:
     whole_step: bool  # a completion's last bits depend on its batch: to repeat one, repeat all requests of the step
     elsewhere: bool  # sampling uses no cores of this process: rewards may run at the same time
     in_flight: bool  # a `sync` may change the weights while requests are sampled in the background
+    merges: bool = False  # `sync` takes the factors of an adapter alone, see `rlgen.models.factors`, and merges them itself
 
 
 class Engine(Protocol):
@@ -204,6 +205,9 @@ class Engine(Protocol):
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
         """Loads *all* weights, under the names of the checkpoint, and empties the prefix cache.
+
+        Where `Abilities.merges` holds, `weights` may be the factors of an adapter alone: the others are then those of the files
+        that the engine was opened with.
 
         Args:
             hashed: the receipt holds a hash of every tensor; costs a pass over all bytes.

@@ -91,6 +91,7 @@ class Fleet:
         members: the servers.
         shape: shape of the model that is trained, see `model_shape`.
         in_flight: whether a sync pauses running requests instead of waiting for them.
+        merges: whether an adapter is sent alone, and each server merges it.
         restarts: how often servers may be restarted or sent their weights again, all servers together.
         carrier: sends weights to the servers. A broadcast keeps no copy of them, so with it no server can be recovered.
         say: receives a line for each recovery.
@@ -105,12 +106,13 @@ class Fleet:
         members: Sequence[Member],
         shape: Mapping[str, Any],
         in_flight: bool,
+        merges: bool = False,
         restarts: int,
         carrier: Outbox | Broadcast,
         say: Callable[[str], None],
     ) -> None:
         self._members = tuple(members)
-        self.in_flight = in_flight
+        self.in_flight, self.merges = in_flight, merges
         self._restarts = restarts
         self._carrier = carrier
         self._say = say

@@ -470,6 +470,12 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
     return not_loaded
 
 
+def weights_in_files(vllm_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights that the engine's `model` was opened with, as vLLM reads them at the start."""
+    loaders = importlib.import_module("vllm.model_executor.model_loader")
+    yield from loaders.get_model_loader(vllm_config.load_config).get_all_weights(vllm_config.model_config, model)
+
+
 def model_in(llm: Any) -> nn.Module:
     """Returns vLLM's model itself, of an engine whose worker runs in this process."""
     (model,) = llm.apply_model(lambda model: model)

@@ -1,4 +1,4 @@
-"""Weights travel in the engine's dtype, in one copy, to all servers at the same time; and arrive as if the engine had rounded them."""
+"""Weights travel in the engine's dtype, in one copy, to all servers at once, and arrive as if the engine had rounded them."""
 
 import threading
 from collections.abc import Iterator
