@@ -77,8 +77,12 @@ def fingerprint(tensor: Tensor, hashed: bool) -> str:
 
 
 def wider_parameters(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns the names of the parameters of an engine's model that have a wider dtype than `dtype`, such as a router's."""
-    return tuple(name for name, held in model.named_parameters() if held.is_floating_point() and held.itemsize > dtype.itemsize)
+    """Returns the names of the parameters of an engine's model that have a wider dtype than `dtype`, such as a router's.
+
+    Scales of a quantised engine are left out: they are no weights of a checkpoint.
+    """
+    wide = {name: held for name, held in model.named_parameters() if held.is_floating_point() and held.itemsize > dtype.itemsize}
+    return tuple(name for name in wide if "scale" not in name.rpartition(".")[2])
 
 
 def module_of(name: str) -> str:

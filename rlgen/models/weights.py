@@ -164,7 +164,7 @@ def adapter_factors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for own_name, layer in adapted_layers(model).items():
         name = checkpoint_name(model, own_name)
         first, second = (whole(factor.detach()) for factor in factors(layer))
-        if layer.fan_in_fan_out:  # W is stored as [in, out]
+        if layer.fan_in_fan_out:  # type: ignore[attr-defined]  # W is stored as [in, out]
             first, second = second.T, first.T
         yield name + FIRST, first.contiguous()
         yield name + SECOND, second.contiguous()

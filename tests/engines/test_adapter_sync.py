@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from conftest import CPU, open_vllm, tiny_model
 from helpers.adapters import CHOSEN, adapted, gap, gap_to_base, learn, sample
 from helpers.slow import slow_but
+from helpers.waiting import HANGS
 from parity import BOUND, LEAST, POWER
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,15 +19,18 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rlgen.engines import worker
 from rlgen.engines.base import Abilities, Receipt
 from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.open import build_engine
 from rlgen.engines.transfer import Outbox
 from rlgen.engines.worker import verified_files
 from rlgen.errors import EngineError, SentinelError
 from rlgen.models.factors import FIRST, SCALE, SECOND, is_factors, merged
+from rlgen.models.load import locate
 from rlgen.models.lora import adapted_layers, add_adapter, factors, without_adapter
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import adapter_factors, base_digest, checkpoint_tensors
 from rlgen.processes import Processes
+from rlgen.recipe import Recipe
 from rlgen.recipe.models import LoraRecipe
 from rlgen.sentinel.sync import send_weights
 
@@ -197,5 +202,31 @@ def test_two_hundred_adapters_move_the_engine() -> None:
                 assert gap_to_base(policy, samples) > 5 * BOUND and gap(policy, stale) > 5 * BOUND
         assert len(set(engine.bytes)) == 1 and len(engine.bytes) == SYNCS
         assert base_digest(policy.model) == base_digest(tiny_model("qwen3"))
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_launched_server_is_sent_the_adapter_alone(tmp_path: Path) -> None:
+    settings = {"kind": "server", "launch": True, "lora": "adapter", "max_model_len": 80, "start_timeout": HANGS}
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "server"},
+            "model": {"path": "tiny:qwen3", "dtype": "float32", "lora": {"rank": 4, "alpha": 8.0}},
+            "data": {"source": "task:sort"},
+            "rewards": [{"use": "exact_match"}],
+            "engine": {**settings, "transfer_dir": str(tmp_path)},
+        }
+    )
+    policy, engine = moved("qwen3"), build_engine(recipe, locate("tiny:qwen3"), Processes.alone(), tmp_path, print)
+    try:
+        assert engine.abilities.merges
+        for version, whole in enumerate((False, True, False)):
+            send_weights(engine, policy.model, version, Processes.alone(), hashed=True, whole=whole)
+            (file,) = tmp_path.glob(f"rlgen-*/v{version}-*/*.safetensors")
+            assert is_factors(load_file(file)) is not whole
+            samples = sample(engine)
+            assert gap(policy, samples) <= BOUND and gap_to_base(policy, samples) >= POWER * BOUND
     finally:
         engine.close()
