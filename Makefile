@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale clean
+.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -70,6 +70,9 @@ head-memory: $(READY) ## measure peak memory and time of the chunked head, besid
 
 gpu-check: $(READY) ## what only a GPU can show: parity, sleep, memory, throughput; one table, under ten minutes
 	$(VENV)/python scripts/gpu_check.py
+
+check-cuda-lock: $(READY) ## resolve what a GPU machine installs, and compare it with scripts/requirements-cuda.txt; needs no GPU
+	$(VENV)/python scripts/cuda_lock.py
 
 overhead: $(READY) ## time the demo with and without checkpoints, journal and reward processes
 	$(VENV)/python scripts/overhead.py

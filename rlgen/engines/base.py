@@ -1,12 +1,13 @@
 """Defines the interface of every engine, and the records that engines and their callers exchange."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
@@ -54,6 +55,7 @@ class Facts:
     stop_ids: tuple[int, ...]  # the EOS ids that the engine's copy of the model names
     max_model_len: int | None  # longest row in tokens; None: not bounded
     cache_block: int | None  # tokens of a prefix-cache block, the smallest unit of reuse; None: no prefix cache
+    wider: tuple[str, ...] = ()  # the engine's own names of parameters that it holds in a wider dtype than `settings.dtype`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,38 @@ def fingerprint(tensor: Tensor, hashed: bool) -> str:
         return shape
     numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{shape}:{hashlib.sha256(numbers.data).hexdigest()}"
+
+
+def wider_parameters(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
+    """Returns the names of the parameters of an engine's model that have a wider dtype than `dtype`, such as a router's.
+
+    Scales of a quantised engine are left out: they are no weights of a checkpoint.
+    """
+    wide = {name: held for name, held in model.named_parameters() if held.is_floating_point() and held.itemsize > dtype.itemsize}
+    return tuple(name for name in wide if "scale" not in name.rpartition(".")[2])
+
+
+def module_of(name: str) -> str:
+    """Returns the module of a parameter from its layer on, without what engines and checkpoints name differently.
+
+    "language_model.model.layers.3.mlp.gate.weight" -> "layers.3.mlp.gate", "model.embed_tokens.weight" -> "embed_tokens"
+    """
+    module = name.rpartition(".")[0]
+    found = re.search(r"\w+\.\d+(\..*|$)", module)
+    return found[0] if found else module.rpartition(".")[2]
+
+
+def cast_for(facts: Facts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields `weights` in the dtype in which the engine holds them, so that fewer bytes travel.
+
+    The engine would round them in the same way when it loads them. Vectors keep their dtype, and so do all weights of a module of
+    which the engine holds any in a wider dtype: these are not rounded, or only after a computation.
+    """
+    dtype = getattr(torch, facts.settings.dtype)
+    kept = {module_of(name) for name in facts.wider}
+    for name, tensor in weights:
+        rounded = tensor.is_floating_point() and tensor.dim() > 1 and tensor.itemsize > dtype.itemsize
+        yield name, tensor.to(dtype) if rounded and module_of(name) not in kept else tensor
 
 
 class Ledger:
@@ -115,6 +149,7 @@ class Abilities:
     whole_step: bool  # a completion's last bits depend on its batch: to repeat one, repeat all requests of the step
     elsewhere: bool  # sampling uses no cores of this process: rewards may run at the same time
     in_flight: bool  # a `sync` may change the weights while requests are sampled in the background
+    merges: bool = False  # `sync` takes the factors of an adapter alone, see `rlgen.models.factors`, and merges them itself
 
 
 class Engine(Protocol):
@@ -174,6 +209,9 @@ class Engine(Protocol):
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
         """Loads *all* weights, under the names of the checkpoint, and empties the prefix cache.
+
+        Where `Abilities.merges` holds, `weights` may be the factors of an adapter alone: the others are then those of the files
+        that the engine was opened with.
 
         Args:
             hashed: the receipt holds a hash of every tensor; costs a pass over all bytes.

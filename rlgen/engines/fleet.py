@@ -91,6 +91,7 @@ class Fleet:
         members: the servers.
         shape: shape of the model that is trained, see `model_shape`.
         in_flight: whether a sync pauses running requests instead of waiting for them.
+        merges: whether an adapter is sent alone, and each server merges it.
         restarts: how often servers may be restarted or sent their weights again, all servers together.
         carrier: sends weights to the servers. A broadcast keeps no copy of them, so with it no server can be recovered.
         say: receives a line for each recovery.
@@ -105,12 +106,13 @@ class Fleet:
         members: Sequence[Member],
         shape: Mapping[str, Any],
         in_flight: bool,
+        merges: bool = False,
         restarts: int,
         carrier: Outbox | Broadcast,
         say: Callable[[str], None],
     ) -> None:
         self._members = tuple(members)
-        self.in_flight = in_flight
+        self.in_flight, self.merges = in_flight, merges
         self._restarts = restarts
         self._carrier = carrier
         self._say = say
@@ -171,7 +173,6 @@ class Fleet:
 
     def _deliver(self, outbox: Outbox, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[Receipt]:
         """Sends weights by files to all servers at the same time; restarts servers that have died."""
-        folder = outbox.write(weights, version)
 
         def give(member: Member) -> Receipt:
             try:
@@ -181,6 +182,7 @@ class Fleet:
                 return self._load(member, folder, version, hashed)
 
         with self._recovering, ThreadPoolExecutor(len(self._members), thread_name_prefix="rlgen-loading") as each:
+            folder = outbox.write(weights, version)  # no server is recovered meanwhile: the previous weights are gone
             receipts = list(each.map(give, self._members))
             outbox.keep(folder)
             self._synced(version)

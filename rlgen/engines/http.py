@@ -177,6 +177,7 @@ class Server:
             stop_ids=tuple(told["stop_ids"]),
             max_model_len=told["max_model_len"],
             cache_block=told["cache_block"],
+            wider=tuple(told["wider"]),
         )
         return facts, told["shape"]
 

@@ -5,6 +5,8 @@ servers at once:
 
     rlgen_listen, /start_weight_update, (/update_weights while this side broadcasts), ..., /finish_weight_update, rlgen_heard
 
+Each broadcast carries one bucket: the bytes of as many tensors as fit into BUCKET_BYTES, one after the other.
+
 Two NCCL ranks cannot share a GPU. vLLM can share memory of one GPU between processes (IPC), but over HTTP only with pickled
 handles and VLLM_ALLOW_INSECURE_SERIALIZATION=1, with which anyone who can reach the server can run code there: rlgen never sets
 that.
@@ -30,7 +32,7 @@ from rlgen.engines.launch import claim
 from rlgen.errors import EngineError, SetupError
 from rlgen.recipe.rules import is_loopback
 
-CHUNK_BYTES = 1 << 30  # sent at a time; a larger tensor is sent alone
+BUCKET_BYTES = 1 << 28  # sent at a time; a larger tensor is sent alone
 TRAINER = "the trainer's side"
 RESTART = "the group is of no use any more: restart the servers, which may still wait in it, and then the run"
 NEEDS_GPU = "engine.transfer nccl needs GPUs on both sides; set it to files"
@@ -43,8 +45,8 @@ class Endpoint(Protocol):
         """Returns the tensor on this rank's GPU, contiguous."""
         ...
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcasts the tensors in order and returns when all are sent. Waits for every worker."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcasts a tensor and returns when it is sent. Waits for every worker."""
         ...
 
     def close(self) -> None:
@@ -76,7 +78,9 @@ class Broadcast:
         port = claim(host, 0)
         calls: dict[str, Callable[[], Any]] = {TRAINER: lambda: connect(host, port, world)}
         for server, offset in zip(servers, offsets, strict=True):
-            info = {"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world, "packed": False}
+            # vLLM cuts what it receives into buffers of this size: one for each bucket.
+            packing = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 1}
+            info = {"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world, **packing}
             calls[server.url] = self._post(server, "/init_weight_transfer_engine", {"init_info": info})
         self._endpoint = self._together(f"joining a group of {world} at {host}:{port}", calls)[TRAINER]
 
@@ -96,8 +100,8 @@ class Broadcast:
         try:
             self._each("listening", lambda server: lambda: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
             self._each("/start_weight_update", lambda server: self._post(server, "/start_weight_update"))
-            for chunk in chunks((name, self._endpoint.ready(tensor)) for name, tensor in weights):
-                self._send_chunk(self._endpoint, chunk)
+            for bucket in buckets((name, self._endpoint.ready(tensor)) for name, tensor in weights):
+                self._send_bucket(self._endpoint, bucket)
             self._each("/finish_weight_update", lambda server: self._post(server, "/finish_weight_update"))
             heard = self._each("what it heard", lambda server: lambda: server.rpc("rlgen_heard", self._timeout))
         except BaseException:
@@ -105,16 +109,16 @@ class Broadcast:
             raise
         return [receipt_of(server.url, heard[server.url], version) for server in self._servers]
 
-    def _send_chunk(self, endpoint: Endpoint, chunk: Mapping[str, Tensor]) -> None:
+    def _send_bucket(self, endpoint: Endpoint, bucket: Mapping[str, Tensor]) -> None:
         """Posts to all servers while this rank broadcasts: each side waits for the other."""
-        tensors = list(chunk.values())
+        tensors = list(bucket.values())
         info = {
-            "names": list(chunk),
+            "names": list(bucket),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
         calls = {server.url: self._post(server, "/update_weights", {"update_info": info}) for server in self._servers}
-        self._together("/update_weights", {**calls, TRAINER: lambda: endpoint.broadcast(tensors)})
+        self._together("/update_weights", {**calls, TRAINER: lambda: endpoint.broadcast(packed(tensors))})
 
     def _post(self, server: Server, route: str, body: Mapping[str, Any] | None = None) -> Callable[[], Any]:
         """Returns a function that posts to one server, with the timeout of a phase."""
@@ -177,18 +181,31 @@ def started(call: Callable[[], Any]) -> "Future[Any]":
     return future
 
 
-def chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yields `weights` in order, in chunks of at most CHUNK_BYTES; a larger tensor is a chunk of its own."""
-    chunk: dict[str, Tensor] = {}
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields `weights` in buckets of at most BUCKET_BYTES; a larger tensor is a bucket of its own.
+
+    Within a bucket the widest dtypes come first, so that each tensor begins at a multiple of its element's size.
+    """
+    bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
-        if chunk and size + tensor.nbytes > CHUNK_BYTES:
-            yield chunk
-            chunk, size = {}, 0
-        chunk[name] = tensor
+        if bucket and size + tensor.nbytes > BUCKET_BYTES:
+            yield widest_first(bucket)
+            bucket, size = {}, 0
+        bucket[name] = tensor
         size += tensor.nbytes
-    if chunk:
-        yield chunk
+    if bucket:
+        yield widest_first(bucket)
+
+
+def widest_first(bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a bucket by the size of their elements, otherwise in their order."""
+    return dict(sorted(bucket.items(), key=lambda item: -item[1].itemsize))
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the bytes of contiguous tensors one after the other, as vLLM's workers unpack them."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
 def workers_of(server: Server) -> int:

@@ -104,6 +104,7 @@ def open_servers(recipe: Recipe, settings: ServerEngineRecipe, location: str, lo
             members=members,
             shape=model_shape(load_config(location, recipe.model.revision)),
             in_flight=settings.in_flight,
+            merges=settings.lora == "adapter",
             restarts=settings.restarts,
             carrier=carrier,
             say=say,

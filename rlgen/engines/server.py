@@ -47,6 +47,11 @@ class Keeper(Protocol):
         ...
 
     @property
+    def merges(self) -> bool:
+        """Returns whether the servers take an adapter alone, see `Abilities.merges`."""
+        ...
+
+    @property
     def held(self) -> Held: ...
 
     @property
@@ -98,8 +103,15 @@ class ServerEngine:
 
     @property
     def abilities(self) -> Abilities:
-        in_flight = self._keeper.in_flight
-        return Abilities(sleeps=False, submit=self.submit, whole_step=False, elsewhere=True, in_flight=in_flight)
+        keeper = self._keeper
+        return Abilities(
+            sleeps=False,
+            submit=self.submit,
+            whole_step=False,
+            elsewhere=True,
+            in_flight=keeper.in_flight,
+            merges=keeper.merges,
+        )
 
     def facts(self) -> Facts:
         return self._keeper.facts

@@ -49,11 +49,11 @@ class SharedFleet:
         self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
         self._failing = threading.Lock()
 
-        def start() -> tuple[tuple[Server, ...], Facts, Held, bool]:
-            self._fleet = open_fleet()
-            return self._fleet.servers, self._fleet.facts, self._fleet.held, self._fleet.in_flight
+        def start() -> tuple[tuple[Server, ...], Facts, Held, bool, bool]:
+            fleet = self._fleet = open_fleet()
+            return fleet.servers, fleet.facts, fleet.held, fleet.in_flight, fleet.merges
 
-        servers, self.facts, self.held, self.in_flight = processes.patiently(start)
+        servers, self.facts, self.held, self.in_flight, self.merges = processes.patiently(start)
         turn = processes.rank % len(servers)  # spreads processes with few requests over the servers
         self.servers = servers[turn:] + servers[:turn]
         self._board = Board(processes.store, self.held.run)

@@ -26,13 +26,15 @@ from rlgen.engines import guard
 from rlgen.errors import EngineError
 
 SHARED_MEMORY = "/dev/shm"
-FILE_BYTES = 2 << 30
+FILE_BYTES = 1 << 29  # this much is held in memory while it is written
 HOST = socket.gethostname()
 CLOSING_SECONDS = 5.0  # timeout for the guard to notice that the folder is gone
 
 
 class Outbox:
     """The folder of one trainer's weight files. It keeps the current weights, so that a restarted server can load them.
+
+    It holds one copy of the weights and never two: it may be in shared memory.
 
     Args:
         parent: a folder with the same path on the servers; None: shared memory, for servers on this machine.
@@ -57,11 +59,14 @@ class Outbox:
         self.current: Path | None = None
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Writes `weights` to a new folder and returns it; `keep` makes it `current`.
+        """Writes `weights` to a new folder in place of the current one, and returns it; `keep` makes it `current`.
 
         Raises:
             EngineError: the files cannot be written, for example because the disk is full.
         """
+        if self.current is not None:
+            shutil.rmtree(self.current, ignore_errors=True)
+            self.current = None
         self._written += 1
         folder = self._place / f"v{version}-{self._written}"
         files: dict[str, dict[str, int]] = {}
@@ -94,9 +99,7 @@ class Outbox:
         return folder
 
     def keep(self, folder: Path) -> None:
-        """Makes `folder` the current one, which all servers have loaded, and removes the previous one."""
-        if self.current is not None and self.current != folder:
-            shutil.rmtree(self.current, ignore_errors=True)
+        """Makes `folder` the current one, which all servers have loaded."""
         self.current = folder
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlgen.engines.base import Abilities, Facts, Finished, Ledger, Receipt, Settings
+from rlgen.engines.base import Abilities, Facts, Finished, Ledger, Receipt, Settings, wider_parameters
 from rlgen.engines.plan import digest_of
 from rlgen.errors import EngineError
 from rlgen.losses.logp import head_dtype
@@ -62,6 +62,7 @@ class TransformersEngine:
             stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
             max_model_len=None,
             cache_block=None,
+            wider=wider_parameters(model, model.dtype),
         )
 
     @torch.no_grad()

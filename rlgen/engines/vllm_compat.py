@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlgen.engines.base import Facts, Ledger, Settings
+from rlgen.engines.base import Facts, Ledger, Settings, wider_parameters
 from rlgen.errors import EngineError, SetupError
 from rlgen.out_of_memory import GIB, reason
 from rlgen.types import Request, Sampling
@@ -347,7 +347,7 @@ def prompt_logp(output: Any, first: int) -> tuple[float, ...]:
     return tuple(output.prompt_logprobs.logprobs[first - 1 :])
 
 
-def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any) -> Facts:
+def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.Module) -> Facts:
     """Returns the description of a running engine, read from its own configuration.
 
     Args:
@@ -368,6 +368,7 @@ def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any) -> Facts:
         stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
         max_model_len=model_config.max_model_len,
         cache_block=cache_config.block_size if cache_config.enable_prefix_caching else None,
+        wider=wider_parameters(model, model_config.dtype),
     )
 
 
@@ -458,9 +459,8 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
     Raises:
         EngineError: the prefix cache could not be emptied.
     """
-    (model,) = llm.apply_model(lambda model: model)  # returns the model itself, because the worker runs in this process
     not_loaded = load_into(
-        model,
+        model_in(llm),
         llm.llm_engine.model_config,
         lambda tensors: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors}),
         weights,
@@ -468,6 +468,18 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
     if not reset_prefix_cache(llm):
         raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
     return not_loaded
+
+
+def weights_in_files(vllm_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights that the engine's `model` was opened with, as vLLM reads them at the start."""
+    loaders = importlib.import_module("vllm.model_executor.model_loader")
+    yield from loaders.get_model_loader(vllm_config.load_config).get_all_weights(vllm_config.model_config, model)
+
+
+def model_in(llm: Any) -> nn.Module:
+    """Returns vLLM's model itself, of an engine whose worker runs in this process."""
+    (model,) = llm.apply_model(lambda model: model)
+    return model
 
 
 def reset_prefix_cache(llm: Any) -> bool:
@@ -531,13 +543,12 @@ class NcclEndpoint:
         """Returns the tensor on this rank's GPU, contiguous."""
         return tensor.detach().to(self._device).contiguous()
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcasts the tensors in order and returns when all are sent. Waits for every worker."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcasts a tensor and returns when it is sent. Waits for every worker."""
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()  # another thread's stream may still be writing them
+            torch.cuda.synchronize()  # another thread's stream may still be writing it
             stream = torch.cuda.current_stream()
-            for tensor in tensors:
-                self._communicator.broadcast(tensor, src=0, stream=stream)
+            self._communicator.broadcast(tensor, src=0, stream=stream)
             stream.synchronize()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from rlgen.engines import vllm_compat
 from rlgen.engines.base import Ledger, model_shape
 from rlgen.engines.gate import PLAN_VARIABLE
 from rlgen.errors import EngineError, SetupError
+from rlgen.models.factors import is_factors, merged
 
 
 class Worker:
@@ -44,14 +45,14 @@ class Worker:
             return {"error": str(error)}
         # A server that rlgen did not start has no plan, so vLLM's own hash of its settings is used.
         plan = os.environ.get(PLAN_VARIABLE) or f"vllm:{config.compute_hash()}"
-        facts = vllm_compat.facts(vllm, plan, config.model_config, config.cache_config)
+        facts = vllm_compat.facts(vllm, plan, config.model_config, config.cache_config, self.model_runner.get_model())
         shape = model_shape(config.model_config.hf_config)
         transfer = config.weight_transfer_config and config.weight_transfer_config.backend
         more = {"shape": shape, "cuda": torch.cuda.is_available(), "transfer": transfer}
         return {**asdict(facts), "stop_ids": list(facts.stop_ids), **more}
 
     def rlgen_load(self, path: str, version: int, hashed: bool) -> dict[str, Any]:
-        """Replaces all weights by those in folder `path`.
+        """Replaces all weights by those in folder `path`, or by those of the engine's model with the adapter in that folder.
 
         The caller must empty the prefix cache afterwards, through its own route.
 
@@ -64,16 +65,23 @@ class Worker:
         except EngineError as error:
             return {"error": str(error), "intact": True}
         ledger = Ledger(hashed)
+        arrived = ledger.record(read_tensors(files))
         try:
             not_loaded = vllm_compat.load_into(
                 self.model_runner.get_model(),
                 self.vllm_config.model_config,
                 lambda weights: self.reload_weights(weights_iterator=weights),
-                ledger.record(read_tensors(files)),
+                arrived if not is_factors(names_in(files)) else self._rlgen_merged(dict(arrived)),
             )
         except Exception as error:  # vLLM does not wrap the errors of its libraries
             return {"error": f"{path}: {type(error).__name__}: {error}", "intact": False}
         return {"version": version, "received": ledger.received, "not_loaded": list(not_loaded)}
+
+    def _rlgen_merged(self, factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights of the engine's model as its files have them, with an adapter merged into them."""
+        config, model = self.vllm_config, self.model_runner.get_model()
+        base = vllm_compat.weights_in_files(config, model)
+        return merged(base, factors, config.model_config.dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def rlgen_listen(self, hashed: bool) -> dict[str, Any]:
         """Starts recording every tensor that vLLM's own transfer loads, until `rlgen_heard`."""
@@ -131,6 +139,13 @@ def verified_files(folder: Path, version: int) -> list[Path]:
     if count != said_tensors:
         raise EngineError(f"{folder}: {count} tensors, but {said_tensors} were written")
     return files
+
+
+def names_in(files: Sequence[Path]) -> Iterator[str]:
+    """Yields the names of all tensors of `files`."""
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            yield from opened.keys()
 
 
 def read_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:

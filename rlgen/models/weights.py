@@ -25,7 +25,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from rlgen.models.lora import adapted_layers, base_name, in_adapter, is_packed, merged_weight
+from rlgen.models.factors import FIRST, SCALE, SECOND
+from rlgen.models.lora import adapted_layers, base_name, factors, in_adapter, is_packed, merged_weight, scale
 from rlgen.processes import Processes
 
 
@@ -152,6 +153,30 @@ def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         return
     for _, layer in groupby(tensors, key=lambda item: layer_of(item[0])):
         yield from revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer}).items()
+
+
+def adapter_factors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yields the factors of the adapter of `model`, for an engine that merges them itself, see `rlgen.models.factors`.
+
+    The scale of a layer whose adapter is switched off is 0. Sharded tensors are gathered one by one: all processes must iterate
+    over all of them.
+    """
+    for own_name, layer in adapted_layers(model).items():
+        name = checkpoint_name(model, own_name)
+        first, second = (whole(factor.detach()) for factor in factors(layer))
+        if layer.fan_in_fan_out:  # type: ignore[attr-defined]  # W is stored as [in, out]
+            first, second = second.T, first.T
+        yield name + FIRST, first.contiguous()
+        yield name + SECOND, second.contiguous()
+        yield name + SCALE, torch.tensor(0.0 if layer.disable_adapters else scale(layer), dtype=torch.float64)
+
+
+def checkpoint_name(model: PreTrainedModel, name: str) -> str:
+    """Returns the name that a weight of `model`, which is held as in the checkpoint, has there."""
+    if not model._weight_conversions:
+        return name
+    (other,) = revert_weight_conversion(model, {name: torch.empty(1, 1, device="meta")})
+    return str(other)
 
 
 @contextmanager

@@ -47,6 +47,9 @@ def inert(recipe: Recipe) -> list[Finding]:
         why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
         for path in ("engine.transfer_dir", "engine.restarts"):
             found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
+    if isinstance(recipe.engine, ServerEngineRecipe) and (model.lora is None or recipe.engine.transfer == "nccl"):
+        why = "without model.lora" if model.lora is None else "with engine.transfer nccl: all weights are sent, merged"
+        found.append(Finding("engine.lora", f"engine.lora has no effect {why}", "remove it"))
     found += _inert_in_rewards(recipe.rewards, "rewards")
     if not recipe.rollouts.every:
         for place in range(len(recipe.sinks)):

@@ -340,6 +340,8 @@ class ServerEngineRecipe(VllmRecipe):
     """How weights get to the servers: through files, or straight from GPU to GPU (NCCL), each server on GPUs of its own."""
     transfer_dir: Text | None = None
     """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """With model.lora, what travels: all weights, with the adapter merged into them, or the adapter, which each server merges."""
     in_flight: StrictBool = False
     """With rollout.ahead: weights change under requests that are being answered, instead of after them."""
 

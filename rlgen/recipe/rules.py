@@ -155,6 +155,15 @@ def _model_contradictions(recipe: Recipe) -> list[Finding]:
                 "add `lora: {}` to model, or remove model.quantization",
             )
         )
+    engine, model = recipe.engine, recipe.model
+    if isinstance(engine, ServerEngineRecipe) and engine.lora == "adapter":
+        for key, differs in (
+            ("model.quantization", model.quantization),
+            ("engine.dtype", engine.dtype not in (None, model.dtype)),
+        ):
+            if differs:
+                what = f"engine.lora adapter: servers merge it into the weights of model.path in model.dtype, not with this {key}"
+                found.append(Finding("engine.lora", what, f"set engine.lora to merged, or remove {key}"))
     return found
 
 

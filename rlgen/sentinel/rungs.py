@@ -123,7 +123,7 @@ def changed_sync(probe: Probe) -> Rung:
     with changed_weights(probe.policy) as change:
         power = enough(probe, change, before)
         probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True)
+        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True, whole=True)
         samples = probe.sample(temperature, FEWER_TOKENS)
         gap = trainer.gap(samples, temperature)
         if not bounds.hold(gap):
@@ -254,7 +254,7 @@ def prefix_cache(probe: Probe) -> Rung:
     with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy):
         power = probe.trainer.gap(first, temperature)
         probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
+        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, whole=True)
         after = probe.sample(temperature, tokens, [prompt])
         gap = probe.trainer.gap(after, temperature)
     probe.engine.sleep()

@@ -4,14 +4,19 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-from rlgen.engines.base import Engine, Ledger, Receipt
+from rlgen.engines.base import Engine, Ledger, Receipt, cast_for
 from rlgen.errors import Fault, SentinelError
-from rlgen.models.weights import checkpoint_tensors, gone_through
+from rlgen.models.lora import is_adapted
+from rlgen.models.weights import adapter_factors, checkpoint_tensors, gone_through
 from rlgen.processes import Processes
 
 
-def send_weights(engine: Engine, model: PreTrainedModel, version: int, processes: Processes, hashed: bool = False) -> None:
-    """Sends every weight of `model` to this process's engine, and compares the engine's receipt with what was sent.
+def send_weights(
+    engine: Engine, model: PreTrainedModel, version: int, processes: Processes, hashed: bool = False, whole: bool = False
+) -> None:
+    """Sends the weights of `model` to this process's engine, and compares the engine's receipt with what was sent.
+
+    They are sent in the engine's dtype; of an adapted model only the adapter is sent to an engine that merges it itself.
 
     The engine computes the receipt before it packs its weights, because hashes of packed weights cannot be compared. So the
     receipt does not show what the engine does with them afterwards; comparing log-probs does.
@@ -20,6 +25,7 @@ def send_weights(engine: Engine, model: PreTrainedModel, version: int, processes
 
     Args:
         hashed: compare the bytes, too; otherwise only names, dtypes and shapes.
+        whole: send all weights even to an engine that merges an adapter itself, because others than the adapter's have changed.
 
     Raises:
         SentinelError: a tensor is missing, unexpected, changed or exchanged with another.
@@ -28,7 +34,10 @@ def send_weights(engine: Engine, model: PreTrainedModel, version: int, processes
 
     def send() -> None:
         sent = Ledger(hashed)
-        weights = sent.record(checkpoint_tensors(model))
+        if engine.abilities.merges and is_adapted(model) and not whole:
+            weights = sent.record(adapter_factors(model))
+        else:
+            weights = sent.record(cast_for(engine.facts(), checkpoint_tensors(model)))
         with gone_through(weights):  # records tensors that the engine did not read as sent, too
             receipt = engine.sync(weights, version, hashed)
         check_receipt(sent.received, receipt, version, engine.weight_version)

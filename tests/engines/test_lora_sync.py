@@ -1,31 +1,20 @@
 """vLLM computes what the adapted trainer computes, sync after sync, and the weights under the adapter stay to the last bit."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, open_vllm, tiny_model
+from conftest import open_vllm, tiny_model
+from helpers.adapters import CHOSEN, adapted, gap, gap_to_base, learn, sample
 from helpers.slow import slow_but
-from parity import BOUND, LEAST, POWER, prompts
+from parity import BOUND, LEAST, POWER
 
-from rlgen.models.lora import adapted_layers, add_adapter, factors, without_adapter
-from rlgen.models.policy import Policy
-from rlgen.models.tiny import byte_tokenizer
+from rlgen.models.lora import adapted_layers, factors, without_adapter
 from rlgen.models.weights import base_digest, own_tensors
 from rlgen.processes import Processes
-from rlgen.recipe.models import LoraRecipe
-from rlgen.rollout.batch import collate
-from rlgen.rollout.sample import rollout
-from rlgen.rollout.score import score
-from rlgen.sentinel.gap import compare
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import Sample, Samples, Sampling
 
 SYNCS, LOOKED_AT = 200, (1, 2, 50, 100, 199, 200)
-SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
-# Projections that the engine packs, that are packed already, that are transposed; tied heads; experts that are not adapted.
-CHOSEN = ["qwen3-untied", "phi3-untied", "gpt2-tied", "mixtral-tied", "qwen2_moe-untied", "glm4_moe-untied"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,34 +24,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def adapted(name: str) -> Policy:
-    model = tiny_model(name)
-    add_adapter(model, LoraRecipe(rank=4, alpha=8.0), seed=0)
-    return Policy(model, torch.float32, True)
-
-
-def sample(engine: Any) -> list[Sample]:
-    groups = rollout(engine, prompts(), SAMPLING, 1, 0, engine.weight_version, byte_tokenizer())
-    return [sample for group in groups for sample in group.samples]
-
-
-def gap(policy: Policy, samples: list[Sample]) -> float:
-    return compare(samples, score(policy, samples, 1.0, 4096, Processes.alone())).max_delta
-
-
-def gap_to_base(policy: Policy, samples: list[Sample]) -> float:
-    with without_adapter(policy.model):
-        return gap(policy, samples)
-
-
-def learn(policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Sample]) -> None:
-    """A step towards what was sampled first: every factor moves, in steps of the size that training takes."""
-    logp = policy(collate(Samples.of(samples, ()), [0, 1], CPU), (1.0,)).logp
-    (-logp.mean()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.slow

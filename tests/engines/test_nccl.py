@@ -5,11 +5,15 @@ has broadcast what it waits for. Workers: vLLM's own transfer engine on the CPU,
 NCCL itself is run by none of these tests.
 """
 
+import importlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +26,7 @@ from torch import Tensor
 from rlgen.engines import client, nccl
 from rlgen.engines.base import Facts, Ledger, Settings, fingerprint
 from rlgen.engines.fleet import Fleet, Member
-from rlgen.engines.nccl import CHUNK_BYTES, Broadcast, chunks, own_address, receipt_of
+from rlgen.engines.nccl import BUCKET_BYTES, Broadcast, buckets, own_address, packed, receipt_of
 from rlgen.engines.open import build_engine
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.worker import Worker
@@ -48,6 +52,7 @@ class Group:
         self.lines: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(workers)]
         self.joined = threading.Barrier(workers + 1)
         self.closed = False
+        self.sent: list[int] = []  # bytes of each broadcast
 
     def connect(self, host: str, port: int, world: int) -> "Group":
         self.log.append(("trainer joins", host, port, world))
@@ -57,10 +62,10 @@ class Group:
     def ready(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            for line in self.lines:
-                line.put(tensor)
+    def broadcast(self, tensor: Tensor) -> None:
+        self.sent.append(tensor.nbytes)
+        for line in self.lines:
+            line.put(tensor)
         while not self.closed and any(line.qsize() for line in self.lines):  # it returns when all have it
             time.sleep(0.001)
 
@@ -115,12 +120,14 @@ class FakeServer:
         return {"message": "done"}
 
     def _receive(self, place: int, info: dict[str, Any], timeout: float) -> None:
-        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-            try:
-                tensor = self._group.lines[self._ranks[place] - 1].get(timeout=timeout + 5)
-            except queue.Empty:  # nobody waits any more
-                return
-            assert (tensor.dtype, list(tensor.shape), tensor.is_contiguous()) == (getattr(torch, dtype), shape, True)
+        try:
+            bucket = self._group.lines[self._ranks[place] - 1].get(timeout=timeout + 5)
+        except queue.Empty:  # nobody waits any more
+            return
+        dtypes = [getattr(torch, name) for name in info["dtype_names"]]
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(info["shapes"], dtypes, strict=True)]
+        for name, dtype, shape, part in zip(info["names"], dtypes, info["shapes"], bucket.split(sizes), strict=True):
+            tensor = part.view(dtype).view(shape)  # as vLLM does: an error where the bytes of a wide dtype begin at an odd place
             if name != self.deaf_to:
                 list(self._ledgers[place].record([(name, tensor)]))
 
@@ -159,17 +166,18 @@ def test_every_worker_of_every_server_gets_a_rank_of_its_own() -> None:
     group, _, broadcast = bench()
     ((_, host, port, world),) = [entry for entry in group.log if entry[0] == "trainer joins"]
     assert (host, world) == ("127.0.0.1", 5) and port > 0
-    info = {"master_address": host, "master_port": port, "world_size": 5, "packed": False}
+    packing = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 1}
+    info = {"master_address": host, "master_port": port, "world_size": 5, **packing}
     assert of(group.log, "http://one") == ["rlgen_facts", ("/init_weight_transfer_engine", {**info, "rank_offset": 1})]
     assert of(group.log, "http://two") == ["rlgen_facts", ("/init_weight_transfer_engine", {**info, "rank_offset": 3})]
     broadcast.close()
     assert group.closed and of(group.log, "http://two")[-1] == "/shutdown_weight_transfer_engine"
 
 
-def test_all_tensors_arrive_in_order_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "CHUNK_BYTES", 50)  # two tensors of 24 bytes
+def test_all_tensors_arrive_in_order_and_in_few_broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "BUCKET_BYTES", 50)  # two tensors of 24 bytes
     group, _, broadcast = bench()
-    weights = {**WEIGHTS, "turned": torch.arange(6.0).reshape(2, 3).T, "large": torch.zeros(5, 4, dtype=torch.bfloat16)}
+    weights = {**WEIGHTS, "turned": torch.arange(6.0).reshape(2, 3).T, "large": torch.zeros(9, 3, dtype=torch.bfloat16)}
     group.log.clear()
     pulled = iter(weights.items())
     receipts = broadcast.send(pulled, 7, hashed=True)
@@ -180,7 +188,7 @@ def test_all_tensors_arrive_in_order_and_in_chunks(monkeypatch: pytest.MonkeyPat
         ("/update_weights", ["a", "b"], ["float32"] * 2, [[2, 3]] * 2),
         ("/update_weights", ["c", "d"], ["float32"] * 2, [[2, 3]] * 2),
         ("/update_weights", ["e", "turned"], ["float32"] * 2, [[2, 3], [3, 2]]),
-        ("/update_weights", ["large"], ["bfloat16"], [[5, 4]]),
+        ("/update_weights", ["large"], ["bfloat16"], [[9, 3]]),
         "/finish_weight_update",
         "rlgen_heard",
     ]
@@ -192,13 +200,37 @@ def test_all_tensors_arrive_in_order_and_in_chunks(monkeypatch: pytest.MonkeyPat
     for receipt in receipts:
         check_receipt(sent, receipt, 7, 7)
         assert list(receipt.received) == list(weights)
+    assert group.sent == [48, 48, 48, 54]  # four broadcasts of seven tensors
 
 
-def test_chunks() -> None:
-    big = torch.empty(CHUNK_BYTES // 4 + 1, device="meta")
+def test_a_model_takes_as_many_broadcasts_as_it_fills_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = dict(checkpoint_tensors(tiny_model("qwen3")))
+    total, largest = sum(tensor.nbytes for tensor in sent.values()), max(tensor.nbytes for tensor in sent.values())
+    group, _, broadcast = bench()
+    receipts = broadcast.send(sent.items(), 1, hashed=True)
+    assert group.sent == [total] and len(sent) > 40
+    monkeypatch.setattr(nccl, "BUCKET_BYTES", size := 2 * largest)
+    group.sent.clear()
+    assert broadcast.send(sent.items(), 1, hashed=True) == receipts
+    assert sum(group.sent) == total and max(group.sent) <= size
+    assert total / size <= len(group.sent) <= 2 * total / size  # two neighbours do not fit into one
+
+
+def test_buckets() -> None:
+    big = torch.empty(BUCKET_BYTES // 4 + 1, device="meta")
     small = torch.empty(1, device="meta")
-    found = [list(chunk) for chunk in chunks([("a", small), ("b", big), ("c", small), ("d", small)])]
-    assert found == [["a"], ["b"], ["c", "d"]] and list(chunks([])) == []
+    found = [list(bucket) for bucket in buckets([("a", small), ("b", big), ("c", small), ("d", small)])]
+    assert found == [["a"], ["b"], ["c", "d"]] and list(buckets([])) == []
+
+
+def test_dtypes_of_one_bucket_are_aligned() -> None:
+    """Three elements of two bytes before one of four: it could not be read where it begins."""
+    narrow, wide = torch.ones(3, dtype=torch.bfloat16), torch.ones(2)
+    group, _, broadcast = bench()
+    receipts = broadcast.send([("n", narrow), ("w", wide), ("m", narrow)], 1, hashed=True)
+    assert [list(receipt.received) for receipt in receipts] == [["w", "n", "m"]] * 2
+    assert receipts[0].received == {name: fingerprint(t, True) for name, t in (("w", wide), ("n", narrow), ("m", narrow))}
+    assert group.sent == [20]
 
 
 def test_a_tensor_that_a_server_does_not_hear_is_found() -> None:
@@ -246,7 +278,7 @@ def test_a_server_that_fails_ends_the_sync_at_once_and_for_good(route: str) -> N
 @pytest.mark.fault(56)
 def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     group, servers, broadcast = bench()
-    monkeypatch.setattr(group, "broadcast", lambda tensors: time.sleep(10 * HANGS))
+    monkeypatch.setattr(group, "broadcast", lambda tensor: time.sleep(10 * HANGS))
     for server in servers:  # their workers wait for what is not broadcast, until no answer has come for too long
         server.fail("/update_weights", ServerLost(server.url, "has not answered /update_weights within 600 s: it hangs"))
     began = time.monotonic()
@@ -258,7 +290,7 @@ def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - began < HANGS and broadcast.broken, "nobody waits for this side"
     # the servers have all they want, this side never ends
     group, servers, broadcast = bench(seconds=5.0)
-    monkeypatch.setattr(group, "broadcast", lambda tensors: time.sleep(10 * HANGS))
+    monkeypatch.setattr(group, "broadcast", lambda tensor: time.sleep(10 * HANGS))
     for server in servers:
         monkeypatch.setattr(server, "_receive", lambda place, info, timeout: None)
     with pytest.raises(EngineError, match="/update_weights: no end within 5 s at the trainer's side; the group"):
@@ -269,7 +301,7 @@ def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch
 def test_a_failure_of_this_side_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     group, _, broadcast = bench()
 
-    def fails(tensors: Sequence[Tensor]) -> None:
+    def fails(tensor: Tensor) -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
     monkeypatch.setattr(group, "broadcast", fails)
@@ -391,9 +423,10 @@ def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     sent = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
     line: queue.Queue[Tensor] = queue.Queue()
+    packed_tensor = importlib.import_module("vllm.distributed.weight_transfer.packed_tensor")
 
     class Line:
-        def broadcast(self, tensor: Tensor, src: int, stream: Any) -> None:
+        def broadcast(self, tensor: Tensor, src: int) -> None:
             tensor.copy_(line.get(timeout=HANGS))
 
         def destroy(self) -> None:
@@ -411,8 +444,7 @@ def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.
         ours(Worker.rlgen_listen, True)
         worker("start_weight_update")
         for chunk in (list(tensors.items())[:5], list(tensors.items())[5:]):
-            for _, tensor in chunk:
-                line.put(tensor)
+            line.put(packed([tensor for _, tensor in chunk]))
             names, shapes = [name for name, _ in chunk], [list(tensor.shape) for _, tensor in chunk]
             worker("update_weights", {"names": names, "dtype_names": ["float32"] * len(chunk), "shapes": shapes})
         worker("finish_weight_update")
@@ -421,8 +453,10 @@ def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.
 
     try:
         assert ours(Worker.rlgen_facts)["transfer"] == "nccl"
-        ours(lambda self: setattr(self.weight_transfer_engine, "model_update_group", Line()))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+        ours(lambda self: vars(self.weight_transfer_engine).update(model_update_group=Line(), packed=True, packed_num_buffers=1))
+        monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, number: (SimpleNamespace(synchronize=lambda: None),))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         assert update(sent) == {
             "received": {name: fingerprint(tensor, True) for name, tensor in sent.items()},

@@ -242,6 +242,7 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine={extra: {weight_transfer_config: {}}}", "engine.extra.weight_transfer_config is set by rlgen"),
         ("model.quantization=nf4", "holds weights that cannot be trained, without model.lora"),
         ("model.lora={dropout: 0.1}", "a forward is a function of ids and weights, without dropout"),
+        ("engine={kind: server, url: 'http://a:1', lora: adapter}", "engine.lora has no effect without model.lora"),
         ("model.lora={r: 8}", "did you mean `rank`?"),
         ("model.lora={rank: 0}", "model.lora.rank"),
         ("trainer={kind: online_dpo, correction: {mode: token_truncate}}", "is not one of sequence_mask, none"),

@@ -1,0 +1,204 @@
+"""Weights travel in the engine's dtype, in one copy, to all servers at once, and arrive as if the engine had rounded them."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import open_vllm, tiny_model
+from helpers.samples import request
+from helpers.waiting import HANGS
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlgen.engines import transfer
+from rlgen.engines.base import Facts, Receipt, Settings, cast_for, module_of
+from rlgen.engines.fleet import Fleet, Member
+from rlgen.engines.transfer import Outbox
+from rlgen.engines.transformers import TransformersEngine
+from rlgen.errors import EngineError
+from rlgen.models.weights import checkpoint_tensors, own_tensors
+from rlgen.processes import Processes
+from rlgen.sentinel.sync import send_weights
+from rlgen.types import Sampling
+
+SETTINGS = Settings(dtype="bfloat16", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
+FACTS = Facts(
+    engine="e 1", plan="p", model="m", revision=None, settings=SETTINGS, stop_ids=(1,), max_model_len=None, cache_block=None
+)
+FAMILIES = ["qwen3", "phi3-untied", "gpt2-tied", "mixtral-tied", "glm4_moe-untied"]
+
+
+def moved(name: str) -> Any:
+    """A model in float32 whose weights bfloat16 cannot hold."""
+    model = tiny_model(name)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in own_tensors(model).values():
+            tensor.add_(0.02 * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def on_disk(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("language_model.model.layers.3.mlp.gate.weight", "layers.3.mlp.gate"),
+        ("model.language_model.layers.3.mlp.gate.e_score_correction_bias", "layers.3.mlp.gate"),
+        ("transformer.h.10.attn.c_attn.weight", "h.10.attn.c_attn"),
+        ("backbone.layers.3.A_log", "layers.3"),
+        ("model.embed_tokens.weight", "embed_tokens"),
+        ("lm_head.weight", "lm_head"),
+    ],
+)
+def test_module_of(name: str, module: str) -> None:
+    assert module_of(name) == module
+
+
+def test_what_is_rounded() -> None:
+    wide, vector, whole = torch.tensor([[1.001]]), torch.tensor([1.001]), torch.tensor([[7]])
+    weights = {
+        "model.layers.0.up.weight": wide,
+        "model.layers.0.norm.weight": vector,
+        "model.layers.0.gate.weight": wide,
+        "model.layers.1.gate.weight": wide,
+        "model.count": whole,
+        "lm_head.weight": wide.bfloat16(),
+    }
+    facts = replace(FACTS, wider=("language_model.model.layers.0.gate.e_score_correction_bias",))
+    cast = dict(cast_for(facts, weights.items()))
+    assert [(name, tensor.dtype, tensor.item()) for name, tensor in cast.items()] == [
+        ("model.layers.0.up.weight", torch.bfloat16, 1.0),
+        ("model.layers.0.norm.weight", torch.float32, vector.item()),
+        ("model.layers.0.gate.weight", torch.float32, wide.item()),
+        ("model.layers.1.gate.weight", torch.bfloat16, 1.0),
+        ("model.count", torch.int64, 7),
+        ("lm_head.weight", torch.bfloat16, 1.0),
+    ]
+    exact = replace(FACTS, settings=replace(SETTINGS, dtype="float32"))
+    assert all(tensor is weights[name] for name, tensor in cast_for(exact, weights.items()))  # nothing is widened, or copied
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_engine_gets_the_weights_that_it_would_have_rounded_to(name: str) -> None:
+    model = moved(name)
+    engines = [TransformersEngine(model=tiny_model(name).bfloat16(), fp32_head=True, max_num_seqs=8) for _ in range(2)]
+    engines[0].sync(checkpoint_tensors(model), 1)
+    arrived: dict[str, Tensor] = {}
+    sync = engines[1].sync
+
+    def seen(weights: Iterator[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+        return sync(((key, arrived.setdefault(key, tensor)) for key, tensor in weights), version, hashed)
+
+    engines[1].sync = seen  # type: ignore[method-assign, assignment]
+    send_weights(engines[1], model, 1, Processes.alone(), hashed=True)
+    rounded, cast = (own_tensors(engine._model) for engine in engines)
+    assert all(torch.equal(rounded[key], cast[key]) for key in rounded)
+    assert {tensor.dtype for tensor in arrived.values() if tensor.dim() > 1} == {torch.bfloat16}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_vllm_computes_what_it_computed_from_wider_weights(name: str) -> None:
+    model, sampling = moved(name), Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
+    requests = [request([10, 20, 30 + place], place) for place in range(8)]
+    engine = open_vllm(name, dtype="bfloat16", max_model_len=80, max_num_seqs=16)
+    try:
+        engine.sync(checkpoint_tensors(model), 1)
+        rounded = engine.generate(requests, sampling)
+        send_weights(engine, tiny_model(name), 0, Processes.alone())
+        before = engine.generate(requests, sampling)
+        send_weights(engine, model, 1, Processes.alone(), hashed=True)
+        assert engine.generate(requests, sampling) == rounded
+        assert [answer.logp.tolist() for answer in before] != [answer.logp.tolist() for answer in rounded]
+    finally:
+        engine.close()
+
+
+def test_a_sync_of_a_bfloat16_engine_writes_half_the_bytes(tmp_path: Path) -> None:
+    model, outbox = moved("qwen3"), Outbox(str(tmp_path))
+    try:
+        wide = on_disk(outbox.write(checkpoint_tensors(model), 1))
+        narrow = on_disk(outbox.write(cast_for(FACTS, checkpoint_tensors(model)), 2))
+        assert wide > 3_000_000
+        assert 0.5 < narrow / wide <= 0.52
+    finally:
+        outbox.close()
+
+
+def test_one_copy_of_the_weights_lies_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    def counted(part: dict[str, Tensor], file: Path) -> None:
+        save_file(part, file)
+        held.append(on_disk(tmp_path))
+
+    monkeypatch.setattr(transfer, "save_file", counted)
+    monkeypatch.setattr(transfer, "FILE_BYTES", 1 << 18)
+    model, outbox = moved("qwen3"), Outbox(str(tmp_path))
+    try:
+        outbox.keep(first := outbox.write(checkpoint_tensors(model), 1))
+        whole, files = on_disk(tmp_path), len(held)
+        assert files > 5 and outbox.current == first
+        outbox.keep(second := outbox.write(checkpoint_tensors(model), 2))
+        assert len(held) == 2 * files and max(held) == whole == on_disk(tmp_path)
+        assert not first.exists() and outbox.current == second
+    finally:
+        outbox.close()
+
+
+class Loading:
+    """A server that loads only while another one does."""
+
+    def __init__(self, url: str, meeting: threading.Barrier) -> None:
+        self.url, self._meeting = url, meeting
+        self.labels: list[str] = []
+
+    def load(self, folder: str, version: int, hashed: bool) -> Receipt:
+        self._meeting.wait(HANGS)
+        return Receipt(version=version, received={"w": "float32[2]"}, not_loaded=())
+
+    def set_label(self, label: str) -> None:
+        self.labels.append(label.partition(".")[2])
+
+    def reset_cache(self) -> None:
+        pass
+
+
+def test_all_servers_load_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fleet, "_examined", staticmethod(lambda server, shape: FACTS))
+    meeting = threading.Barrier(3)
+    servers = [Loading(f"http://{number}", meeting) for number in range(3)]
+    members = [Member(server, None) for server in servers]  # type: ignore[arg-type]
+    fleet = Fleet(members=members, shape={}, in_flight=False, restarts=0, carrier=Outbox(None), say=print)
+    try:
+        receipt = fleet.sync([("w", torch.ones(2))], 1)
+        assert receipt.received == {"w": "float32[2]"} and fleet.held.version == 1
+        assert [server.labels for server in servers] == [["", "1"]] * 3
+    finally:
+        fleet.close()
+
+
+def test_what_cannot_be_written_leaves_nothing_to_bring_a_server_back_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(str(tmp_path))
+
+    def full(part: dict[str, Tensor], file: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    try:
+        outbox.keep(outbox.write([("w", torch.ones(2))], 1))
+        monkeypatch.setattr(transfer, "save_file", full)
+        with pytest.raises(EngineError, match=r"No space left on device; set engine\.transfer_dir to a larger place"):
+            outbox.write([("w", torch.ones(2))], 2)
+        assert outbox.current is None and on_disk(tmp_path) == 0
+    finally:
+        outbox.close()
