@@ -24,6 +24,11 @@ def reason(error: Exception, what: str, helps: Sequence[str]) -> str:
     )
 
 
+def one_line(error: BaseException) -> str:
+    """Returns class and message of an error of a library, on one line of 300 characters at most."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:300]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether `error` is an out-of-memory error."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))

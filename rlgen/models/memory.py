@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from rlgen.errors import SetupError
 from rlgen.losses.logp import CHUNK_LOGITS
+from rlgen.models.decoder import attention_of, decoder_of
 
 GIB = 1 << 30
 FLOAT32 = 4  # bytes of a weight that is trained
@@ -109,9 +110,9 @@ def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, 
         SetupError: transformers has no causal language model for this config.
     """
     text = config.get_text_config()
-    # torch's fused attention cannot cap its logits, so `models.load` uses eager attention.
-    capped = getattr(text, "attn_logit_softcapping", None) is not None
-    attention = "eager" if capped or attention == "eager" else "sdpa"  # flash_attention_2 keeps what sdpa's kernel keeps
+    attention = attention_of(
+        config, "sdpa" if attention == "flash_attention_2" else attention
+    )  # which keeps what sdpa's kernel keeps
     with FakeTensorMode():
         model = fake_model(config, attention, torch.float32)
         tensors = list(model.parameters())
@@ -176,7 +177,7 @@ def run_fake(
             model.gradient_checkpointing_enable()
             model.train()
         with kept(model) as storages, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            states = model.get_decoder()(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
+            states = decoder_of(model)(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
         del states
         return sum(storage.nbytes() for storage in storages.values())
 
