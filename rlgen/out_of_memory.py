@@ -3,6 +3,7 @@
 import re
 import resource
 from collections.abc import Sequence
+from traceback import extract_tb
 
 import psutil
 import torch
@@ -25,8 +26,9 @@ def reason(error: Exception, what: str, helps: Sequence[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns class and message of an error of a library, on one line of 300 characters at most."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:300]
+    """Returns class and message of a library's error on one line, at most 300 characters; of one without a message the code."""
+    said = " ".join(str(error).split()) or next((frame.line for frame in extract_tb(error.__traceback__)[-1:] if frame.line), "")
+    return f"{type(error).__name__}: {said}".rstrip(": ")[:300]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -63,7 +63,7 @@ HYBRID = ["linear_attention", "linear_attention", "full_attention", "full_attent
 ROTATION: dict[str, object] = {"rope_type": "default", "rope_theta": 1e4}
 QSA: dict[str, object] = {
     "indexer_n_heads": 2,
-    "indexer_kv_heads": 2,
+    "indexer_kv_heads": 1,
     "indexer_head_dim": 32,
     "indexer_budget": 16,
     "indexer_compress_ratio": 4,
@@ -98,6 +98,9 @@ FITTING: dict[str, dict[str, object]] = {
         "ffn_config": {"ffn_hidden_size": INNER},
     },
     "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "n_shared_experts": 1},
+    "falcon": {"ffn_hidden_size": 4 * WIDTH},  # vLLM knows no other
+    "llama4": {"text_config": {"attention_chunk_size": 128}},  # of vLLM's cache blocks on the CPU
+    "llama4_text": {"attention_chunk_size": 128},
     "falcon_h1": {"mamba_d_ssm": 2 * WIDTH},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},

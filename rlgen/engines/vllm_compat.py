@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings
 from rlgen.errors import EngineError, SetupError
-from rlgen.out_of_memory import GIB, is_out_of_memory, reason
+from rlgen.out_of_memory import GIB, is_out_of_memory, one_line, reason
 from rlgen.types import Request, Sampling
 
 if TYPE_CHECKING:
@@ -199,6 +199,8 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
         # A seeded request whose prompt is split over two steps crashes the CPU engine.
         chosen["enable_chunked_prefill"] = False
         chosen["max_num_batched_tokens"] = max(4096, plan.max_model_len)
+        if plan.keeps_states() and "enable_prefix_caching" not in plan.extra:
+            chosen["enable_prefix_caching"] = False  # of recurrent layers it demands chunked prefill
     if (cache := plan.kv_cache_bytes()) is not None:
         chosen["kv_cache_memory_bytes"] = cache
     return chosen
@@ -244,7 +246,7 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         try:
             return vllm.LLM(**arguments)
         except Exception as error:  # vLLM does not wrap the errors of its libraries
-            said = " ".join(reason(error, "the engine's start", what_helps(arguments)).split()) or type(error).__name__
+            said = " ".join(reason(error, "the engine's start", what_helps(arguments)).split()) or one_line(error)
             if not (torch.cuda.is_available() or is_out_of_memory(error)):
                 said = f"{said}; {ELSEWHERE}"
             raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {said}") from error
@@ -424,14 +426,18 @@ def listen(model: nn.Module, ledger: Ledger | None = None) -> None:
         ledger: records each tensor as it arrives, before anything is packed. None: the sender records them.
     """
     load = model.load_weights
-    missed = {name for name, _ in model.named_parameters()}
+    names: dict[int, set[str]] = {}  # of one tensor: where vLLM runs the code of transformers, some layers stand in two places
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    aliases = {name: same for same in names.values() for name in same}
+    missed = set(aliases)
 
     def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         loaded: set[str] | None = load(ledger.record(weights) if ledger else weights)  # type: ignore[operator]
         if loaded is None:  # this loader does not report what it filled
             missed.clear()
         else:
-            missed.difference_update(loaded)
+            missed.difference_update(*(aliases.get(name, ()) for name in loaded))
         return loaded
 
     model.__dict__.update(load_weights=heard, rlgen_missed=missed)

@@ -7,7 +7,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ import torch
 from conftest import CPU, read_jsonl, tiny_model
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
+from torch import nn
 
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import SetupError
+from rlgen.engines.vllm_compat import ELSEWHERE, INDISPENSABLE, listen, open_llm, stop_listening
+from rlgen.errors import EngineError, SetupError
 from rlgen.metrics import Metric
 from rlgen.models.decoder import decoder_of
 from rlgen.models.load import load_model
@@ -123,6 +127,23 @@ def test_a_model_whose_code_cannot_decode_is_refused(monkeypatch: pytest.MonkeyP
         TransformersEngine(model=model, fp32_head=True, max_num_seqs=2)
 
 
+def test_what_vllm_does_not_serve_on_the_cpu_says_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starting(**_: object) -> None:
+        raise NotImplementedError("MLA is not implemented\n  for CPU")
+
+    vllm = SimpleNamespace(__version__="0.32.0", LLM=starting, EngineArgs=None)
+    arguments = dict.fromkeys(INDISPENSABLE, "model") | {"max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 30}
+    vllm.EngineArgs = make_dataclass("EngineArgs", arguments)
+    said = "vLLM 0.32.0 did not start on model: MLA is not implemented for CPU"
+    with pytest.raises(EngineError) as caught:
+        open_llm(vllm, arguments)
+    assert str(caught.value) == f"{said}; {ELSEWHERE}" and "set engine.kind to transformers here" in ELSEWHERE
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(EngineError) as caught:
+        open_llm(vllm, arguments)
+    assert str(caught.value) == said, "on a GPU nothing is known that would serve it"
+
+
 @pytest.mark.parametrize("name", slow_but(FAMILIES, "qwen3_next"))
 def test_families_of_today_train_with_the_transformers_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentinel climbs before step 1 and looks at every batch. A row that ends early leaves the batch, with its cache."""
@@ -135,6 +156,24 @@ def test_families_of_today_train_with_the_transformers_engine(name: str, tmp_pat
     for step in steps:
         assert step[Metric.SAMPLER_DELTA_MAX] <= sweep.BOUND
         assert step[Metric.GRAD_NORM] > 0 and step[Metric.WEIGHTS_VERSION] == step["step"]
+
+
+def test_a_layer_in_two_places_arrives_by_either_name() -> None:
+    """Where vLLM runs the code of transformers, shared experts and the router of a layer have two names each."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.experts = nn.ModuleDict({"gate": self.gate})
+
+        def load_weights(self, weights: object) -> set[str]:
+            return {"experts.gate.weight", "gate.bias", "other.weight"}
+
+    model = Model()
+    listen(model)
+    model.load_weights([])
+    assert stop_listening(model) == {"other.bias"}
 
 
 def test_outcomes_of_the_sweep() -> None:
