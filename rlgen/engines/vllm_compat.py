@@ -497,7 +497,7 @@ def forget_expert_kernels(model: nn.Module) -> None:
     kernel reads unpacked weights as packed ones: log-probs are then wrong by nats, without any error.
     """
     for module in model.modules():
-        if type(module).__name__ == "RoutedExperts":
+        if any(kind.__name__ == "RoutedExperts" for kind in type(module).__mro__):  # gpt-oss and others have a subclass
             module.quant_method.moe_kernel = None  # type: ignore[union-attr]
 
 

@@ -68,7 +68,7 @@ def judged(
 
 def instead(probe: Probe) -> str:
     """Returns advice where vLLM's code of an architecture differs from the trainer's: the engine that has the same code."""
-    on_vllm = probe.engine.facts().engine.startswith("vllm")
+    on_vllm = probe.engine.facts().engine.startswith("vllm ")
     return "; if vLLM serves this architecture otherwise, engine.kind: transformers has the trainer's own code" if on_vllm else ""
 
 

@@ -21,7 +21,7 @@ from helpers.waiting import HANGS
 from torch import nn
 
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.engines.vllm_compat import ELSEWHERE, INDISPENSABLE, listen, open_llm, stop_listening
+from rlgen.engines.vllm_compat import ELSEWHERE, INDISPENSABLE, forget_expert_kernels, listen, open_llm, stop_listening
 from rlgen.errors import EngineError, SetupError
 from rlgen.metrics import Metric
 from rlgen.models.decoder import decoder_of
@@ -93,12 +93,10 @@ def test_the_decoder_is_found_where_transformers_finds_none(tmp_path: Path) -> N
 
 
 def test_a_model_that_sees_later_ids_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        SetupError, match="BertLMHeadModel does not generate from left to right: hidden states change by"
-    ) as error:
-        Policy(loaded("bert", tmp_path), torch.float32, True)
-    assert "`is_decoder: true`" in str(error.value)
-    Policy(loaded("bert:decoder", tmp_path / "decoder"), torch.float32, True)
+    said = "BertGenerationDecoder does not generate from left to right: hidden states change by .* `is_decoder: true`"
+    with pytest.raises(SetupError, match=said):
+        Policy(loaded("bert-generation", tmp_path), torch.float32, True)
+    Policy(loaded("bert-generation:decoder", tmp_path / "decoder"), torch.float32, True)
 
 
 def test_a_model_that_needs_more_than_ids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +116,10 @@ def test_a_model_whose_code_cannot_decode_is_refused(monkeypatch: pytest.MonkeyP
     model = tiny_model("llama")
     forward = model.model.forward
 
-    def without_cache(*, input_ids: torch.Tensor, use_cache: bool) -> Any:
-        return forward(input_ids=input_ids, use_cache=use_cache)
+    def without_cache(**inputs: Any) -> Any:
+        if inputs["use_cache"]:
+            raise TypeError("forward() got an unexpected keyword argument 'past_key_values'")
+        return forward(**inputs)
 
     monkeypatch.setattr(model.model, "forward", without_cache)
     said = "engine.kind: transformers cannot decode LlamaForCausalLM in batches with its cache .* set engine.kind to colocated"
@@ -174,6 +174,22 @@ def test_a_layer_in_two_places_arrives_by_either_name() -> None:
     listen(model)
     model.load_weights([])
     assert stop_listening(model) == {"other.bias"}
+
+
+def test_kernels_of_every_kind_of_experts_are_built_anew() -> None:
+    """Those of gpt-oss, and of models that vLLM runs by the code of transformers, are subclasses of vLLM's experts."""
+
+    class RoutedExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant_method = SimpleNamespace(moe_kernel="packed")
+
+    class OtherRoutedExperts(RoutedExperts):
+        pass
+
+    model = nn.Sequential(RoutedExperts(), OtherRoutedExperts(), nn.Linear(2, 2))
+    forget_expert_kernels(model)
+    assert [experts.quant_method.moe_kernel for experts in list(model)[:2]] == [None, None]
 
 
 def test_outcomes_of_the_sweep() -> None:
