@@ -15,9 +15,9 @@ ADVICE = " If reserved but unallocated"  # start of torch's advice about its all
 
 
 def reason(error: Exception, what: str, helps: Sequence[str]) -> str:
-    """Returns the message of `error`; if memory ran out, one that also names `what`, the peak memory so far and `helps`."""
+    """Returns the message of `error`, or its class. If memory ran out, also names `what`, the peak memory so far and `helps`."""
     if not is_out_of_memory(error):
-        return str(error)
+        return str(error) or one_line(error)
     said = " ".join(str(error).partition(ADVICE)[0].split()).rstrip(".") or type(error).__name__
     return (
         f"the memory does not suffice for {what}: {said}; {peak()}. What helps most: {' or '.join(helps)};"

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings
 from rlgen.errors import EngineError, SetupError
-from rlgen.out_of_memory import GIB, is_out_of_memory, one_line, reason
+from rlgen.out_of_memory import GIB, is_out_of_memory, reason
 from rlgen.types import Request, Sampling
 
 if TYPE_CHECKING:
@@ -246,10 +246,14 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         try:
             return vllm.LLM(**arguments)
         except Exception as error:  # vLLM does not wrap the errors of its libraries
-            said = " ".join(reason(error, "the engine's start", what_helps(arguments)).split()) or one_line(error)
-            if not (torch.cuda.is_available() or is_out_of_memory(error)):
-                said = f"{said}; {ELSEWHERE}"
+            said = refusal(error, "the engine's start", what_helps(arguments))
             raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {said}") from error
+
+
+def refusal(error: Exception, what: str, helps: Sequence[str]) -> str:
+    """Returns the message of vLLM's error before its first answer, on one line; on the CPU with what may serve the model."""
+    said = " ".join(reason(error, what, helps).split())
+    return said if torch.cuda.is_available() or is_out_of_memory(error) else f"{said}; {ELSEWHERE}"
 
 
 @contextmanager
@@ -394,8 +398,7 @@ def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], N
         The engine's own names of tensors that the loader did not fill. Empty for a quantised model, whose tensors are loaded
         under other names than they are held.
     """
-    if not torch.cuda.is_available():
-        forget_expert_kernels(model)
+    forgotten = {} if torch.cuda.is_available() else forget_expert_kernels(model)
     listen(model)
     try:
         reload(weights)
@@ -403,7 +406,9 @@ def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], N
         stop_listening(model)
         put_back(model, model_config)
         raise
-    return finish_listening(model, model_config)
+    # The loader of some architectures (gpt-oss) copies experts past the reload, which then builds no kernel.
+    unbuilt = [name for name, layer in forgotten.items() if layer.quant_method.moe_kernel is None]  # type: ignore[union-attr]
+    return (*finish_listening(model, model_config), *unbuilt)
 
 
 def put_back(model: nn.Module, model_config: Any) -> None:
@@ -490,15 +495,22 @@ def reset_prefix_cache(llm: Any) -> bool:
     return done
 
 
-def forget_expert_kernels(model: nn.Module) -> None:
+def forget_expert_kernels(model: nn.Module) -> dict[str, nn.Module]:
     """Removes the kernels of mixture-of-experts layers, so that the next reload builds them anew as the first load did.
 
     On the CPU the first load packs the experts' weights for its kernel; a reload into an existing kernel skips that, and the
     kernel reads unpacked weights as packed ones: log-probs are then wrong by nats, without any error.
+
+    Returns:
+        The layers whose kernels were removed, by name.
     """
-    for module in model.modules():
-        if any(kind.__name__ == "RoutedExperts" for kind in type(module).__mro__):  # gpt-oss and others have a subclass
-            module.quant_method.moe_kernel = None  # type: ignore[union-attr]
+    found = {}
+    for name, layer in model.named_modules():
+        # some architectures have a subclass
+        if "RoutedExperts" in (kind.__name__ for kind in type(layer).__mro__) and layer.quant_method.moe_kernel is not None:  # type: ignore[union-attr]
+            layer.quant_method.moe_kernel = None  # type: ignore[union-attr]
+            found[name] = layer
+    return found
 
 
 def repack_heads(model: nn.Module) -> int:
