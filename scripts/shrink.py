@@ -50,6 +50,7 @@ SMALL: dict[str, object] = {
 }
 
 MLA: dict[str, object] = {"num_key_value_heads": HEADS}  # keys and values of all heads are made from one latent vector
+FULL_MLA = {**MLA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}  # the sizes for which vLLM has kernels
 HEADS_ALONE: dict[str, object] = {"head_dim": HEAD_DIM}
 WINDOWS: dict[str, object] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 CONVOLUTIONS: dict[str, object] = {"layer_types": ["conv", "full_attention"] * 2}
@@ -72,8 +73,8 @@ NEEDS_BOS: dict[str, object] = {"bos_token_id": 257}
 
 # What the names do not say, by model type: settings that must fit each other, and lists with one entry for each layer.
 FITTING: dict[str, dict[str, object]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"), MLA),
-    **dict.fromkeys(("minicpm3", "youtu"), MLA),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "minicpm3"), MLA),
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "longcat_flash", "youtu"), FULL_MLA),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), HEADS_ALONE),
     **dict.fromkeys(("cwm", "modernbert-decoder"), NEEDS_BOS),
     **dict.fromkeys(("gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"), WINDOWS),
@@ -91,7 +92,9 @@ FITTING: dict[str, dict[str, object]] = {
     "qwen4_exp_text": QSA,
     "qwen4_exp": {"text_config": QSA},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**ROTATION, "mrope_section": [6, 5, 5]}}},
-    "deepseek_v2": {**MLA, "num_experts_per_tok": CHOSEN, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**FULL_MLA, "topk_method": "noaux_tc"},  # as its checkpoints say
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "deepseek_v2": {**FULL_MLA, "num_experts_per_tok": CHOSEN, "n_group": 1, "topk_group": 1},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -121,7 +124,7 @@ FORMS: dict[str, dict[str, object]] = {
     "gpt2:scaled-by-layer": {"scale_attn_by_inverse_layer_idx": True},
     "opt:projected": {"word_embed_proj_dim": NARROW, "do_layer_norm_before": False},
     "bert-generation:decoder": {"is_decoder": True},
-    "gpt_bigcode:many-heads": {"multi_query": False},
+    "gpt_bigcode:many-heads": {"multi_query": False, "num_key_value_heads": HEADS},
     "llama:tied": {"tie_word_embeddings": True},
     "mistral:no-window": {"sliding_window": None},
     "qwen2:window": {"use_sliding_window": True, "max_window_layers": 2},
