@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock clean
+.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -64,6 +64,9 @@ ahead: $(READY) ## time steps that sample ahead on a server, beside strictly on-
 
 parity: $(READY) ## compare log-probs of vLLM and trainer for every tiny model, after a sync of changed weights
 	$(VENV)/python scripts/parity.py
+
+sweep: $(READY) ## open a small model of every type that transformers has with both engines: served right, or refused in one sentence
+	OMP_NUM_THREADS=1 $(VENV)/python scripts/sweep.py
 
 head-memory: $(READY) ## measure peak memory and time of the chunked head, beside the computation of all logits at once
 	$(VENV)/python scripts/head_memory.py

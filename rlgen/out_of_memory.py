@@ -3,6 +3,7 @@
 import re
 import resource
 from collections.abc import Sequence
+from traceback import extract_tb
 
 import psutil
 import torch
@@ -14,14 +15,20 @@ ADVICE = " If reserved but unallocated"  # start of torch's advice about its all
 
 
 def reason(error: Exception, what: str, helps: Sequence[str]) -> str:
-    """Returns the message of `error`; if memory ran out, one that also names `what`, the peak memory so far and `helps`."""
+    """Returns the message of `error`, or its class. If memory ran out, also names `what`, the peak memory so far and `helps`."""
     if not is_out_of_memory(error):
-        return str(error)
+        return str(error) or one_line(error)
     said = " ".join(str(error).partition(ADVICE)[0].split()).rstrip(".") or type(error).__name__
     return (
         f"the memory does not suffice for {what}: {said}; {peak()}. What helps most: {' or '.join(helps)};"
         " `rlgen estimate` has the whole table"
     )
+
+
+def one_line(error: BaseException) -> str:
+    """Returns class and message of a library's error on one line, at most 300 characters; of one without a message the code."""
+    said = " ".join(str(error).split()) or next((frame.line for frame in extract_tb(error.__traceback__)[-1:] if frame.line), "")
+    return f"{type(error).__name__}: {said}".rstrip(": ")[:300]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "rlgen" / "docs"
 FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SAID = 240  # characters of an error message in a table
 # These read metrics; every other file that names one writes it.
 READERS = ("metrics.py", "run/health.py", "run/console.py", "run/live.py", "run/sinks/", "opening/", "look/", "cli/")
 
@@ -313,6 +314,41 @@ def faults() -> str:
     return table(["#", "fault", "produced by `make faults`"], [(str(n), title, state(n)) for n, title in CASES.items()])
 
 
+# --- architectures ---------------------------------------------------------------------------------------------------
+
+
+def sweep() -> str:
+    """What `make sweep` found: how many by outcome, the gaps of the model types that are served, what is said of the others."""
+    results: dict[str, dict[str, dict[str, Any]]] = json.loads((ROOT / "scripts" / "sweep.json").read_text())
+    engines = {"transformers": "transformers engine", "colocated": "vLLM on the CPU"}
+    outcomes = ("healthy", "refused", "not built", "defect")
+    found = {(name, engine): one for name, both in results.items() for engine, one in both.items()}
+    counts = [
+        (outcome, *(str(sum(one["outcome"] == outcome for (_, of), one in found.items() if of == engine)) for engine in engines))
+        for outcome in outcomes
+    ]
+
+    def gap(name: str, engine: str) -> str:
+        one = found.get((name, engine), {"outcome": "–"})
+        return f"{one['gap']:.1e}" if one["outcome"] == "healthy" else str(one["outcome"])
+
+    served = [name for name, both in results.items() if any(one["outcome"] == "healthy" for one in both.values())]
+    rows = [(f"`{name}`", *(gap(name, engine) for engine in engines)) for name in served]
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for (name, engine), one in found.items():
+        if one["outcome"] != "healthy":
+            said = one["said"] if len(one["said"]) <= SAID else one["said"][:SAID].rsplit(" ", 1)[0] + " …"
+            told.setdefault((engines[engine], str(one.get("exit", one["outcome"])), said), []).append(f"`{name}`")
+    others = [(", ".join(names), *key) for key, names in sorted(told.items())]
+    return "\n".join(
+        [
+            table(["outcome", *engines.values()], counts),
+            table(["served: model type, or a form of it", *(f"max abs(Δ), {engine}" for engine in engines.values())], rows),
+            table(["model types", "engine", "exit", "what is said"], others),
+        ]
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipe": recipe_fields,
     "choices": choices,
@@ -325,6 +361,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "sentinel-faults": sentinel_faults,
     "faults": faults,
+    "sweep": sweep,
 }
 
 

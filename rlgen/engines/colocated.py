@@ -38,7 +38,7 @@ class ColocatedEngine:
             # vLLM's default executor uses the first GPU in every process, and starts its own processes for tensor parallelism.
             arguments["distributed_executor_backend"] = "external_launcher"
             arguments["distributed_timeout_seconds"] = arguments["cpu_distributed_timeout_seconds"] = math.ceil(wait)
-        self._plan, self._asleep = plan, False
+        self._plan, self._asleep, self._answered = plan, False, False
         self._version = 0
         self._syncs = 0
         self._less_memory = vllm_compat.what_helps(arguments)
@@ -80,8 +80,9 @@ class ColocatedEngine:
         except RlgenError:
             raise
         except Exception as error:  # vLLM does not wrap the errors of its libraries
-            said = reason(error, "sampling", self._less_memory)
+            said = (reason if self._answered else vllm_compat.refusal)(error, "sampling", self._less_memory)
             raise EngineError(f"vLLM failed while working on {len(prompts)} requests: {said}") from error
+        self._answered = True
         return outputs
 
     def _completion(self, output: Any) -> Completion:

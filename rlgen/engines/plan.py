@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from rlgen.errors import UsageError
-from rlgen.models.memory import cache_elements, read_config
+from rlgen.models.memory import cache_elements, keeps_states, read_config
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
 
 GIB = 1 << 30
 CPU_KV_LIMIT = 4 * GIB  # largest KV cache on the CPU if the recipe does not set its size
+CPU_STATES = GIB  # least KV cache on the CPU for a model with states, whose size only vLLM knows
 CPU_BLOCK = 128  # tokens of a KV block on the CPU
 
 # The fields of a plan that do not affect completions, and why. All other fields, new ones too, are part of the digest.
@@ -111,7 +112,11 @@ class EnginePlan:
             return None
         a_token = cache_elements(read_config(self.model, self.revision)) * getattr(torch, self.dtype).itemsize
         tokens = (self.max_num_seqs + 1) * math.ceil(self.max_model_len / CPU_BLOCK) * CPU_BLOCK
-        return min(a_token * tokens, CPU_KV_LIMIT)
+        return min(max(a_token * tokens, CPU_STATES if self.keeps_states() else 0), CPU_KV_LIMIT)
+
+    def keeps_states(self) -> bool:
+        """Returns whether the model has recurrent layers. Raises SetupError if its config cannot be read."""
+        return keeps_states(read_config(self.model, self.revision))
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:

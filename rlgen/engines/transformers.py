@@ -6,16 +6,18 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlgen.engines.base import Abilities, Facts, Finished, Ledger, Receipt, Settings, wider_parameters
 from rlgen.engines.plan import digest_of
-from rlgen.errors import EngineError
+from rlgen.errors import EngineError, SetupError
 from rlgen.losses.logp import head_dtype
+from rlgen.models.decoder import decoder_of
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import Head
 from rlgen.models.weights import model_tensors, own_tensors
-from rlgen.types import Completion, FinishReason, Ids, LogProbs, Request, Sampling, one_span
+from rlgen.out_of_memory import is_out_of_memory, one_line
+from rlgen.types import Completion, FinishReason, Ids, LogProbs, Request, Sampling, ids_of, one_span
 
 
 class TransformersEngine:
@@ -25,6 +27,9 @@ class TransformersEngine:
         model: the engine's own copy, in its own dtype and on its own device; `sync` overwrites its weights.
         fp32_head: whether logits are computed in float32 whatever the dtype, as the trainer does.
         max_num_seqs: completions decoded at the same time.
+
+    Raises:
+        SetupError: the model's code cannot decode a batch with a cache.
     """
 
     def __init__(self, *, model: PreTrainedModel, fp32_head: bool, max_num_seqs: int) -> None:
@@ -33,6 +38,7 @@ class TransformersEngine:
         self._fp32_head = fp32_head
         self._max_num_seqs = max_num_seqs
         self._version = 0
+        self._try_decoding()
 
     @property
     def weight_version(self) -> int:
@@ -64,6 +70,20 @@ class TransformersEngine:
             cache_block=None,
             wider=wider_parameters(model, model.dtype),
         )
+
+    def _try_decoding(self) -> None:
+        """Decodes two short prompts, of which one ends first. Raises SetupError if the code of the architecture cannot."""
+        requests = [Request(prompt_ids=ids_of(ids), seed=seed) for seed, ids in enumerate([(3, 4, 5), (6,)])]
+        try:
+            first = self.generate(requests, Sampling(max_tokens=1, temperature=0.0, stop_ids=()))[0]
+            self.generate(requests, Sampling(max_tokens=2, temperature=0.0, stop_ids=tuple(first.token_ids.tolist())))
+        except Exception as error:  # each architecture has code of its own, and may fail in any way
+            if is_out_of_memory(error):
+                raise
+            raise SetupError(
+                f"engine.kind: transformers cannot decode {type(self._model).__name__} in batches with its cache"
+                f" ({one_line(error)}); if vLLM serves it, set engine.kind to colocated or server"
+            ) from error
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
@@ -113,11 +133,12 @@ class TransformersEngine:
 
         running = torch.arange(len(requests), device=device)  # rows still being decoded; finished ones are removed
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self._model.config)
+        cache = None  # the model makes its own: some have other kinds of layers than its config says
         for step in range(sampling.max_tokens):
-            hidden = self._model.get_decoder()(
+            output = decoder_of(self._model)(
                 input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True
-            ).last_hidden_state[:, -1]
+            )
+            hidden, cache = output.last_hidden_state[:, -1], output.past_key_values
             logits = self._head.logits(hidden, self._fp32_head)
             logp = (logits / sampling.logp_temperature).log_softmax(-1)
             if sampling.top_p < 1:
@@ -133,7 +154,7 @@ class TransformersEngine:
             if len(keep) == 0:
                 return
             if len(keep) < len(running):
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)  # not `batch_select_indices`, which layers of linear attention lack
                 running, attended, positions, chosen = running[keep], attended[keep], positions[keep], chosen[keep]
             ids = chosen[:, None]
             attended = torch.cat([attended, attended.new_ones(len(running), 1)], dim=-1)
@@ -146,7 +167,7 @@ class TransformersEngine:
         answers = []
         for prompt_ids, completion_ids in rows:
             ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids], dtype=np.int64))[None].to(self._model.device)
-            hidden = self._model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt_ids) - 1 : -1]
+            hidden = decoder_of(self._model)(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt_ids) - 1 : -1]
             logp = self._head.logits(hidden, self._fp32_head).log_softmax(-1)
             answers.append(logp.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].cpu().numpy())
         return answers

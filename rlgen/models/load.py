@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 
 from rlgen.errors import SetupError
+from rlgen.models.decoder import attention_of
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import non_finite, own_tensors
 from rlgen.recipe.paths import like
@@ -159,13 +160,11 @@ def load_model(
     packed = None if quantization is None else quantized(quantization, dtype, device)
     try:
         config = load_config(location, revision)
-        # torch's fused attention ignores the cap of its logits without an error, so the model would differ from vLLM's.
-        caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         model, report = AutoModelForCausalLM.from_pretrained(
             location,
             revision=revision,
             dtype=dtype,
-            attn_implementation="eager" if caps and attention == "sdpa" else attention,
+            attn_implementation=attention_of(config, attention),
             use_safetensors=True,  # pickled weights are never opened
             trust_remote_code=False,
             output_loading_info=True,
@@ -173,7 +172,8 @@ def load_model(
         )
     except (OSError, ValueError, ImportError) as error:
         hint = f"; if it has pickled weights only, {CONVERT}" if "safetensors" in str(error) else ""
-        raise SetupError(f"model.path: {location} cannot be loaded: {' '.join(str(error).split())}{hint}") from error
+        said = " ".join(str(error).split()).partition(" Model type should be one of")[0]
+        raise SetupError(f"model.path: {location} cannot be loaded: {said[:500]}{hint}") from error
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
     if packed is None:

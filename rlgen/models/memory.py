@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from rlgen.errors import SetupError
 from rlgen.losses.logp import CHUNK_LOGITS
+from rlgen.models.decoder import attention_of, decoder_of
 
 GIB = 1 << 30
 FLOAT32 = 4  # bytes of a weight that is trained
@@ -66,6 +67,9 @@ class Plan:
     device: int | None  # bytes of the device's memory, if known
 
 
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # names of configs, the first that is there counts
+STATE_LAYERS = {"linear_attention", "hybrid", "conv", "recurrent"}  # transformers' names
+
 Parts = dict[str, int]  # bytes by part
 
 # How each part is determined: counted from the config, computed, measured once on tiny models, or assumed.
@@ -109,9 +113,8 @@ def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, 
         SetupError: transformers has no causal language model for this config.
     """
     text = config.get_text_config()
-    # torch's fused attention cannot cap its logits, so `models.load` uses eager attention.
-    capped = getattr(text, "attn_logit_softcapping", None) is not None
-    attention = "eager" if capped or attention == "eager" else "sdpa"  # flash_attention_2 keeps what sdpa's kernel keeps
+    # flash_attention_2 keeps what sdpa's kernel keeps
+    attention = attention_of(config, "sdpa" if attention == "flash_attention_2" else attention)
     with FakeTensorMode():
         model = fake_model(config, attention, torch.float32)
         tensors = list(model.parameters())
@@ -144,12 +147,20 @@ def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> 
 
 
 def cache_elements(config: PreTrainedConfig) -> int:
-    """Returns the KV-cache elements per token: 2 * layers * kv_heads * head_dim. Ignores sliding windows."""
+    """Returns the KV-cache elements per token: 2 * layers * kv_heads * head_dim, 0 without attention. Ignores sliding windows."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = [count for name in KV_HEADS if (count := getattr(text, name, None))]
+    if not heads:
+        return 0
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    elements: int = 2 * text.num_hidden_layers * heads * head_dim
+    elements: int = 2 * text.num_hidden_layers * heads[0] * head_dim
     return elements
+
+
+def keeps_states(config: PreTrainedConfig) -> bool:
+    """Returns whether a model keeps states of a fixed size for each sequence, in some layers or instead of keys and values."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return not cache_elements(config) or bool(kinds & STATE_LAYERS)
 
 
 def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
@@ -176,7 +187,7 @@ def run_fake(
             model.gradient_checkpointing_enable()
             model.train()
         with kept(model) as storages, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            states = model.get_decoder()(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
+            states = decoder_of(model)(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
         del states
         return sum(storage.nbytes() for storage in storages.values())
 

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,14 @@ from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
 from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores
+from rlgen.models.decoder import decoder_of
 from rlgen.models.lora import without_adapter
+from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Batch
+
+# Names that architectures give to what their logits are multiplied with, or divided by; `check_head` verifies the result.
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +33,10 @@ class Head:
     def of(cls, model: PreTrainedModel) -> "Head":
         """Returns the head of a model. Raises SetupError if the model computes its logits in a way that rlgen does not know."""
         config = model.config.get_text_config()
-        # Architectures name these two settings differently; `check_head` verifies the result.
-        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-        head = cls(model, float(scale), getattr(config, "final_logit_softcapping", None))
+        scale = prod(getattr(config, name, None) or 1.0 for name in MULTIPLIERS)
+        scale /= prod(getattr(config, name, None) or 1.0 for name in DIVISORS)
+        softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+        head = cls(model, float(scale), softcap)
         check_head(model, head)
         return head
 
@@ -64,19 +72,30 @@ class Head:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, head: Head) -> None:
-    """Compares the logits of `head` with the model's own on eight ids.
+    """Compares the logits of `head` with the model's own on eight ids, and their hidden states with those of the first five.
 
     Raises:
-        SetupError: they differ, so the log-probs would be wrong.
+        SetupError: the model cannot be run, or its log-probs would be wrong: logits differ, or hidden states see later ids.
     """
-    ids = torch.arange(3, 11, device=model.device)[None]
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    own = model(input_ids=ids, use_cache=False).logits.float()
-    gap = (head.logits(hidden[0], fp32=model.dtype == torch.float32) - own[0]).abs().max().item()
-    bound = 1e-4 if model.dtype == torch.float32 else 0.1
-    if not gap <= bound * max(1.0, own.abs().max().item()):
+    name, ids = type(model).__name__, torch.arange(3, 11, device=model.device)[None]
+    try:
+        hidden, fewer = (decoder_of(model)(input_ids=some, use_cache=False).last_hidden_state for some in (ids, ids[:, :5]))
+        own = model(input_ids=ids, use_cache=False).logits.float()
+    except Exception as error:  # each architecture has code of its own, and may fail in any way
+        if is_out_of_memory(error):
+            raise
         raise SetupError(
-            f"model.path: {type(model).__name__} computes its logits in a way rlgen does not know (they differ by {gap:.2g})"
+            f"model.path: {name} cannot be run on ids of text alone ({one_line(error)}); take a model that needs nothing else"
+        ) from error
+    bound = 1e-4 if model.dtype == torch.float32 else 0.1
+    gap = (head.logits(hidden[0], fp32=model.dtype == torch.float32) - own[0]).abs().max().item()
+    if not gap <= bound * max(1.0, own.abs().max().item()):
+        raise SetupError(f"model.path: {name} computes its logits in a way rlgen does not know (they differ by {gap:.2g})")
+    later = (hidden[:, :5].float() - fewer.float()).abs().max().item()
+    if not later <= bound * max(1.0, fewer.abs().max().item()):
+        raise SetupError(
+            f"model.path: {name} does not generate from left to right: hidden states change by {later:.2g} with the ids after"
+            " them; take a causal model (some need `is_decoder: true` in config.json)"
         )
 
 
@@ -138,7 +157,7 @@ class Policy(nn.Module):
         device, half = batch.input_ids.device.type, self.dtype == torch.bfloat16
         switched = nullcontext() if self.adapter else without_adapter(self.model)
         with switched, torch.autocast(device, dtype=torch.bfloat16, enabled=half):
-            hidden_BSH = self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+            hidden_BSH = decoder_of(self.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         rows, columns = batch.mask.nonzero(as_tuple=True)
         # The logits at a position predict the next id: the only shift by one in rlgen.
         return Hidden(hidden_BSH[rows, batch.prompt_lengths[rows] - 1 + columns].to(self.dtype), rows, columns)

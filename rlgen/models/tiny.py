@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from rlgen.errors import SetupError
 from rlgen.models.weights import own_tensors
@@ -190,20 +190,25 @@ def build_tiny(name: str) -> Path:
     folder = cache_dir() / "tiny" / f"{base}-{'tied' if tied else 'untied'}-{digest.hexdigest()[:12]}"
     if folder.is_dir():
         return folder
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for tensor in own_tensors(model).values():
-            if not tensor.any():
-                tensor.normal_(std=0.1)  # biases start at zero, and a test could not detect a missing one
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Atomic rename: another process never sees an incomplete model.
     aside = Path(tempfile.mkdtemp(dir=folder.parent))
-    model.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, do_sample=True)
-    model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
+    save_random(config, tokenizer, end_ids, aside)
     try:
         aside.rename(folder)
     except OSError:  # another process was faster: the bytes are the same
         shutil.rmtree(aside)
     return folder
+
+
+def save_random(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, end_ids: list[int], folder: Path) -> None:
+    """Writes a random model of `config` and its tokenizer into `folder`. The same config gives the same bytes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for tensor in own_tensors(model).values():
+            if tensor.is_floating_point() and not tensor.any():
+                tensor.normal_(std=0.1)  # biases start at zero, and a test could not detect a missing one
+    model.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, do_sample=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

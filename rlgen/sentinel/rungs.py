@@ -66,6 +66,12 @@ def judged(
     )
 
 
+def instead(probe: Probe) -> str:
+    """Returns advice where vLLM's code of an architecture differs from the trainer's: the engine that has the same code."""
+    on_vllm = probe.engine.facts().engine.startswith("vllm ")
+    return "; if vLLM serves this architecture otherwise, engine.kind: transformers has the trainer's own code" if on_vllm else ""
+
+
 def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
     """Runs a check, and turns a SentinelError into a failed result."""
     try:
@@ -84,7 +90,10 @@ def numerics(probe: Probe) -> Rung:
         probe.trainer.gap(samples, 1.0),
         "Both sides give the sampled tokens the same log-probs.",
         lambda: explain(probe.trainer, samples, 1.0, probe.bounds),
-        (Fault.NUMERICS, "at the start, with the same ids, log-probs differ: dtype, head precision or model code"),
+        (
+            Fault.NUMERICS,
+            f"at the start, with the same ids, log-probs differ: dtype, head precision or model code{instead(probe)}",
+        ),
     )
 
 
@@ -142,7 +151,7 @@ def changed_sync(probe: Probe) -> Rung:
         gap,
         "Changed weights arrive whole, and so do the old ones again.",
         lambda: cause,
-        (Fault.UNEXPLAINED, "after a sync the engine computes with other weights than it was sent"),
+        (Fault.UNEXPLAINED, f"after a sync the engine computes with other weights than it was sent{instead(probe)}"),
         power,
     )
 

@@ -11,6 +11,7 @@ from conftest import tiny_model
 from helpers.slow import slow_but
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import FalconConfig, MambaConfig, Qwen3Config, Qwen3NextConfig
 
 from rlgen.errors import SetupError
 from rlgen.models.memory import (
@@ -27,6 +28,7 @@ from rlgen.models.memory import (
     count,
     forward_parts,
     hints,
+    keeps_states,
     needs,
     peak,
     read_config,
@@ -92,6 +94,15 @@ def test_the_cache_of_a_token_is_what_a_real_cache_holds(name: str) -> None:
     cache = model(torch.zeros(2, 5, dtype=torch.long), use_cache=True).past_key_values
     held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert cache_elements(model.config) == held // (2 * 5)
+
+
+def test_the_cache_of_models_that_name_their_heads_otherwise() -> None:
+    falcon = FalconConfig(
+        hidden_size=128, num_attention_heads=4, num_hidden_layers=3, num_kv_heads=2, new_decoder_architecture=True
+    )
+    assert cache_elements(falcon) == 2 * 3 * 2 * 32 and not keeps_states(falcon)
+    assert cache_elements(MambaConfig()) == 0 and keeps_states(MambaConfig())
+    assert keeps_states(Qwen3NextConfig()) and not keeps_states(Qwen3Config())
 
 
 def test_a_config_is_enough_and_says_when_it_is_not(tmp_path: Any) -> None:

@@ -1,0 +1,26 @@
+"""Finds the decoder of a causal language model, and the attention that computes it."""
+
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Returns the part of a model whose last hidden states go into its head."""
+    # `get_decoder` returns the whole model where its class has the name prefix of a larger model (Llama 4), and the head
+    # where that is called decoder (ModernBERT).
+    found: list[nn.Module] = [model.get_decoder(), model.base_model, getattr(model, "model", model)]
+    return next((part for part in found if isinstance(part, PreTrainedModel) and part is not model), model)
+
+
+def attention_of(config: PreTrainedConfig, asked: str) -> str:
+    """Returns the attention for a model of `config`: `eager` where torch's fused one, `sdpa`, would compute another model.
+
+    Args:
+        asked: `model.attention` of the recipe.
+    """
+    if asked != "sdpa":
+        return asked
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
+    # The fused attention ignores a cap of its logits without an error. Of others (sinks, ALiBi) transformers itself knows it.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "sdpa" if kind._supports_sdpa and not capped else "eager"
