@@ -323,8 +323,8 @@ def head_parts(counts: Counts, plan: Plan) -> Parts:
         "head's states": 2 * width * tokens * counts.hidden,
         "chunk of logits": CHUNKS * FLOAT32 * positions * counts.vocabulary,
     }
-    if not plan.fp32_head and plan.trainer_bytes < FLOAT32:
-        parts["head's states"] += plan.trainer_bytes * counts.vocabulary * counts.hidden  # its weight, cast
+    if plan.trainer_bytes < FLOAT32:
+        parts["head's states"] += plan.trainer_bytes * counts.vocabulary * counts.hidden  # its weight, rounded
     return parts
 
 

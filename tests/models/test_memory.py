@@ -219,7 +219,7 @@ PLAN = Plan(
 BASE = {"trainer weights": 4000, "Adam moments": 8000}
 ENGINE = {"engine weights": 2000, "KV cache": 2 * 8 * 5 * 20, "engine's own": SERVING}
 LAST = {"overhead": OVERHEAD}
-HEAD = {"head's states": 2 * 4 * 20 * 10, "chunk of logits": 3 * 4 * 20 * 30}
+HEAD = {"head's states": 2 * 4 * 20 * 10 + 2 * 30 * 10, "chunk of logits": 3 * 4 * 20 * 30}
 
 
 def test_each_phase_by_hand() -> None:
