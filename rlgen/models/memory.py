@@ -84,7 +84,6 @@ HOW = {
     "head's states": "2 x width of the head's product x tokens x hidden size",
     "head's gradient": "4 bytes x vocabulary x hidden size",
     "chunk of logits": "3 x 4 bytes x 2^25 logits, or fewer if there are fewer tokens",
-    "optimizer scratch": "4 bytes a trained parameter: torch's step on a GPU works on all tensors at once",
     "engine weights": "bytes of the engine's dtype a parameter, / tensor_parallel_size",
     "KV cache": "engine.kv_cache_gib; or gpu_memory_utilization x device - engine weights; or, without a device, 2 x layers x"
     " kv_heads x head_dim x bytes x sequences x max_model_len",
@@ -248,7 +247,7 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
         "reference": base | ({} if plan.sleeps else engine) | reference_parts(counts, plan),
         "forward": training | forward_parts(counts, plan),
         "backward": training | backward_parts(counts, plan),
-        "optimizer": training | {"optimizer scratch": FLOAT32 * trained},
+        "optimizer": training,
         "sync": base | engine | ({"tensor to load": plan.engine_bytes * counts.largest} if engine else {}),
     }
     if not plan.reference:

@@ -218,6 +218,8 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
     from rlgen.run.checkpoint import Checkpoints
     from rlgen.run.console import Console
 
+    if recipe.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
     processes = launched or Processes.alone()
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
     choice = processes.patiently(lambda: checkpoints.choose(options.resume_step))

@@ -230,7 +230,7 @@ def test_each_phase_by_hand() -> None:
     assert found["forward"] == {**BASE, "gradients": 4000, **ENGINE, **kept, **HEAD, **LAST}
     of_backward = {"gradients of states": 8 * 20 * 10, "head's gradient": 4 * 30 * 10}
     assert found["backward"] == {**BASE, "gradients": 4000, **ENGINE, **kept, **HEAD, **of_backward, **LAST}
-    assert found["optimizer"] == {**BASE, "gradients": 4000, **ENGINE, "optimizer scratch": 4000, **LAST}
+    assert found["optimizer"] == {**BASE, "gradients": 4000, **ENGINE, **LAST}
     assert found["sync"] == {**BASE, **ENGINE, "tensor to load": 600, **LAST}
     assert {part for parts in found.values() for part in parts} <= set(HOW)
 
