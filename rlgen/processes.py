@@ -388,10 +388,9 @@ class EngineShare:
     engines: int
     shared: bool  # whether another process uses the same engine
     first: bool  # this process passes on the engine's completions: true for the first of those that share the engine
-    patient: bool = False  # the engine restarts lost servers: a completion may take longer than processes.timeout
 
     @classmethod
-    def of(cls, processes: Processes, size: int, patient: bool = False) -> "EngineShare":
+    def of(cls, processes: Processes, size: int) -> "EngineShare":
         """Returns the assignment of this process.
 
         Raises ProcessError if the world size is not a multiple of `size`, the processes per engine.
@@ -402,7 +401,7 @@ class EngineShare:
                 f" them with `torchrun --nproc-per-node {size}`, or lower it"
             )
         rank, engines = processes.rank, processes.world // size
-        return cls(engine=rank // size, engines=engines, shared=size > 1, first=rank % size == 0, patient=patient)
+        return cls(engine=rank // size, engines=engines, shared=size > 1, first=rank % size == 0)
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """Returns this engine's contiguous slice of the items; the slice sizes of any two engines differ by at most one."""

@@ -34,7 +34,7 @@ class Settings:
     """The settings that decide how ids become log-probs; they must be equal in engine and trainer."""
 
     dtype: str  # of weights and activations
-    head_dtype: str  # of the matrix product with the head
+    head_dtype: str  # in which the head adds up its products
     logprobs_mode: str  # `processed_logprobs`: of the distribution that was sampled from
     vocab_size: int
 

@@ -67,7 +67,7 @@ def engine_share_of(recipe: Recipe, processes: Processes) -> EngineShare:
         ProcessError: the world size is not a multiple of the processes per engine.
     """
     size = recipe.engine.tensor_parallel_size if isinstance(recipe.engine, ColocatedEngineRecipe) else 1
-    return EngineShare.of(processes, size, patient=isinstance(recipe.engine, ServerEngineRecipe))
+    return EngineShare.of(processes, size)
 
 
 def open_servers(recipe: Recipe, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]) -> Fleet:

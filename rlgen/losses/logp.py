@@ -27,16 +27,21 @@ def head_logits(
 
     Args:
         hidden: [N, H].
-        weight: [V, H], bias: [V]; cast to the dtype of the product.
-        fp32: compute the product in float32 (float64 stays); else in the dtype of `hidden`.
+        weight: [V, H], bias: [V]; rounded to the dtype of `hidden`, in which the engine holds them.
+        fp32: add up in float32 and do not round the sums (float64 stays); else round them to the dtype of `hidden`.
 
     Returns:
         [N, V] float32 (float64 for float64 input). An autocast around the call has no effect.
     """
-    dtype = head_dtype(hidden, fp32)
+    given, wide = (hidden, weight, bias), head_dtype(hidden, fp32=True)
+    hidden, weight, bias = (None if one is None else factor(one, hidden.dtype, fp32) for one in given)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits_NV = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    logits_NV = logits_NV.to(torch.promote_types(dtype, torch.float32))
+        if fp32 and hidden.dtype != wide:
+            logits_NV = torch.mm(hidden, weight.T, out_dtype=wide)
+            if bias is not None:
+                logits_NV += bias
+        else:
+            logits_NV = torch.nn.functional.linear(hidden, weight, bias).to(wide)
     if scale != 1.0:
         logits_NV = scale * logits_NV
     return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
@@ -76,10 +81,8 @@ def head_scores(
     Returns:
         float32 (float64 for float64 input).
     """
-    dtype = head_dtype(hidden, fp32)
-    how = How(temperatures, entropy, softcap, scale, chunk or max(1, CHUNK_LOGITS // weight.shape[0]))
-    # Cast once, and differentiably, so that the gradients have the dtypes of the inputs.
-    logp, entropies = ChunkedScores.apply(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), ids, how)
+    how = How(temperatures, entropy, softcap, scale, fp32, chunk or max(1, CHUNK_LOGITS // weight.shape[0]))
+    logp, entropies = ChunkedScores.apply(hidden, weight, bias, ids, how)
     return HeadScores(logp, None if entropy == "none" else entropies)
 
 
@@ -91,11 +94,18 @@ class How:
     entropy: EntropyUse
     softcap: float | None
     scale: float
+    fp32: bool
     chunk: int
 
+    def factors(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns all three as the products take them, so that the weight is not rounded again for each chunk."""
+        dtype = hidden.dtype
+        rounded = None if bias is None else factor(bias, dtype, self.fp32)
+        return factor(hidden, dtype, self.fp32), factor(weight, dtype, self.fp32), rounded
+
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the logits [C, V], from tensors that already have the dtype of the product."""
-        return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=False)
+        """Returns the logits [C, V] of a chunk of factors."""
+        return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=self.fp32)
 
     def scores(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns [K, C] log-probs of the ids, [K, C] logsumexp of the logits at each temperature, and [C] entropies.
@@ -146,12 +156,13 @@ class ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wide = head_dtype(hidden, fp32=True)
         logp_KN, lse_KN = hidden.new_empty(2, len(how.temperatures), len(ids), dtype=wide)
         entropy_N = hidden.new_zeros(len(ids), dtype=wide)
+        states, matrix, offset = how.factors(hidden, weight, bias)
         for start in range(0, len(ids), how.chunk):
             part = slice(start, start + how.chunk)
-            logp_KN[:, part], lse_KN[:, part], entropy_C = how.scores(how.logits(hidden[part], weight, bias), ids[part])
+            logp_KN[:, part], lse_KN[:, part], entropy_C = how.scores(how.logits(states[part], matrix, offset), ids[part])
             if entropy_C is not None:
                 entropy_N[part] = entropy_C
         ctx.save_for_backward(hidden, weight, bias, ids, lse_KN, entropy_N)
@@ -165,26 +176,47 @@ class ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, lse_KN, entropy_N = ctx.saved_tensors
         how: How = ctx.how
+        summed = head_dtype(hidden, how.fp32)
         of_hidden, of_weight, of_bias = (
-            torch.zeros_like(given) if needed else None
+            torch.zeros_like(given, dtype=summed) if needed else None
             for given, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
+        states, matrix, offset = how.factors(hidden, weight, bias)
         for start in range(0, len(ids), how.chunk):
             part = slice(start, start + how.chunk)
-            logits_CV = how.logits(hidden[part], weight, bias)
+            logits_CV = how.logits(states[part], matrix, offset)
             slope_CV = how.slope(logits_CV, ids[part], lse_KN[:, part], entropy_N[part], of_logp[:, part], of_entropy[part])
-            slope_CV = slope_CV.to(hidden.dtype)
-            with torch.autocast(hidden.device.type, enabled=False):
-                if of_hidden is not None:
-                    of_hidden[part] = slope_CV @ weight
-                if of_weight is not None:
-                    of_weight.addmm_(slope_CV.T, hidden[part])
+            slope_CV = factor(slope_CV, hidden.dtype, how.fp32)
+            if of_hidden is not None:
+                add_product(of_hidden[part], slope_CV, matrix)
+            if of_weight is not None:
+                add_product(of_weight, slope_CV.T, states[part])
             if of_bias is not None:
-                of_bias += slope_CV.sum(dim=0)
+                of_bias += slope_CV.sum(dim=0, dtype=summed)
             del logits_CV, slope_CV  # before the next chunk's are made
-        return of_hidden, of_weight, of_bias, None, None
+        gradients = zip((of_hidden, of_weight, of_bias), (hidden, weight, bias), strict=True)
+        return *(None if slope is None else slope.to(given.dtype) for slope, given in gradients), None, None
+
+
+def factor(given: Tensor, dtype: torch.dtype, fp32: bool) -> Tensor:
+    """Returns a factor of the head's products: `given`, rounded to `dtype`.
+
+    CUDA multiplies rounded factors and adds up in float32 (`out_dtype`). The CPU has no such product: for `fp32` the rounded
+    values are returned in float32, which gives the same.
+    """
+    rounded = given.to(dtype)
+    return rounded if rounded.is_cuda else rounded.to(head_dtype(rounded, fp32))
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to `total` in place, in the dtype of `total`."""
+    with torch.autocast(total.device.type, enabled=False):
+        if total.dtype == left.dtype:
+            total.addmm_(left, right)
+        else:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 def head_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
-    """Returns the dtype in which the head multiplies."""
+    """Returns the dtype in which the head adds up its products."""
     return torch.promote_types(hidden.dtype, torch.float32) if fp32 else hidden.dtype

@@ -33,7 +33,7 @@ class Counts:
 
     parameters: int
     largest: int  # elements of the largest tensor
-    matrices: int  # elements of the weight matrices that a bfloat16 forward copies: without embedding and head
+    matrices: int  # elements of the weight matrices of the layers: without embedding and head
     sides: int  # sum of rows and columns of these matrices: an adapter of rank r has r times as many elements
     layers: int
     hidden: int
@@ -82,13 +82,12 @@ HOW = {
     "gathered layers": "8 bytes a parameter of a layer: one in use and one on its way (assumed)",
     "activations": "what autograd keeps of a micro-batch of rows x length tokens (counted on fake tensors); with gradient"
     " checkpointing what it keeps then, and a layer that is computed again (its share of all layers)",
-    "bfloat16 weights": "2 bytes an element of the weights of products: autocast's copies; of a layer in a backward pass with"
-    " gradient checkpointing",
+    "bfloat16 weights": "2 bytes an element of a layer's matrices, which are rounded while it runs; backward as much for their"
+    " gradients",
     "gradients of states": "8 bytes x tokens x hidden size",
     "head's states": "2 x width of the head's product x tokens x hidden size",
     "head's gradient": "4 bytes x vocabulary x hidden size",
     "chunk of logits": "3 x 4 bytes x 2^25 logits, or fewer if there are fewer tokens",
-    "optimizer scratch": "4 bytes a trained parameter: torch's step on a GPU works on all tensors at once",
     "engine weights": "bytes of the engine's dtype a parameter, / tensor_parallel_size",
     "KV cache": "engine.kv_cache_gib; or gpu_memory_utilization x device - engine weights; or, without a device, 2 x layers x"
     " kv_heads x head_dim x bytes x sequences x max_model_len",
@@ -170,23 +169,21 @@ def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int,
     """
     try:
         with as_if_real():
-            return run_fake(config, attention, rows, length, dtype, checkpointing, torch.float32)
+            return run_fake(config, attention, rows, length, dtype, checkpointing)
     except RuntimeError:
         # The grouped matrix product of experts has no fake float32 version. In bfloat16 all tensors have half the bytes.
         with as_if_real():
-            return 2 * run_fake(config, attention, rows, length, torch.float32, checkpointing, torch.bfloat16)
+            return 2 * run_fake(config, attention, rows, length, torch.bfloat16, checkpointing)
 
 
-def run_fake(
-    config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool, own: torch.dtype
-) -> int:
-    """Returns `kept_bytes` of a model whose parameters have the dtype `own`."""
+def run_fake(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
+    """Returns `kept_bytes` of a model whose parameters have the dtype in which it computes."""
     with FakeTensorMode():
-        model = fake_model(config, attention, own)
+        model = fake_model(config, attention, dtype)
         if checkpointing:
             model.gradient_checkpointing_enable()
             model.train()
-        with kept(model) as storages, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with kept(model) as storages:
             states = decoder_of(model)(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
         del states
         return sum(storage.nbytes() for storage in storages.values())
@@ -212,10 +209,7 @@ def kept(model: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def of_a_parameter(node: Any) -> bool:
-    """Returns whether a tensor with this `grad_fn` is a cast or transposed parameter.
-
-    Autocast makes one copy of each parameter, which is counted elsewhere.
-    """
+    """Returns whether a tensor with this `grad_fn` is a cast or transposed parameter, which is counted elsewhere."""
     casts = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
     while node is not None and type(node).__name__ in casts:
         node = node.next_functions[0][0]
@@ -259,7 +253,7 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
         "reference": base | ({} if plan.sleeps else engine) | reference_parts(counts, plan),
         "forward": training | forward_parts(counts, plan),
         "backward": training | backward_parts(counts, plan),
-        "optimizer": training | {"optimizer scratch": FLOAT32 * trained},
+        "optimizer": training,
         "sync": base | engine | ({"tensor to load": plan.engine_bytes * counts.largest} if engine else {}),
     }
     if not plan.reference:
@@ -300,7 +294,7 @@ def forward_parts(counts: Counts, plan: Plan) -> Parts:
     kept = counts.kept_checkpointed + passing_bytes(counts) if plan.checkpointing else counts.kept
     parts = {"activations": kept}
     if plan.trainer_bytes < FLOAT32:
-        parts["bfloat16 weights"] = plan.trainer_bytes * counts.matrices
+        parts["bfloat16 weights"] = plan.trainer_bytes * counts.matrices // counts.layers
     return parts | head_parts(counts, plan)
 
 
@@ -313,16 +307,18 @@ def backward_parts(counts: Counts, plan: Plan) -> Parts:
     again = counts.kept // counts.layers  # activations of one layer, recomputed
     parts = {"activations": counts.kept_checkpointed + again if plan.checkpointing else counts.kept}
     if plan.trainer_bytes < FLOAT32:
-        copied = counts.matrices // counts.layers if plan.checkpointing else counts.matrices
-        parts["bfloat16 weights"] = plan.trainer_bytes * copied
+        parts["bfloat16 weights"] = 2 * plan.trainer_bytes * counts.matrices // counts.layers  # and their gradients
     head = head_parts(counts, plan)
     head["head's gradient"] = FLOAT32 * counts.vocabulary * counts.hidden  # before it is added to the total
     return parts | {"gradients of states": 2 * FLOAT32 * states} | head
 
 
 def reference_parts(counts: Counts, plan: Plan) -> Parts:
-    """Returns the bytes of a forward pass without gradient, which keeps no layer's tensors."""
-    return {"activations": passing_bytes(counts), **head_parts(counts, plan)}
+    """Returns the bytes of a forward pass without gradient, which keeps no layer's tensors: in its layers or in its head."""
+    layer, head = {"activations": passing_bytes(counts)}, head_parts(counts, plan)
+    if plan.trainer_bytes < FLOAT32:
+        layer["bfloat16 weights"] = plan.trainer_bytes * counts.matrices // counts.layers
+    return max(layer, head, key=lambda parts: sum(parts.values()))
 
 
 def head_parts(counts: Counts, plan: Plan) -> Parts:
@@ -334,8 +330,8 @@ def head_parts(counts: Counts, plan: Plan) -> Parts:
         "head's states": 2 * width * tokens * counts.hidden,
         "chunk of logits": CHUNKS * FLOAT32 * positions * counts.vocabulary,
     }
-    if not plan.fp32_head and plan.trainer_bytes < FLOAT32:
-        parts["head's states"] += plan.trainer_bytes * counts.vocabulary * counts.hidden  # its weight, cast
+    if plan.trainer_bytes < FLOAT32:
+        parts["head's states"] += plan.trainer_bytes * counts.vocabulary * counts.hidden  # its weight, rounded
     return parts
 
 

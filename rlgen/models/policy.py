@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rlgen.errors import SetupError
 from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores
 from rlgen.models.decoder import decoder_of
+from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.lora import without_adapter
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Batch
@@ -131,6 +132,8 @@ class Policy(nn.Module):
         self.dtype = dtype
         self.fp32_head = fp32_head
         self.adapter = adapter
+        if dtype == HALF:
+            compute_in_half(model)
 
     def forward(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
         """Computes log-probs of the completion's tokens, and entropies of the distributions that they were sampled from.
@@ -154,9 +157,7 @@ class Policy(nn.Module):
 
     def hidden(self, batch: Batch) -> Hidden:
         """Computes the hidden states from which the head predicts the N sampled tokens."""
-        device, half = batch.input_ids.device.type, self.dtype == torch.bfloat16
-        switched = nullcontext() if self.adapter else without_adapter(self.model)
-        with switched, torch.autocast(device, dtype=torch.bfloat16, enabled=half):
+        with nullcontext() if self.adapter else without_adapter(self.model):
             hidden_BSH = decoder_of(self.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         rows, columns = batch.mask.nonzero(as_tuple=True)
         # The logits at a position predict the next id: the only shift by one in rlgen.

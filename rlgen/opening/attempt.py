@@ -241,6 +241,8 @@ def begin(
     from rlgen.processes import Processes
     from rlgen.run.checkpoint import Checkpoints
 
+    if recipe.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
     processes = launched or Processes.alone()
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
     choice = processes.patiently(lambda: checkpoints.choose(options.resume_step))

@@ -64,7 +64,8 @@ def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRSchedul
     """Returns the optimizer of the trained parameters and the schedule of its learning rate, before the first step."""
     optim = recipe.optim
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay)
+    fused = all(parameter.is_cuda for parameter in trained)  # one kernel for all tensors, and no scratch of their size
+    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=fused)
     # With the name `constant`, transformers ignores the warm-up.
     name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
     return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
@@ -115,4 +116,5 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
         max_tokens=sampling.max_tokens,
         watch=watch,
         less_memory=partial(what_helps, recipe),
+        deterministic=recipe.run.deterministic,
     )

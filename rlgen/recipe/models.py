@@ -26,6 +26,8 @@ class RunRecipe(Strict):
     """Rollouts to sample and train on."""
     probe_max: StrictBool = False
     """Before step 1: one micro-batch of the longest rows forward and backward, so that too little memory shows at once."""
+    deterministic: StrictBool = False
+    """Train with kernels that give the same bits each time, which costs some speed on a GPU; CPUs have no others."""
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m.
 
@@ -501,7 +503,7 @@ class ProcessesRecipe(Strict):
     count: Count | None = None
     """Processes that must run; None: as many as are started. torchrun or accelerate starts them."""
     timeout: Annotated[float, Field(strict=True, ge=1, le=86400)] = 600.0
-    """Seconds that a process waits for another one before all of them end."""
+    """Seconds that a process waits for a sign of life of another one before all of them end."""
 
 
 EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]

@@ -92,6 +92,7 @@ RENAMED = {
     "optim.max_grad_norm": "max_grad_norm",
     "run.steps": "max_steps num_train_epochs total_episodes",
     "run.seed": "seed data_seed",
+    "run.deterministic": "full_determinism",
     "run.name": "run_name exp_name",
     "run.dir": "output_dir",
     "checkpoint.every": "save_steps save_strategy",
@@ -200,7 +201,6 @@ NOT_NEEDED = {
     "`rlgen train RECIPE --resume` goes on to the last bit, data and random states included": (
         "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint"
     ),
-    "every random choice follows from run.seed and a position": "full_determinism",
     "the sentinel compares engine and trainer before step 1, after each sync and on every batch": "debug",
     "the command says what is done: `rlgen train`, `rlgen eval`": "do_train do_predict",
     "rlgen wraps the model by itself": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",

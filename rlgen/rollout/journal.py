@@ -104,11 +104,6 @@ class Journal:
             starts=starts,
         )
 
-    @property
-    def newest(self) -> int:
-        """Returns the last step for which earlier attempts left answers, 0 if none; the same in all processes."""
-        return max(self.files, default=0)
-
     def starts_from(self, version: int, weights: str, gaps: Sequence[float]) -> Sequence[float]:
         """Records the weights that step `version` + 1 starts from; only the main process writes the record.
 

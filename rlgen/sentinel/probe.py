@@ -92,7 +92,7 @@ class Probe:
             groups = rollout(self.engine, prompts or self.prompts, settings, 1, self.seed, self.version, self.tokenizer)
             return [sample for group in groups for sample in group.samples] if self.engine_share.first else []
 
-        of_all = self.processes.together(of_engine, waits_for_others=self.engine_share.shared, patient=self.engine_share.patient)
+        of_all = self.processes.together(of_engine, waits_for_others=self.engine_share.shared, patient=True)
         return [sample for samples in of_all for sample in samples]
 
     def by_engine(self, samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -77,12 +77,12 @@ class Collector:
         wanted, left = self.recipe.prompts_per_step, self.recipe.refill
         while wanted:
             prompts = self.engine_share.share(self.prompts.take(position + taken, wanted))
-            # After a kill the journal may have all answers of one engine, which then waits for another that has to sample.
-            patient = self.engine_share.patient or (step <= self.journal.newest and not self.engine_share.shared)
             self.early.open(step)
             with clock("generate"):
                 sample = partial(self.sample, step, prompts, not left)
-                groups, dropped = self.processes.agreed(sample, waits_for_others=self.engine_share.shared, patient=patient)
+                # Patient: one engine may have much longer completions, or lose a server, or have to sample what the journals of
+                # others still hold after a kill.
+                groups, dropped = self.processes.agreed(sample, waits_for_others=self.engine_share.shared, patient=True)
             stop.check(self.processes)
             with clock("reward"):
                 held.append(self.rewarded(groups, step))

@@ -66,8 +66,7 @@ class Evaluator:
             RewardError: rewards have failed, as in training.
             CheckpointError: the samples cannot be written.
         """
-        shared = self.engine_share.shared
-        groups = self.processes.agreed(partial(self.groups, step), waits_for_others=shared, patient=not shared)
+        groups = self.processes.agreed(partial(self.groups, step), waits_for_others=self.engine_share.shared, patient=True)
         samples = self.processes.agreed(partial(self.scored, groups, step), patient=True)
         table = RowTable.gather(samples, self.processes)
         compared = {} if self.watch is None else self.watch.aside(self.sampling).evaluated(self.compared(groups), step)

@@ -1,7 +1,8 @@
 """Trains on a window of rows: micro-batches, then optimizer steps."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -112,6 +113,7 @@ class Updater:
     max_tokens: int
     watch: Watch | None  # None: the engine samples from a restricted distribution, which cannot be compared
     less_memory: Callable[[Phase], Sequence[str]]  # settings to suggest if memory does not suffice
+    deterministic: bool  # kernels that give the same bits each time
 
     def __call__(self, window: Window, step: int) -> tuple[dict[str, Any], Skipped | None]:
         """Trains on `window`. Returns the metrics over all processes, and the skipped update or None, which is the same in all.
@@ -124,6 +126,11 @@ class Updater:
             DivergedError: an optimizer step has made weights that are not finite.
             SetupError: a process has too little memory.
         """
+        with same_bits(self.deterministic):
+            return self._train(window, step)
+
+    def _train(self, window: Window, step: int) -> tuple[dict[str, Any], Skipped | None]:
+        """Trains on `window`, for `__call__`."""
         metrics: dict[str, Any] = {
             Metric.LOSS: None,
             Metric.GRAD_NORM: None,
@@ -318,6 +325,20 @@ class Updater:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.processes.sum_(parameter.grad for parameter in having if parameter.grad is not None)
+
+
+@contextmanager
+def same_bits(wanted: bool) -> Iterator[None]:
+    """Makes torch choose deterministic kernels within the block, if `wanted`; an operation that has none raises an error.
+
+    Only there: the engine in the same process has kernels that torch does not know.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def extent(batch: Batch) -> str:

@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
     said: list[str] = []
     engine = build_engine(recipe, locate(recipe.model.path), processes, folder, said.append)
     assert isinstance(engine, ServerEngine)
-    share = list(EngineShare.of(processes, 1, patient=True).share(REQUESTS))
+    share = list(EngineShare.of(processes, 1).share(REQUESTS))
     found: dict[str, object] = {}
 
     def step(requests: Sequence[Request], killer: int | None) -> list[object]:

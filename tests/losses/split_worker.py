@@ -174,6 +174,7 @@ def gradients(
         max_tokens=MAX_TOKENS,
         watch=None,
         less_memory=lambda phase: [],
+        deterministic=False,
     )
     updater(window, step=1)
     return torch.stack(optimizer.gradients)

@@ -48,12 +48,41 @@ def test_no_entropy_unless_asked_for() -> None:
     assert CHUNK_LOGITS // V > N  # above, `None` is one chunk
 
 
-def test_bfloat16_hidden_states_with_a_float32_head() -> None:
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_bfloat16_engine_holds_rounded_weights_and_so_multiplies_the_trainer(chunk) -> None:
+    """vLLM's product: factors of bfloat16, added up in float32. Unrounded, they would differ by 5e-3 nats on average."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 1024, generator=g).bfloat16().requires_grad_()
+    weight, bias = (0.1 * torch.randn(*size, generator=g) for size in ((4096, 1024), (4096,)))
+    weight.requires_grad_(), bias.requires_grad_()
+    ids = torch.randint(0, 4096, (64,), generator=g)
+    scores = head_scores(hidden, weight, ids, (1.0,), entropy="gradient", bias=bias, chunk=chunk)
+    factors = [given.detach().bfloat16().double().requires_grad_() for given in (hidden, weight, bias)]
+    exact, unrounded = (
+        torch.distributions.Categorical(logits=states @ matrix.T + offset)
+        for states, matrix, offset in (factors, [given.detach().double() for given in (hidden, weight, bias)])
+    )
+    gaps = [(scores.logp[0] - head.log_prob(ids)).abs().mean() for head in (exact, unrounded)]
+    assert gaps[0] < 5e-6 < 2e-3 < gaps[1]
+    upstream = torch.randn(2, 64, generator=g)
+    gradients = [
+        torch.autograd.grad((upstream * torch.stack([logp, entropy])).sum(), given)
+        for logp, entropy, given in (
+            (scores.logp[0], scores.entropy, (hidden, weight, bias)),
+            (exact.log_prob(ids), exact.entropy(), factors),
+        )
+    ]
+    for ours, true in zip(*gradients, strict=True):
+        assert (ours - true).norm() < 2**-8 * true.norm()  # the slope of the logits is rounded once
+    assert [gradient.dtype for gradient in gradients[0]] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_a_head_in_bfloat16_rounds_its_logits() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(N, H, generator=g).bfloat16(), torch.randn(V, H, generator=g)
     ids = torch.randint(0, V, (N,), generator=g)
-    exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    gaps = [(head_scores(hidden, weight, ids, (1.0,), fp32=fp32).logp[0] - exact).abs().max().item() for fp32 in (True, False)]
+    rounded = (hidden @ weight.bfloat16().T).float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    gaps = [(head_scores(hidden, weight, ids, (1.0,), fp32=fp32).logp[0] - rounded).abs().max().item() for fp32 in (False, True)]
     assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
 
 

@@ -169,6 +169,7 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
             max_tokens=MAX_TOKENS,
             watch=None,
             less_memory=lambda phase: [],
+            deterministic=False,
         )
         updater(window, step=1)
     return replay.outcome()

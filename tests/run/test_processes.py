@@ -453,8 +453,18 @@ def test_a_process_that_samples_what_others_replay_ends_nobody(recipe: Path, tmp
     ended = launch(HERE / "faulty.py", "one_samples_for_long", *options, "--resume", timeout=90)
     assert ended.returncode == 0, ended.stderr[-3000:]
     record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert record["step"] == 3 and record["time/generate"] > 7
-    proof("one process took its answers from the journal, the other one sampled for 7 s with a timeout of 5 s")
+    assert record["step"] == 3 and record["time/generate"] > 15
+    proof("one process took its answers from the journal, the other one sampled for 15 s with a timeout of 5 s")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(75)
+def test_a_process_that_samples_for_three_times_the_timeout_ends_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
+    options = ["train", recipe, "--run-dir", tmp_path / "run", "--max-steps", "3", "--set", "processes.timeout=5"]
+    ended = launch(HERE / "faulty.py", "one_samples_for_long", *options, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert [record["time/generate"] > 15 for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [False, False, True]
+    proof("one process sampled for 15 s, the other one waited, with a timeout of 5 s")
 
 
 def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:

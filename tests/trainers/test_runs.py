@@ -1,6 +1,7 @@
 """Whole runs in this process, on both engines: what is trained on is what was sampled."""
 
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from helpers.rollouts import rollout_rows
 from helpers.slow import slow_but
 
 from rlgen.cli.train import train_command
+from rlgen.engines.transformers import TransformersEngine
 from rlgen.files import read_json
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.opening import trainer
@@ -253,6 +255,29 @@ def test_structured_output_restricts_the_rollouts_and_is_not_compared(recipe_fil
     assert len(texts) == 2 * 16 and all(len(text) == 3 and text.isdigit() for text in texts)
     gaps = [record["sampler/delta_max"] for record in read_jsonl(directory / "metrics.jsonl")]
     assert len(gaps) == 2 and min(gaps) > 0.1
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_deterministic_kernels_are_for_the_updates_alone(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    seen: dict[str, set[bool]] = {"update": set(), "engine": set()}
+    backward, generate = Updater._backward, TransformersEngine.generate
+
+    def updating(updater: Updater, *given: Any) -> Any:
+        seen["update"].add(torch.are_deterministic_algorithms_enabled())
+        return backward(updater, *given)
+
+    def generating(engine: TransformersEngine, *given: Any) -> Any:
+        seen["engine"].add(torch.are_deterministic_algorithms_enabled())
+        return generate(engine, *given)
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(Updater, "_backward", updating)
+    monkeypatch.setattr(TransformersEngine, "generate", generating)
+    run(recipe_file, f"run.deterministic={str(wanted).lower()}", "engine={kind: transformers}", "run.steps=1")
+    assert seen == {"update": {wanted}, "engine": {False}} and not torch.are_deterministic_algorithms_enabled()
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None) == (":4096:8" if wanted else None)
 
 
 def test_activations_computed_again_give_the_same_gradient(recipe_file: Path) -> None:

@@ -1,0 +1,109 @@
+"""Computes a model in bfloat16 from float32 weights, with one layer's bfloat16 weights at a time.
+
+The weights that are trained stay float32. Each layer rounds its own when it runs, and again in the backward pass. An engine holds
+the same rounded values, so norms, routers, experts and the stream between the layers are computed from what it computes with.
+`torch.autocast` would leave norms and the stream in float32, compute experts in float32 (`grouped_mm` is not on its list), and
+keep a copy of all matrices until the backward pass.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
+
+HALF = torch.bfloat16
+
+
+def compute_in_half(model: PreTrainedModel) -> None:
+    """Makes embeddings, layers and the last norm of `model` compute in bfloat16. The head is computed in `losses.logp`.
+
+    Parameters that the architecture wants in float32 whatever the dtype are left as they are.
+    """
+    kept = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "$.")
+    for name, unit, whole in units(model):
+        modules = unit.named_modules(prefix=name) if whole else [(name, unit)]
+        parameters = [(module, own, f"{path}.{own}") for path, module in modules for own in module._parameters]
+        rounded = [(module, own) for module, own, path in parameters if not kept.search(path)]
+        unit.forward = HalfForward(unit, rounded)  # type: ignore[method-assign]
+
+
+def compute_as_held(model: PreTrainedModel) -> None:
+    """Undoes `compute_in_half`, for a model that FSDP2 will round itself while it gathers the weights."""
+    for _, unit, _ in units(model):
+        vars(unit).pop("forward", None)
+
+
+def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yields names and modules: the layers, with True, and what has parameters of its own outside of them, with False."""
+    layers, head = set(model._no_split_modules or ()), model.get_output_embeddings()
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside or module is head:
+            continue
+        if type(module).__name__ in layers:
+            inside.update(module.modules())
+            yield name, module, True
+        elif any(parameter is not None for parameter in module._parameters.values()):
+            yield name, module, False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HalfForward:
+    """Stands in for the `forward` of a module whose parameters are float32, and runs it with rounded ones.
+
+    What autograd would keep of a rounded weight is kept as a reference to the float32 one, which is rounded again when the
+    backward pass asks for it.
+    """
+
+    module: nn.Module
+    rounded: list[tuple[nn.Module, str]]  # (module, name of its parameter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own `forward`, whose arguments are its own."""
+        with self.weights_in_half() as held, self.nothing_kept(held):
+            return type(self.module).forward(self.module, *args, **kwargs)
+
+    @contextmanager
+    def weights_in_half(self) -> Iterator[dict[int, Tensor]]:
+        """Replaces the parameters by rounded ones within the block. Yields them by the addresses of their rounded values."""
+        parameters = [(module._parameters, name, module._parameters[name]) for module, name in self.rounded]
+        held: dict[int, Tensor] = {}
+        try:
+            for table, name, parameter in parameters:
+                if parameter is not None and parameter.dtype == torch.float32:
+                    half = parameter.to(HALF)
+                    held[half.untyped_storage().data_ptr()] = parameter
+                    table[name] = half  # type: ignore[assignment]
+            yield held
+        finally:
+            for table, name, parameter in parameters:
+                table[name] = parameter
+
+    def nothing_kept(self, held: dict[int, Tensor]) -> AbstractContextManager[Any]:
+        """Returns the hooks that keep a place in a parameter instead of a view of its rounded values.
+
+        A layer whose activations are computed again needs none: it keeps nothing, by hooks that these would replace.
+        """
+        if getattr(self.module, "gradient_checkpointing", False):
+            return nullcontext()
+
+        def pack(tensor: Tensor) -> Any:
+            parameter = held.get(tensor.untyped_storage().data_ptr())
+            if parameter is None or tensor.dtype != HALF:
+                return tensor
+            return parameter, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            parameter, *view = packed
+            rounded: Tensor = parameter.detach().to(HALF)
+            return rounded.as_strided(*view)
+
+        return saved_tensors_hooks(pack, unpack)

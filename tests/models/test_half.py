@@ -1,0 +1,158 @@
+"""A forward pass in bfloat16 rounds all that it multiplies as an engine holds it, and keeps no copy of a weight."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import CPU, tiny_model
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlgen.models.half import compute_as_held
+from rlgen.models.load import load_model
+from rlgen.models.policy import Hidden, Policy
+from rlgen.models.tiny import build_tiny
+from rlgen.opening.policy import checkpoint_activations
+from rlgen.types import Batch
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear")
+
+
+def batch() -> Batch:
+    g = torch.Generator().manual_seed(0)
+    ids, width = torch.randint(3, 200, (3, 24), generator=g), 16
+    mask = torch.ones(3, width, dtype=torch.bool)
+    mask[1, 9:] = False
+    return Batch(
+        rows=(0, 1, 2),
+        input_ids=ids,
+        prompt_lengths=torch.tensor([8, 8, 8]),
+        completion_ids=ids[:, 8:].contiguous(),
+        mask=mask,
+        sampler_logp=torch.zeros(3, width),
+    )
+
+
+def loss_of(policy: Policy) -> Tensor:
+    return policy(batch(), (1.0,)).logp.sum()
+
+
+class Products(TorchDispatchMode):
+    """Records the dtypes of the matrices that are multiplied outside of the head."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.seen: set[tuple[torch.dtype, ...]] = set()
+        self.vocabulary = vocabulary
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ in PRODUCTS:
+            matrices = [each for each in args if isinstance(each, Tensor) and each.dim() > 1]
+            if all(self.vocabulary not in each.shape for each in (*matrices, result)):
+                self.seen.add(tuple(each.dtype for each in matrices))
+        return result
+
+
+class Rounded(TorchDispatchMode):
+    """Follows the copies of weights that are made in bfloat16."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        head = policy.head.weight.data_ptr()  # in a tied model the embedding too; the head rounds its own
+        self.weights = {p.data_ptr() for p in policy.parameters() if p.dim() > 1 and p.data_ptr() != head}
+        self.copies: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ == "_to_copy" and args[0].data_ptr() in self.weights:
+            self.copies.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    @property
+    def alive(self) -> int:
+        return sum(not copy.expired() for copy in self.copies)
+
+
+def with_autocast(policy: Policy) -> Tensor:
+    """The loss, were the weights not rounded but `torch.autocast` used."""
+    compute_as_held(policy.model)
+    hidden = policy.hidden
+
+    def cast(given: Batch) -> Hidden:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return hidden(given)
+
+    policy.hidden = cast  # type: ignore[method-assign]
+    return loss_of(policy)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt2"])
+def test_all_products_are_of_bfloat16(name: str) -> None:
+    policy = Policy(tiny_model(name), torch.bfloat16, True)
+    with Products(policy.head.weight.shape[0]) as products:
+        loss_of(policy).backward()
+    assert products.seen == {(torch.bfloat16, torch.bfloat16)}
+    assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in policy.parameters())
+
+
+def test_autocast_computes_experts_in_float32() -> None:
+    policy = Policy(tiny_model("qwen3_moe"), torch.bfloat16, True)
+    with Products(policy.head.weight.shape[0]) as products:
+        with_autocast(policy)
+    assert (torch.float32, torch.float32) in products.seen
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_no_rounded_weight_outlives_its_layer(name: str) -> None:
+    policy = Policy(tiny_model(name), torch.bfloat16, True)
+    with Rounded(policy) as rounded:
+        loss = loss_of(policy)
+        forward = len(rounded.copies)
+        assert forward >= 2 * 5 and rounded.alive == 0
+        loss.backward()
+    assert len(rounded.copies) > forward and rounded.alive == 0
+
+
+def test_autocast_keeps_a_copy_of_all() -> None:
+    policy = Policy(tiny_model("qwen3"), torch.bfloat16, True)
+    with Rounded(policy) as rounded:
+        loss = with_autocast(policy)
+        assert rounded.alive == len(rounded.copies) >= 2 * 7
+    del loss
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt2", "gemma2"])
+def test_log_probs_and_gradients_are_those_of_a_model_that_is_held_in_bfloat16(name: str) -> None:
+    held = Policy(load_model(str(build_tiny(name)), None, torch.bfloat16, "sdpa", CPU), torch.bfloat16, True)
+    policy = Policy(tiny_model(name), torch.bfloat16, True)
+    ours, theirs = loss_of(policy), loss_of(held)
+    assert ours.item() == theirs.item()
+    ours.backward(), theirs.backward()
+    for (path, mine), rounded in zip(policy.named_parameters(), held.parameters(), strict=True):
+        gap, size = (mine.grad - rounded.grad.float()).norm(), rounded.grad.float().norm()
+        assert gap <= 2**-8 * size, path  # the head's share is added up in float32
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    policy = Policy(tiny_model("qwen3"), torch.bfloat16, True)
+    reference = copy.deepcopy(policy)
+    before = loss_of(reference).item()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    assert loss_of(reference).item() == before != loss_of(policy).item()
+
+
+def test_activations_computed_again_give_the_same_gradient() -> None:
+    gradients = []
+    for again in (False, True):
+        model = tiny_model("qwen3")
+        if again:
+            checkpoint_activations(model)
+        policy = Policy(model, torch.bfloat16, True)
+        loss_of(policy).backward()
+        gradients.append([parameter.grad for parameter in policy.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
