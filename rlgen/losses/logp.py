@@ -33,8 +33,9 @@ def head_logits(
     Returns:
         [N, V] float32 (float64 for float64 input). An autocast around the call has no effect.
     """
-    given, wide = (hidden, weight, bias), head_dtype(hidden, fp32=True)
-    hidden, weight, bias = (None if one is None else factor(one, hidden.dtype, fp32) for one in given)
+    dtype, wide = hidden.dtype, head_dtype(hidden, fp32=True)
+    hidden, weight = factor(hidden, dtype, fp32), factor(weight, dtype, fp32)
+    bias = None if bias is None else factor(bias, dtype, fp32)
     with torch.autocast(hidden.device.type, enabled=False):
         if fp32 and hidden.dtype != wide:
             logits_NV = torch.mm(hidden, weight.T, out_dtype=wide)

@@ -30,7 +30,7 @@ def compute_in_half(model: PreTrainedModel) -> None:
         modules = unit.named_modules(prefix=name) if whole else [(name, unit)]
         parameters = [(module, own, f"{path}.{own}") for path, module in modules for own in module._parameters]
         rounded = [(module, own) for module, own, path in parameters if not kept.search(path)]
-        unit.forward = HalfForward(unit, rounded)  # type: ignore[method-assign]
+        unit.forward = HalfForward(unit, rounded)
 
 
 def compute_as_held(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ class TrackioTracker:
 
     def __init__(self, sink: TrackioSink, opening: Opening) -> None:
         self.failures: list[str] = []
-        warnings.showwarning = self._heard
+        warnings.showwarning = self._heard  # type: ignore[assignment]  # its other arguments are not needed
         self.run = trackio.init(
             project=sink.project,
             name=opening.name,
