@@ -507,8 +507,8 @@ def forget_expert_kernels(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, layer in model.named_modules():
         # some architectures have a subclass
-        if "RoutedExperts" in (kind.__name__ for kind in type(layer).__mro__) and layer.quant_method.moe_kernel is not None:  # type: ignore[union-attr]
-            layer.quant_method.moe_kernel = None  # type: ignore[union-attr]
+        if "RoutedExperts" in (kind.__name__ for kind in type(layer).__mro__) and layer.quant_method.moe_kernel is not None:
+            layer.quant_method.moe_kernel = None
             found[name] = layer
     return found
 
