@@ -50,9 +50,10 @@ SMALL: dict[str, object] = {
 }
 
 MLA: dict[str, object] = {"num_key_value_heads": HEADS}  # keys and values of all heads are made from one latent vector
-FULL_MLA = {**MLA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}  # the sizes for which vLLM has kernels
+FULL_MLA = {**MLA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # the sizes for which vLLM has kernels
 HEADS_ALONE: dict[str, object] = {"head_dim": HEAD_DIM}
 WINDOWS: dict[str, object] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+TWO_WIDTHS = {**WINDOWS, "global_head_dim": 2 * HEAD_DIM}  # of heads, in layers with a window and without
 CONVOLUTIONS: dict[str, object] = {"layer_types": ["conv", "full_attention"] * 2}
 SHARED_BLOCKS: dict[str, object] = {
     "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -77,14 +78,15 @@ FITTING: dict[str, dict[str, object]] = {
     **dict.fromkeys(("axk1", "glm4_moe_lite", "longcat_flash", "youtu"), FULL_MLA),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), HEADS_ALONE),
     **dict.fromkeys(("cwm", "modernbert-decoder"), NEEDS_BOS),
-    **dict.fromkeys(("gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"), WINDOWS),
+    **dict.fromkeys(("gemma3_text", "gemma3n_text"), WINDOWS),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), TWO_WIDTHS),
     **dict.fromkeys(("lfm2", "lfm2_moe"), CONVOLUTIONS),
     **dict.fromkeys(("zamba", "zamba2"), SHARED_BLOCKS),
     "emu3": {"text_config": NEEDS_BOS},
     "mllama": {"text_config": NEEDS_BOS},
     "gemma3": {"text_config": WINDOWS},
-    "gemma4": {"text_config": WINDOWS},
-    "gemma4_unified": {"text_config": WINDOWS},
+    "gemma4": {"text_config": TWO_WIDTHS},
+    "gemma4_unified": {"text_config": TWO_WIDTHS},
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": HYBRID},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

@@ -26,7 +26,10 @@ SHAPE = (
 def model_shape(config: "PreTrainedConfig") -> dict[str, Any]:
     """Returns the config fields that must be equal in two copies of a model before weights can be copied between them."""
     text = config.get_text_config()
-    return {name: getattr(text, name, None) for name in SHAPE}
+    # A field that differs by layer (Gemma 4) may be asked of the layers' own configs only.
+    layers = list(getattr(text, "per_layer_config", None) or [text])
+    values = {name: [getattr(layer, name, None) for layer in layers] for name in SHAPE}
+    return {name: each[0] if each.count(each[0]) == len(each) else each for name, each in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

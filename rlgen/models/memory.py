@@ -146,13 +146,19 @@ def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> 
 
 
 def cache_elements(config: PreTrainedConfig) -> int:
-    """Returns the KV-cache elements per token: 2 * layers * kv_heads * head_dim, 0 without attention. Ignores sliding windows."""
+    """Returns the KV-cache elements per token: 2 * kv_heads * head_dim of each layer with attention. Ignores sliding windows."""
     text = config.get_text_config()
-    heads = [count for name in KV_HEADS if (count := getattr(text, name, None))]
+    # In some models (Gemma 4) the sizes differ by layer, and only the layers' own configs have them.
+    return sum(layer_elements(layer) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
+
+
+def layer_elements(layer: PreTrainedConfig) -> int:
+    """Returns the KV-cache elements per token of one layer; 0 without attention."""
+    heads = [count for name in KV_HEADS if (count := getattr(layer, name, None))]
     if not heads:
         return 0
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    elements: int = 2 * text.num_hidden_layers * heads[0] * head_dim
+    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    elements: int = 2 * heads[0] * head_dim
     return elements
 
 

@@ -11,8 +11,9 @@ from conftest import tiny_model
 from helpers.slow import slow_but
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import FalconConfig, MambaConfig, Qwen3Config, Qwen3NextConfig
+from transformers import FalconConfig, Gemma4TextConfig, MambaConfig, Qwen3Config, Qwen3NextConfig
 
+from rlgen.engines.base import model_shape
 from rlgen.errors import SetupError
 from rlgen.models.half import compute_as_held
 from rlgen.models.memory import (
@@ -103,6 +104,12 @@ def test_the_cache_of_models_that_name_their_heads_otherwise() -> None:
     )
     assert cache_elements(falcon) == 2 * 3 * 2 * 32 and not keeps_states(falcon)
     assert cache_elements(MambaConfig()) == 0 and keeps_states(MambaConfig())
+    kinds, sizes = ["sliding_attention", "full_attention"], {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    gemma = Gemma4TextConfig(num_hidden_layers=2, layer_types=kinds, global_head_dim=64, **sizes)
+    assert cache_elements(gemma) == 2 * 2 * 32 + 2 * 2 * 64, "heads differ by layer"
+    assert model_shape(falcon)["hidden_size"] == 128
+    two = Gemma4TextConfig(num_hidden_layers=2, layer_types=kinds, attention_k_eq_v=True, num_global_key_value_heads=1, **sizes)
+    assert model_shape(two)["num_key_value_heads"] == [2, 1] and model_shape(two)["num_attention_heads"] == 4
     assert keeps_states(Qwen3NextConfig()) and not keeps_states(Qwen3Config())
 
 

@@ -292,6 +292,8 @@ def numbers(model: type[BaseModel], prefix: str = "", kind: str = "") -> dict[st
         for inner in models_in(field.annotation):
             tag = inner.model_fields.get("kind")
             needed = f"{prefix}{name}.kind={get_args(tag.annotation)[0]}" if tag else kind
+            if tag and "list" in str(field.annotation):
+                needed = f"{prefix}{name}=[{{kind: {get_args(tag.annotation)[0]}}}]"
             if inner is RewardRecipe and not field.is_required():
                 needed = f"{prefix}{name}=[{{use: exact_match}}, {{use: numeric_match}}]"  # unless said, there is none
             found = numbers(inner, f"{prefix}{name}.{'0.' if 'list' in str(field.annotation) else ''}", needed) | found
