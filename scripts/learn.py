@@ -119,7 +119,7 @@ def charts_of(found: Found) -> list[Chart]:
             low, high = band(rows) if len(rows) > 1 else (rows[0], rows[0])
             lines.append(Line(label=tool, values=present(rows.mean(axis=0)), low=present(low), high=present(high)))
         steps = [SMOOTHED * (point + 1) for point in range(len(lines[0].values))]
-        what = "Share of the sampled answers that are right."
+        what = "Mean reward of the sampled answers."
         charts.append(Chart(group="Reward", title=f"{task}, {trainer}", unit="", what=what, x=steps, lines=lines))
     return charts
 

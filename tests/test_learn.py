@@ -10,6 +10,7 @@ import learn
 import learn_cells
 import pytest
 from learn_cells import TASKS, TOOLS, TRAIN, TRAINERS, Cell, Learned, Size, Tool, config_of, recipe_of, run_cell, training_rows
+from learn_rewards import near
 
 from rlgen.models.tiny import build_tiny
 from rlgen.opening.warm import TRAIN_SEED
@@ -163,7 +164,7 @@ def test_both_tools_are_told_the_same(task: str, trainer: str) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_reward_is_the_same_in_both_tools(task: str) -> None:
-    """A right answer, one with a token too many, and none; the longest answer fits the limit with its stop token."""
+    """Of right answers, of ones with a character too many, and of empty ones; the longest answer fits the limit with its stop."""
     rows = learn_cells.rows_of(task, 5, 50)
     texts = [row["answer"] if place % 3 else f"{row['answer']}1" if place % 2 else "" for place, row in enumerate(rows)]
     reward = learn_cells.reward_of(task)
@@ -172,8 +173,13 @@ def test_a_reward_is_the_same_in_both_tools(task: str) -> None:
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     theirs = learn_cells.for_trl(reward)(prompts=[], completions=messages, completion_ids=[], trainer_state=None, **columns)
-    assert ours == theirs == [float(bool(place % 3)) for place in range(50)]
+    assert ours == theirs and [value == 1 for value in ours] == [bool(place % 3) for place in range(50)]
     assert max(len(row["answer"]) for row in rows) < TASKS[task].max_completion_tokens
+
+
+def test_half_of_what_is_right_is_worth_something() -> None:
+    # 3 of 4 places, 4 of 5, none: half of it each
+    assert [near(text, "1259") for text in ("1259", "1249", "12590", "", "9521")] == [1.0, 0.375, 0.4, 0.0, 0.0]
 
 
 @pytest.mark.slow
