@@ -85,8 +85,11 @@ def trained(cells: Sequence[Cell], out: Path, workers: int) -> Iterator[tuple[Ce
         tasks = dict.fromkeys(cell.task for cell in cells)
         list(processes.map(warm, tasks, [out / "warm" / task for task in tasks]))
         waiting = {processes.submit(run_cell, cell, out): cell for cell in cells}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        finally:
+            processes.shutdown(cancel_futures=True)  # after an error no further cell begins
 
 
 def rows_of(found: Found) -> list[Row]:

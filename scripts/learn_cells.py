@@ -46,7 +46,6 @@ MODEL = "tiny:qwen3"
 POOL_SEED, POOL = 4242, 3200  # rows; as many as Online DPO takes in 50 steps
 HELD_OUT_SEED, HELD_OUT = 31337, 512
 WARM_ROWS = 1000
-WARM_UP = 5  # steps in which the learning rate rises: Adam's first steps are large whatever the gradient
 PACKAGES = ("rlgen", "trl", "transformers", "torch")
 Tool = Literal["rlgen", "TRL"]
 TOOLS: tuple[Tool, ...] = ("rlgen", "TRL")
@@ -110,6 +109,7 @@ class Size:
     steps: int = 50
     samples: int = 128  # completions of a step
     learning_rate: float = 5e-4
+    warmup_steps: int = 5  # Adam's first steps are large whatever the gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ def recipe_of(cell: Cell) -> dict[str, Any]:
         "optim": {
             "learning_rate": size.learning_rate,
             "schedule": "linear",
-            "warmup_steps": WARM_UP,
+            "warmup_steps": size.warmup_steps,
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
         },
@@ -212,7 +212,7 @@ def config_of(cell: Cell) -> dict[str, Any]:
         "top_k": 0,
         "learning_rate": size.learning_rate,
         "lr_scheduler_type": "linear",
-        "warmup_steps": WARM_UP,
+        "warmup_steps": size.warmup_steps,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "adam_beta1": 0.9,

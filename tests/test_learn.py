@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlgen.models.tiny import build_tiny
 from rlgen.opening.warm import TRAIN_SEED
 from rlgen.recipe import Recipe
 
-TINY = Size(steps=2, samples=16)
+TINY = Size(steps=2, samples=16, warmup_steps=1)
 
 
 def cell(tool: Tool = "rlgen", **changes: Any) -> Cell:
@@ -124,7 +125,7 @@ def test_a_finished_cell_is_kept_as_long_as_its_settings_are_the_same(tmp_path: 
     first = run_cell(cell(), tmp_path)
     assert (first.rewards, first.before, first.after) == ([0.5, 0.75], 0.25, 0.8)
     assert run_cell(cell(), tmp_path) == first and len(trained) == 1
-    run_cell(cell(size=Size(steps=2, samples=16, learning_rate=1e-3)), tmp_path)
+    run_cell(cell(size=replace(TINY, learning_rate=1e-3)), tmp_path)
     run_cell(cell(seed=1), tmp_path)
     assert len(trained) == 3
 
@@ -151,6 +152,7 @@ def test_both_tools_are_told_the_same(task: str, trainer: str) -> None:
     assert recipe.run.seed == config["seed"] and recipe.run.steps == config["max_steps"]
     assert recipe.rollout.temperature == config["temperature"] == 1
     assert recipe.optim.learning_rate == config["learning_rate"] and recipe.optim.schedule == config["lr_scheduler_type"]
+    assert recipe.optim.warmup_steps == config["warmup_steps"] == 5
     assert recipe.optim.weight_decay == config["weight_decay"] and recipe.optim.max_grad_norm == config["max_grad_norm"]
     assert recipe.samples_per_step == 128 and recipe.trainer.updates_per_rollout == 1
     beta = config["beta"]
@@ -188,13 +190,13 @@ def test_half_of_what_is_right_is_worth_something() -> None:
 def test_both_tools_are_asked_the_same_prompts_in_the_same_order(
     trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import PreTrainedModel
+    from transformers import GenerationMixin
 
     from rlgen.engines.transformers import TransformersEngine
 
     ours: list[list[int]] = []
     theirs: list[list[int]] = []
-    generate, of_engine = PreTrainedModel.generate, TransformersEngine.generate
+    generate, of_engine = GenerationMixin.generate, TransformersEngine.generate
 
     def spy(model: Any, *arguments: Any, **named: Any) -> Any:
         pairs = zip(named["input_ids"], named["attention_mask"], strict=True)
@@ -205,7 +207,7 @@ def test_both_tools_are_asked_the_same_prompts_in_the_same_order(
         ours.extend(request.prompt_ids.tolist() for request in requests)
         return of_engine(engine, requests, *arguments)
 
-    monkeypatch.setattr(PreTrainedModel, "generate", spy)
+    monkeypatch.setattr(GenerationMixin, "generate", spy)
     monkeypatch.setattr(TransformersEngine, "generate", spy_engine)
     monkeypatch.chdir(tmp_path)
     for tool in TOOLS:
