@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep clean
+.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn clean
 
 VENV := .venv/bin
 READY := .venv/.ready
@@ -58,6 +58,9 @@ false-alarms: $(READY) ## 300 clean steps over trainers, engines and dtypes: the
 
 demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online DPO on vLLM, check what was learned
 	$(VENV)/python scripts/demo.py
+
+learn: $(READY) ## train four tasks with each trainer and three seeds beside TRL, compare what was learned: under an hour
+	$(VENV)/python scripts/learn.py
 
 ahead: $(READY) ## time steps that sample ahead on a server, beside strictly on-policy ones
 	$(VENV)/python scripts/ahead.py

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from plain import answers
 
 from rlgen.data.tasks import generate
 from rlgen.metrics import Family, Metric
@@ -32,14 +31,8 @@ def call(*command: object) -> None:
 
 def plain_score(folder: Path, count: int = 256) -> float:
     """Share of new prompts that the saved model answers right, sampled at temperature 1 by transformers alone."""
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder)
     rows = generate("reverse", ReverseOptions(size=count), NEW_PROMPTS_SEED)
-    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-    inputs = tokenizer.apply_chat_template(chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=12, do_sample=True, temperature=1.0, top_k=0)
-    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = answers(folder, [row["prompt"] for row in rows], max_new_tokens=12, sampled=True)
     return fmean(text == row["answer"] for text, row in zip(texts, rows, strict=True))
 
 

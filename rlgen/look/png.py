@@ -29,8 +29,8 @@ def chosen(charts: Sequence[Chart]) -> list[Chart]:
     return [*evaluations, *(chart for title in TITLES for chart in charts if chart.title == title)]
 
 
-def write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
-    """Writes the first `MOST` charts, three in a row.
+def write_png(path: Path, title: str, charts: Sequence[Chart], most: int = MOST) -> None:
+    """Writes the first `most` charts, three in a row.
 
     Raises:
         SetupError: matplotlib is not installed.
@@ -43,7 +43,7 @@ def write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SetupError(f"a PNG needs matplotlib ({error}): pip install 'rlgen[report]'") from error
-    shown = charts[:MOST]
+    shown = charts[:most]
     rows = max(1, -(-len(shown) // COLUMNS))
     with rc_context({"text.parse_math": False}), whole_file(path) as file:  # a name with $ is no formula
         figure = Figure(figsize=(COLUMNS * WIDTH, rows * HEIGHT + 0.5), dpi=DPI, layout="constrained")
