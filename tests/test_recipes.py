@@ -31,7 +31,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 HEADER = re.compile(r"# .+\n#\n# Needs:  (.+)\n# Time:   (.+)\n# Expect: (.+)\n")
 GPU = re.compile(r"one GPU with (\d+) GB; ")
 EXPECTED = re.compile(r"(\w+) (-?\d+\.\d+)\.\.(-?\d+\.\d+) at step (\d+)")
-CARDS = (12, 16, 24, 40, 48, 80)  # usual sizes of GPUs, GB
+CARDS = (8, 12, 16, 24, 40, 48, 80)  # usual sizes of GPUs, GB
 
 
 def header(path: Path) -> tuple[str, str, str]:
