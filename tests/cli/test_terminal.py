@@ -315,21 +315,21 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     """The smoke recipe on vLLM, which writes about NUMA past Python: none of that is on the screen, all is in the logs."""
     run = tmp_path / "run"
     said = on_terminal([sys.executable, "-m", "rlgen", "train", str(ROOT / "recipes/smoke.yaml"), "--run-dir", str(run)], 80)
-    lines = [line.rstrip() for line in lines_of(said)]
+    lines = [line.rstrip() for line in lines_of(said) if line.strip()]
     assert lines[0].startswith("rlgen ") and max(map(cell_len, lines)) <= 80 + len(str(run))
     assert "NUMA" not in said and "Warning" not in said and "engine: loading vLLM, and starting it in this process …" in lines
-    assert (run / "logs" / "output.log").exists() and lines[-2] == f"next: rlgen report {run}"
+    assert (run / "logs" / "output.log").exists() and lines[-1] == f"next: rlgen report {run}"
     assert any("step 3/3" in line for line in lines) and any(line.startswith("done: 3 of 3 steps") for line in lines)
 
 
 @pytest.mark.slow
 def test_ctrl_c_is_answered_on_a_terminal(recipe_file: Path, tmp_path: Path) -> None:
-    """Typed when the second step is drawn: the view answers, the run saves, and its last lines say how to go on."""
+    """Typed when a step is drawn, not all of which are: the view answers, the run saves, and its last lines say how to go on."""
     recipe_file.write_text(RECIPE + "engine: {kind: transformers}\n")
     typed: list[str] = []
 
     def told(said: str) -> bytes:
-        if "step 2/500" not in said or typed:
+        if typed or not re.search(r"step [1-9]\d*/500", said):
             return b""
         typed.append(said)
         return b"\x03"
