@@ -45,9 +45,6 @@ class ColocatedEngine:
         with vllm_compat.process_kept_as_is():
             self._vllm = vllm_compat.import_vllm()
             self._llm = vllm_compat.open_llm(self._vllm, arguments)
-            engine, model = self._llm.llm_engine, vllm_compat.model_in(self._llm)
-            caches = engine.vllm_config.cache_config
-            self._facts = vllm_compat.facts(self._vllm, plan.digest(), engine.model_config, caches, model)
 
     @property
     def weight_version(self) -> int:
@@ -58,7 +55,9 @@ class ColocatedEngine:
         return Abilities(sleeps=self._plan.sleep, submit=None, whole_step=False, elsewhere=False, in_flight=False)
 
     def facts(self) -> Facts:
-        return self._facts
+        engine, model = self._llm.llm_engine, vllm_compat.model_in(self._llm)
+        caches = engine.vllm_config.cache_config
+        return vllm_compat.facts(self._vllm, self._plan.digest(), engine.model_config, caches, model)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
         prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")

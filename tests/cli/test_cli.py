@@ -33,7 +33,7 @@ def test_three_mistakes_with_their_lines_and_no_traceback(rlgen: Run, recipe_fil
         (["train", "missing.yaml"], 2, "does not exist"),
         (["trian", "x.yaml"], 2, "train"),
         (["validate", "--json", "missing.yaml"], 2, "does not exist"),
-        (["recipes", "copy", "nothing"], 2, "there is no recipe nothing; there are demo-grpo"),
+        (["recipes", "copy", "nothing"], 2, "there is no recipe nothing; there are arithmetic-tiny-grpo"),
         (["recipes", "list"], 0, "smoke"),
         (["--version"], 0, "rlgen 0."),
         (["train", "--help"], 0, "--resume"),

@@ -126,6 +126,7 @@ def test_an_adapter_of_rank_8_is_two_hundredths_of_the_bytes() -> None:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen3Config(**shape, **heads), dtype=torch.bfloat16)
+        model._weight_conversions = None  # which `from_pretrained` says
         add_adapter(model, LoraRecipe(rank=8, alpha=16.0), seed=0)
         whole = sum(tensor.bfloat16().nbytes for _, tensor in checkpoint_tensors(model))
         alone = sum(tensor.nbytes for _, tensor in adapter_factors(model))

@@ -20,6 +20,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+SCREEN = os.dup(2)  # before a run sends what is printed to its log
 WRITING = os.O_WRONLY | os.O_RDWR
 EVENTS = {"os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.rename": 1, "shutil.rmtree": 0, "shutil.move": 0}
 
@@ -53,8 +54,7 @@ class Count:
         Collector.sample = sample  # type: ignore[method-assign]
 
     def die(self, what: str = "") -> None:
-        sys.stderr.write(f"KILLED {self.instant} {what}\n")
-        sys.stderr.flush()
+        os.write(SCREEN, f"KILLED {self.instant} {what}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -12,6 +12,8 @@ from rlgen.cli.app import main
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.update import Updater
 
+SCREEN = os.dup(1)  # before a run sends what is printed to its log
+
 
 def plant(what: str, step_of_fault: int = 2) -> None:
     call, run = Updater.__call__, Updater._run
@@ -25,7 +27,7 @@ def plant(what: str, step_of_fault: int = 2) -> None:
         part = run(updater, window, update)
         if now[0] != step_of_fault:
             return part
-        print(f"planted in process {os.environ.get('RANK', '0')}: {what} of step {now[0]}", flush=True)
+        os.write(SCREEN, f"planted in process {os.environ.get('RANK', '0')}: {what} of step {now[0]}\n".encode())
         if what == "loss":
             return replace(part, loss=math.nan)
         gradient = [parameter.grad for parameter in updater.policy.parameters() if parameter.grad is not None][1]

@@ -1,12 +1,15 @@
 """`rlgen train` as one of several processes, which prints the bytes that it received in each step: traffic_worker.py train …"""
 
 import json
+import os
 import sys
 from typing import Any
 
 from rlgen.cli.app import main
 from rlgen.trainers.report import Reporter
 from rlgen.trainers.window import Window, WindowBuilder
+
+SCREEN = os.dup(2)  # before a run sends what is printed to its log
 
 
 def bytes_of(window: Window) -> int:
@@ -28,7 +31,7 @@ def count() -> None:
     def ended(report: Reporter, step: int, *arguments: Any) -> Any:
         received = report.processes.traffic.received
         line = {"step": step, "rank": report.processes.rank, "received": received - before[0], "rows": trained[0]}
-        print("TRAFFIC", json.dumps(line), file=sys.stderr, flush=True)
+        os.write(SCREEN, f"TRAFFIC {json.dumps(line)}\n".encode())
         before[0] = received
         return metrics(report, step, *arguments)
 

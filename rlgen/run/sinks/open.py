@@ -70,10 +70,11 @@ def open_sinks(recipe: Recipe, directory: RunDirectory, step: int, say: Callable
         step: after which this attempt goes on.
         say: receives warnings.
     """
+    if not recipe.sinks:
+        return Sinks(recipe.run.steps)
     folder = directory.path.resolve() / "sinks"
-    if recipe.sinks:
-        with written(folder):
-            folder.mkdir(exist_ok=True)
+    with written(folder):
+        folder.mkdir(exist_ok=True)
     config = {"recipe": effective(recipe), "provenance": directory.attempts(directory.path)[-1]}
     found = []
     for sink in recipe.sinks:
