@@ -88,8 +88,9 @@ TRAINERS = {
         {"loss_type": "dapo", "scale_rewards": "group", "beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.28},
         8,
     ),
+    # With one update a rollout the ratio is 1, and the gradient that of TRL's ratio of a whole completion.
     "rloo": Words(
-        {"kind": "rloo", "ratio": "sequence", "beta": 0.0, "correction": {"mode": "none"}},
+        {"kind": "rloo", "beta": 0.0, "correction": {"mode": "none"}},
         {"beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.2, "normalize_advantages": False},
         8,
     ),

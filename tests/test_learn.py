@@ -15,7 +15,7 @@ from learn_rewards import near
 
 from rlgen.models.tiny import build_tiny
 from rlgen.opening.warm import TRAIN_SEED
-from rlgen.recipe import Recipe
+from rlgen.recipe import load_recipe
 
 TINY = Size(steps=2, samples=16, warmup_steps=1)
 
@@ -146,9 +146,10 @@ def test_held_out_prompts_are_in_no_training_and_no_warm_start(task: str) -> Non
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_both_tools_are_told_the_same(task: str, trainer: str) -> None:
+def test_both_tools_are_told_the_same(task: str, trainer: str, tmp_path: Path) -> None:
     of = cell(task=task, trainer=trainer, seed=3, size=Size())
-    recipe, config = Recipe.model_validate(recipe_of(of)), config_of(of)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe_of(of)))
+    recipe, config = load_recipe(tmp_path / "recipe.yaml").recipe, config_of(of)
     assert recipe.run.seed == config["seed"] and recipe.run.steps == config["max_steps"]
     assert recipe.rollout.temperature == config["temperature"] == 1
     assert recipe.optim.learning_rate == config["learning_rate"] and recipe.optim.schedule == config["lr_scheduler_type"]
