@@ -28,7 +28,7 @@ docs: $(READY) ## write the tables of README.md and rlgen/docs/ that follow from
 docs-check: $(READY) ## fail if one of them is not as the code has it
 	$(VENV)/python scripts/docs.py --check
 
-pictures: $(READY) ## take the pictures of rlgen/docs/look.md anew, with chromium, of runs that are trained for them
+pictures: $(READY) ## take the pictures of the documentation anew, with chromium, of runs that are trained for them
 	PYTHONPATH=tests $(VENV)/python scripts/pictures.py
 
 # A worker a core, one thread each: two busy threads in each of two processes take many times longer on two cores.

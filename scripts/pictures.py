@@ -1,4 +1,4 @@
-"""`make pictures`: the pictures of rlgen/docs/look.md, taken of runs that are trained for them, in a few minutes on two cores.
+"""`make pictures`: the pictures of rlgen/docs/look.md and watch.md, taken of runs that are trained for them, in a few minutes on two cores.
 
 A tiny model learns to reverse words, with GRPO and RLOO, two seeds each, evaluated every ten steps. Their report and their
 comparison are opened in chromium without a window (Debian: apt-get install chromium chromium-driver). Runs that are in
@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 from helpers.browser import browser, open_page
+
+from rlgen.metrics import Metric
+from rlgen.run.live import live as draw
 
 ROOT = Path(__file__).parent.parent
 RUNS, OUT = ROOT / "runs" / "pictures", ROOT / "rlgen" / "docs" / "pictures"
@@ -48,8 +51,14 @@ def comparison(out: Path) -> None:
     """Takes the picture of a comparison: verdict, differences, and the curve with its bands."""
     page = RUNS / "comparison.html"
     names = [RUNS / f"{trainer}-{seed}" for trainer in TRAINERS for seed in SEEDS]
-    rlgen("compare", *names, "--html", "--metric", "eval/reward/mean", "--out", page)
+    rlgen("compare", *names, "--html", "--metric", Metric.EVAL_REWARD_MEAN, "--out", page)
     shoot(page, out)
+
+
+def live(out: Path) -> None:
+    """Draws the live view of a run at its last step."""
+    draw(RUNS / "grpo-0", out)
+    print(f"{out} written")
 
 
 def shoot(page: Path, out: Path) -> None:
@@ -64,7 +73,7 @@ def shoot(page: Path, out: Path) -> None:
 
 
 # What makes each picture, by its file; called with the file to write.
-PICTURES = {"report.png": report, "comparison.png": comparison}
+PICTURES = {"report.png": report, "comparison.png": comparison, "live.svg": live}
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ OWN_TESTS = {
 }
 # Commands that no test types as they stand, with the reason.
 NOT_RUN = {
+    "rlgen train recipe.yaml --progress plain": "tests/run/test_console.py looks at its lines",
     "rlgen eval Qwen/Qwen3-0.6B recipe.yaml": "the hub; the other lines of the block are run",
     "torchrun --nproc-per-node 4 -m rlgen train recipe.yaml": "four processes; tests/run/test_processes.py runs two",
     "accelerate launch --num_processes 4 -m rlgen train recipe.yaml": "four processes; tests/run/test_processes.py runs two",
@@ -60,7 +61,7 @@ def blocks() -> Iterator[tuple[str, str, str]]:
 
 def command_of(line: str) -> str | None:
     """The command of a line, without its prompt and its comment; None: the line is no command."""
-    found = re.match(r"(?:\$ )?((?:rlgen|torchrun|accelerate|make|\.venv/bin/\w+) .*?)\s*(?:\s# .*)?$", line)
+    found = re.match(r"(?:\$ )?((?:rlgen(?! \d)|torchrun|accelerate|make|\.venv/bin/\w+) .*?)\s*(?:\s# .*)?$", line)
     return found[1] if found else None
 
 
@@ -145,7 +146,7 @@ def test_what_is_to_be_made_can_be_made() -> None:
 
 def test_every_block_is_run_or_there_is_a_reason() -> None:
     """A page with commands is in one of the tables, so that a new one is not forgotten."""
-    run_here = {"README", "look", "replay", "evaluation", "coming-from-trl", "recipe", "sentinel"}
+    run_here = {"README", "watch", "look", "replay", "evaluation", "coming-from-trl", "recipe", "sentinel"}
     rest = [(page, command) for page, command in commands() if page not in run_here | OWN_TESTS.keys()]
     assert [one for one in rest if not one[1].startswith(tuple(NOT_RUN))] == []
     assert {page for page, kind, _ in blocks() if kind == "python"} == {"README", "rewards"} | EXCERPTS.keys()
@@ -272,11 +273,11 @@ eval: {every: 9, limit: 4}
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_pages_about_evaluation_and_replay(folder: Path) -> None:
+def test_the_commands_of_the_pages_about_evaluation_replay_and_watching(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(EVALUATED)
     train(Path("recipe.yaml"), TrainOptions())
     run("rlgen export mine --out model")
-    for page in ("evaluation", "replay"):
+    for page in ("evaluation", "replay", "watch"):
         for _, command in commands(page):
             if command not in NOT_RUN:
                 run(command)

@@ -240,6 +240,7 @@ def sleepy(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, l
     monkeypatch.setattr(TransformersEngine, "sync", waking_sync)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}"]).recipe
     pair = open_pair(recipe, open_data(recipe), None, Processes.alone(), recipe_file.parent, print)
+    calls.clear()  # of the engine's own trial when it opens
     return probe_of(recipe, pair), calls
 
 
