@@ -32,6 +32,7 @@ OWN_TESTS = {
 # Commands that no test types as they stand, with the reason.
 NOT_RUN = {
     "rlgen train recipe.yaml --progress plain": "tests/run/test_console.py looks at its lines",
+    "torchrun --nproc-per-node 2 -m rlgen replay mine --step 17": "two processes; tests/opening/test_replay.py runs them",
     "rlgen eval Qwen/Qwen3-0.6B recipe.yaml": "the hub; the other lines of the block are run",
     "torchrun --nproc-per-node 4 -m rlgen train recipe.yaml": "four processes; tests/run/test_processes.py runs two",
     "accelerate launch --num_processes 4 -m rlgen train recipe.yaml": "four processes; tests/run/test_processes.py runs two",
