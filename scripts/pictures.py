@@ -1,4 +1,4 @@
-"""`make pictures`: the pictures of rlgen/docs/look.md and watch.md, taken of runs that are trained for them, in a few minutes on two cores.
+"""`make pictures`: those of rlgen/docs/look.md and watch.md, of runs that are trained for them, in a few minutes on two cores.
 
 A tiny model learns to reverse words, with GRPO and RLOO, two seeds each, evaluated every ten steps. Their report and their
 comparison are opened in chromium without a window (Debian: apt-get install chromium chromium-driver). Runs that are in
