@@ -21,6 +21,7 @@ from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
 from rlgen.engines.plan import EnginePlan
 from rlgen.engines.transformers import TransformersEngine
+from rlgen.models import memory
 from rlgen.models.load import load_model, locate
 from rlgen.models.tiny import build_tiny
 from rlgen.processes import Processes
@@ -87,6 +88,32 @@ def proof(request: pytest.FixtureRequest) -> Callable[[str], None]:
         request.node.user_properties.append(("proof", text))
 
     return take_down
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two gain nothing on models of this size, and wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def counted_once() -> Iterator[None]:
+    """What is the same model and size is counted once: it takes seconds."""
+    counts: dict[tuple[Any, ...], memory.Counts] = {}
+    count = memory.count
+
+    def remembered(config: Any, *sizes: Any) -> memory.Counts:
+        key = (json.dumps({**config.to_dict(), "_name_or_path": None}, default=str), *sizes)
+        if key not in counts:
+            counts[key] = count(config, *sizes)
+        return counts[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "count", remembered)
+        yield
 
 
 @pytest.fixture

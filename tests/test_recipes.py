@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,6 @@ from transformers import CONFIG_MAPPING
 from rlgen.cli.estimate import estimate
 from rlgen.data.prompts import build_prompts
 from rlgen.data.source import load_rows
-from rlgen.models import memory
 from rlgen.models.load import load_tokenizer, locate
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.evaluation import data_of, rewards_of
@@ -67,23 +66,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": {**SHAPE, "hidden_size": 1024, "intermediate_size": 3072},
     "Qwen/Qwen3-1.7B": {**SHAPE, "hidden_size": 2048, "intermediate_size": 6144},
 }
-
-
-@pytest.fixture(scope="module")
-def counted_once() -> Iterator[None]:
-    """What is the same model and size is counted once: it takes seconds."""
-    counts: dict[tuple[Any, ...], memory.Counts] = {}
-    count = memory.count
-
-    def remembered(config: Any, *sizes: Any) -> memory.Counts:
-        key = (config.hidden_size, *sizes)
-        if key not in counts:
-            counts[key] = count(config, *sizes)
-        return counts[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "count", remembered)
-        yield
 
 
 # One of each kind; the others take the same sizes or more time.

@@ -27,7 +27,7 @@ class RunRecipe(Strict):
     probe_max: StrictBool = False
     """Before step 1: one micro-batch of the longest rows forward and backward, so that too little memory shows at once."""
     deterministic: StrictBool = False
-    """Train with kernels that give the same bits each time, which costs some speed on a GPU; CPUs have no others."""
+    """Train with torch's deterministic kernels, which give the same bits each time."""
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m.
 

@@ -1,7 +1,6 @@
 """`rlgen estimate`. What it counts is tested in tests/models/test_memory.py."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ from transformers import CONFIG_MAPPING
 
 from rlgen.cli.estimate import estimate, estimate_command, plan_of, verdict
 from rlgen.errors import SetupError
-from rlgen.models import memory
 from rlgen.recipe import load_recipe
+
+pytestmark = pytest.mark.usefixtures("counted_once")
 
 GIB = 1 << 30
 # The shape of Qwen3-0.6B.
@@ -31,23 +31,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace('"tiny:qwen3"', str(folder)))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def counted_once() -> Iterator[None]:
-    """What is the same model and size is counted once: it takes seconds."""
-    counts: dict[tuple[Any, ...], memory.Counts] = {}
-    count = memory.count
-
-    def remembered(config: Any, *sizes: Any) -> memory.Counts:
-        key = (json.dumps({**config.to_dict(), "_name_or_path": None}, default=str), *sizes)
-        if key not in counts:
-            counts[key] = count(config, *sizes)
-        return counts[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "count", remembered)
-        yield
 
 
 def test_a_table_from_a_config_alone(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

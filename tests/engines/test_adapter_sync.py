@@ -1,6 +1,6 @@
 """Only the adapter travels: the worker merges it, and then computes what it computes with merged weights, sync after sync."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,10 @@ from rlgen.recipe import Recipe
 from rlgen.recipe.models import LoraRecipe
 from rlgen.sentinel.sync import send_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Factors = dict[str, Tensor]
 SYNCS, LOOKED_AT = 200, (1, 2, 50, 100, 199, 200)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two gain nothing on models of this size, and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class ByFiles:

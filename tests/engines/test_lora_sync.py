@@ -1,7 +1,5 @@
 """vLLM computes what the adapted trainer computes, sync after sync, and the weights under the adapter stay to the last bit."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
@@ -14,16 +12,9 @@ from rlgen.models.weights import base_digest, own_tensors
 from rlgen.processes import Processes
 from rlgen.sentinel.sync import send_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SYNCS, LOOKED_AT = 200, (1, 2, 50, 100, 199, 200)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two gain nothing on models of this size, and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

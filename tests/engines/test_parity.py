@@ -3,10 +3,7 @@
 `make parity` measures all of rlgen's tiny models; these are the ones that differ most.
 """
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from helpers.slow import slow_but
 from parity import BOUND, LEAST, POWER, measure
 
@@ -14,17 +11,10 @@ from rlgen.engines import vllm_compat
 from rlgen.errors import EngineError
 from rlgen.models import weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHOSEN = ["qwen3-tied", "qwen3-untied", "llama-untied", "qwen2-tied", "gemma3_text-tied", "olmo3-untied", "gpt2-tied"]
 CHOSEN += ["phi-untied", "cohere-tied", "gemma2-tied", "qwen3_moe-untied", "mixtral-tied", "granitemoe-tied", "glm4_moe-untied"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two gain nothing on models of this size, and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", slow_but(CHOSEN, "qwen3-tied"))

@@ -6,7 +6,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,8 @@ from rlgen.models.load import load_model
 from rlgen.models.policy import Policy
 from rlgen.opening import TrainOptions, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Each ended with a traceback once.
 ONCE_BUGS = ["falcon", "falcon:alibi", "falcon:many-heads", "falcon:new", "gpt2:scaled-by-layer"]
 ONCE_BUGS += ["llama4_text", "opt", "opt:projected", "persimmon"]
@@ -44,15 +46,6 @@ rollout: {{prompts_per_step: 2, group_size: 4, max_completion_tokens: 12}}
 engine: {{kind: transformers}}
 optim: {{learning_rate: 1.0e-3}}
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two gain nothing on models of this size, and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
