@@ -1,8 +1,9 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn clean
+.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn bench clean
 
 VENV := .venv/bin
+TIER := 1
 READY := .venv/.ready
 
 help:     ## what there is
@@ -62,6 +63,9 @@ demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online D
 learn: $(READY) ## train four tasks with each trainer and three seeds beside TRL, compare what was learned: under an hour
 	$(VENV)/python scripts/learn.py
 
+bench: $(READY) ## time a step of rlgen, of TRL and of the sequential floor in turns; nothing else may run on the machine
+	$(VENV)/python scripts/bench.py
+
 ahead: $(READY) ## time steps that sample ahead on a server, beside strictly on-policy ones
 	$(VENV)/python scripts/ahead.py
 
@@ -74,8 +78,8 @@ sweep: $(READY) ## open a small model of every type that transformers has with b
 head-memory: $(READY) ## measure peak memory and time of the chunked head, beside the computation of all logits at once
 	$(VENV)/python scripts/head_memory.py
 
-gpu-check: $(READY) ## what only a GPU can show: parity, sleep, memory, throughput; one table, under ten minutes
-	$(VENV)/python scripts/gpu_check.py
+gpu-check: $(READY) ## what only a GPU can show, in one table: parity, speed, memory, learning; TIER=2: what needs vLLM
+	$(VENV)/python scripts/gpu_check.py --tier $(TIER)
 
 check-cuda-lock: $(READY) ## resolve what a GPU machine installs, and compare it with scripts/requirements-cuda.txt; needs no GPU
 	$(VENV)/python scripts/cuda_lock.py

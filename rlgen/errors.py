@@ -74,6 +74,12 @@ class RewardError(RlgenError):
     exit_code = 5
 
 
+class ToolError(RlgenError):
+    """A tool cannot be found or described to the model. What a call of it raises is told to the model, and is no error."""
+
+    exit_code = 5
+
+
 class EngineError(RlgenError):
     """The engine failed, answered something else than it was asked, or did not take the weights."""
 
@@ -198,7 +204,7 @@ EXIT_CODES = {
     2: "a mistake on the command line or in the recipe",
     3: "the machine or the model lacks something",
     4: "the data cannot serve",
-    5: "a reward failed",
+    5: "a reward failed, or a tool cannot be found",
     6: "the engine failed, or engine and trainer disagree",
     7: "the run diverged",
     8: "a checkpoint cannot be written or read",

@@ -40,10 +40,18 @@ class Metric(StrEnum):
     GROUPS_ZERO_STD = "groups/zero_std", "share", "Groups of equal rewards, among those with two scored samples or more."
     GROUPS_REPLACED = "groups/replaced", "groups", "Groups of equal rewards whose places further prompts took (`rollout.refill`)."
 
-    COMPLETIONS_MEAN_TOKENS = "completions/mean_tokens", "tokens", "Mean length of a completion."
+    COMPLETIONS_MEAN_TOKENS = "completions/mean_tokens", "tokens", "Mean length of a completion: the tokens that were sampled."
     COMPLETIONS_MIN_TOKENS = "completions/min_tokens", "tokens", "Length of the shortest completion."
     COMPLETIONS_MAX_TOKENS = "completions/max_tokens", "tokens", "Length of the longest completion."
-    COMPLETIONS_TRUNCATED = "completions/truncated", "share", "Completions that `rollout.max_completion_tokens` ended."
+    COMPLETIONS_TRUNCATED = (
+        "completions/truncated",
+        "share",
+        "Completions that `rollout.max_completion_tokens` ended; with tools also those that `rollout.max_turns` or"
+        " `rollout.reply_timeout` ended.",
+    )
+    TURNS_MEAN = "turns/mean", "turns", "Mean number of the model's turns in a completion.", "`tools`"
+    TURNS_MAX = "turns/max", "turns", "Largest number of these turns.", "`tools`"
+    TURNS_REPLY_TOKENS = "turns/reply_tokens", "tokens", "Mean number of a completion's tokens that were not sampled.", "`tools`"
 
     TOKENS_GENERATED = "tokens/generated", "tokens", "Completion tokens that were sampled."
     TOKENS_TRAINED = "tokens/trained", "tokens", "Completion tokens that the loss learned from."
@@ -190,6 +198,7 @@ class Metric(StrEnum):
         "Completions of an evaluation that `eval.max_completion_tokens` ended.",
         "`eval`",
     )
+    EVAL_TURNS_MEAN = "eval/turns/mean", "turns", "Mean number of the model's turns in an evaluation.", "`eval` and `tools`"
     EVAL_PROMPTS = "eval/prompts", "prompts", "Prompts that were evaluated.", "`eval`"
     EVAL_DELTA_MEAN = (
         "eval/sampler/delta_mean",
@@ -239,6 +248,13 @@ class Family(StrEnum):
         "samples",
         "Of these, calls that needed more memory than `scoring.memory_gib`.",
         "steps in which a reward failed",
+    )
+    TOOLS = (
+        "tools/<name>",
+        "",
+        "How often it happened in the replies of a step, such as calls, malformed or timeouts; unanswered: turns or tokens had"
+        " run out; late: no reply within `rollout.reply_timeout`.",
+        "`tools`; what has happened",
     )
     EVAL_REWARD = "eval/reward/<name>/mean", "reward", "Evaluation: mean of one reward, over completions, then prompts.", "`eval`"
     EVAL_FAILED = "eval/reward/<name>/failed", "samples", "Completions of an evaluation whose reward failed.", "`eval`"

@@ -11,9 +11,10 @@ No token is a Python object: values with one entry per token are arrays, and the
 (`Samples`).
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+T = TypeVar("T")
 Ids: TypeAlias = NDArray[np.int32]
 LogProbs: TypeAlias = NDArray[np.float32]
 
@@ -50,7 +52,10 @@ class _Record:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+    """Returns whether two values are equal; NaN, which stands for "not sampled", equals NaN."""
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+    return bool(one == other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,6 +70,7 @@ class Prompt(_Record):
     text: str  # what the model sees, as text
     prompt_ids: Ids  # [L] what the model sees
     columns: Mapping[str, Any]  # the data set's columns, for rewards
+    messages: Sequence[Mapping[str, Any]] | None = None  # the same as a chat, for rewards; None: a text without a template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +79,7 @@ class Request(_Record):
 
     prompt_ids: Ids  # [L]
     seed: int  # derived from the sample's position, never from call order
+    max_tokens: int | None = None  # of this completion; None: those of `Sampling`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +91,10 @@ class Sampling:
     stop_ids: tuple[int, ...]  # every id that ends a completion; the sampled one is kept
     top_p: float = 1.0  # below 1: only the fewest most probable ids with this share; log-probs are then of what is left
     regex: str | None = None  # restricts the completions; log-probs are then those of the restricted distribution
+
+    def limit_of(self, request: Request) -> int:
+        """Returns the most tokens of the completion of a request."""
+        return self.max_tokens if request.max_tokens is None else request.max_tokens
 
     @property
     def logp_temperature(self) -> float:
@@ -107,16 +118,37 @@ def one_span(tokens: int, version: int) -> tuple[Span, ...]:
     return (Span(0, tokens, version),)
 
 
+def whole_conversation(messages: str, completion: str) -> list[dict[str, Any]]:
+    """Returns all messages after the prompt: those of a `Completion`, and the text of the last turn as the assistant's."""
+    return [*json.loads(messages or "[]"), {"role": "assistant", "content": completion}]
+
+
+def turns_of(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Returns start and stop of each turn of the model: spans that touch are one turn, which several versions sampled."""
+    turns: list[tuple[int, int]] = []
+    for start, stop, _ in spans:
+        if turns and turns[-1][1] == start:
+            turns[-1] = turns[-1][0], stop
+        else:
+            turns.append((start, stop))
+    return turns
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion(_Record):
-    """The engine's answer to a request. Completion(token_ids=[9, 4, 257], logp=[-.2, -1.1, -.01], finish_reason="stop", ...)"""
+    """The engine's answer to a request. Completion(token_ids=[9, 4, 257], logp=[-.2, -1.1, -.01], finish_reason="stop", ...)
+
+    The answers to the turns of a conversation are joined to one completion, with what stands between them.
+    """
 
     token_ids: Ids  # [L] includes the sampled stop token: stopping is an action
-    logp: LogProbs  # [L] log-probability of each sampled token, at `Sampling.logp_temperature`
+    logp: LogProbs  # [L] log-probability of each sampled token, at `Sampling.logp_temperature`; NaN where not sampled
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # the weight version of each range of sampled tokens
     prompt_ids: Ids  # the prompt that the engine reports it answered
     cached_tokens: int = 0  # prompt tokens that were taken from the prefix cache
+    messages: str = ""  # a list in JSON: all turns but the last, and the replies to them; "": there are none
+    counts: Mapping[str, int] = field(default_factory=dict)  # of what happened in the replies, by name
 
     @property
     def weight_version(self) -> int:
@@ -145,6 +177,8 @@ class Sample(_Record):
     reward: float | None  # weighted sum of those that apply; None: not scorable
     cached_tokens: int = 0  # prompt tokens that the engine took from its prefix cache
     reward_errors: Mapping[str, str] = field(default_factory=dict)  # by name: "timeout: no answer within 30 s (r.py:3)"
+    messages: str = ""  # as of `Completion`; `completion` is the text of the turn after them
+    counts: Mapping[str, int] = field(default_factory=dict)  # as of `Completion`
 
     @property
     def failed(self) -> bool:
@@ -228,6 +262,9 @@ class Samples(_Record):
     rewards: NDArray[np.float64]  # [B, K], NaN: does not apply, or failed
     reward: NDArray[np.float64]  # [B], NaN: not scorable
     reward_errors: tuple[Mapping[str, str], ...]  # [B] by name, empty for most
+    # [B] as of `Sample`; (): there are none
+    messages: tuple[str, ...] = ()
+    counts: tuple[Mapping[str, int], ...] = ()
 
     @classmethod
     def of(cls, samples: Sequence[Sample], labels: Sequence[str] | None = None) -> "Samples":
@@ -254,6 +291,8 @@ class Samples(_Record):
             rewards=np.array(single, dtype=np.float64).reshape(len(samples), len(names)),
             reward=np.array([_number(sample.reward) for sample in samples], dtype=np.float64),
             reward_errors=tuple(sample.reward_errors for sample in samples),
+            messages=tuple(sample.messages for sample in samples) if any(sample.messages for sample in samples) else (),
+            counts=tuple(sample.counts for sample in samples) if any(sample.counts for sample in samples) else (),
         )
 
     def __len__(self) -> int:
@@ -267,7 +306,7 @@ class Samples(_Record):
             prompt_ids=self.prompt_ids[row],
             completion_ids=self.completion_ids[row],
             sampler_logp=self.sampler_logp[row],
-            spans=tuple(Span(*span[1:]) for span in self._spans_of(row).tolist()),
+            spans=self.spans_of(row),
             finish_reason="length" if self.truncated[row] else "stop",
             seed=int(self.seed[row]),
             completion="",
@@ -275,6 +314,8 @@ class Samples(_Record):
             reward=_value(self.reward[row]),
             cached_tokens=int(self.cached_tokens[row]),
             reward_errors=self.reward_errors[row],
+            messages=self.messages[row] if self.messages else "",
+            counts=self.counts[row] if self.counts else {},
         )
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> "Samples":
@@ -297,12 +338,15 @@ class Samples(_Record):
             rewards=self.rewards[rows],
             reward=self.reward[rows],
             reward_errors=tuple(self.reward_errors[row] for row in rows),
+            messages=tuple(self.messages[row] for row in rows) if self.messages else (),
+            counts=tuple(self.counts[row] for row in rows) if self.counts else (),
         )
 
     @classmethod
     def join(cls, parts: Sequence["Samples"]) -> "Samples":
         """Concatenates the rows of several `Samples` that have the same rewards, in their order."""
-        firsts = np.cumsum([0, *(len(part) for part in parts)])
+        lengths = [len(part) for part in parts]
+        firsts = np.cumsum([0, *lengths])
         spans = [part.spans + np.array([first, 0, 0, 0]) for first, part in zip(firsts, parts, strict=False)]
 
         def ragged(columns: Sequence[Ragged]) -> Ragged:
@@ -323,6 +367,8 @@ class Samples(_Record):
             rewards=np.concatenate([part.rewards for part in parts]),
             reward=np.concatenate([part.reward for part in parts]),
             reward_errors=tuple(errors for part in parts for errors in part.reward_errors),
+            messages=_joined([part.messages for part in parts], lengths, ""),
+            counts=_joined([part.counts for part in parts], lengths, {}),
         )
 
     @property
@@ -343,16 +389,27 @@ class Samples(_Record):
 
     def mask_of(self, row: int) -> NDArray[np.bool_]:
         """Returns [L] bool for one row, true for sampled tokens."""
-        return _mask(self._spans_of(row)[:, 1:3].tolist(), len(self.completion_ids[row]))
+        return _mask([span[:2] for span in self.spans_of(row)], len(self.completion_ids[row]))
 
-    def _spans_of(self, row: int) -> NDArray[np.int64]:
-        return self.spans[slice(*self.spans[:, 0].searchsorted([row, row + 1]))]
+    def spans_of(self, row: int) -> tuple[Span, ...]:
+        """Returns the spans of one row."""
+        spans = self.spans[slice(*self.spans[:, 0].searchsorted([row, row + 1]))]
+        return tuple(Span(*span[1:]) for span in spans.tolist())
 
     @property
     def sampled_tokens(self) -> NDArray[np.int64]:
         """Returns [B], the number of tokens that the model sampled."""
         counts = np.zeros(len(self), dtype=np.int64)
         np.add.at(counts, self.spans[:, 0], self.spans[:, 2] - self.spans[:, 1])
+        return counts
+
+    @property
+    def turns(self) -> NDArray[np.int64]:
+        """Returns [B], the turns of the model: spans of a row that do not touch the one before them."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        rows, starts, stops = self.spans[:, 0], self.spans[:, 1], self.spans[:, 2]
+        begins = np.append(True, (rows[1:] != rows[:-1]) | (starts[1:] != stops[:-1]))[: len(rows)]
+        np.add.at(counts, rows[begins], 1)
         return counts
 
     @property
@@ -370,6 +427,13 @@ def _mask(spans: Iterable[Sequence[int]], length: int) -> NDArray[np.bool_]:
     return mask
 
 
+def _joined(columns: Sequence[tuple[T, ...]], lengths: Sequence[int], absent: T) -> tuple[T, ...]:
+    """Concatenates columns that may be missing in some parts, with `absent` for the rows of these; () if all are missing."""
+    if not any(columns):
+        return ()
+    return tuple(value for column, length in zip(columns, lengths, strict=True) for value in (column or (absent,) * length))
+
+
 def _number(value: float | None) -> float:
     """Converts a reward to a float for an array: None becomes NaN."""
     return float("nan") if value is None else value
@@ -385,15 +449,12 @@ class Batch:
 
     rows: tuple[int, ...]  # [B] index of each row among the samples that this process trains
     input_ids: "Tensor"  # [B, S] prompt and completion
+    lengths: tuple[int, ...]  # [B] tokens of each row, without padding
     prompt_lengths: "Tensor"  # [B]
     completion_ids: "Tensor"  # [B, T]
     mask: "Tensor"  # [B, T] bool, true on sampled tokens, the stop token included
+    places: "Tensor"  # [2, N] row and column of each true position of the mask, row by row; known without asking the device
     sampler_logp: "Tensor"  # [B, T] float32
-
-    @property
-    def tokens(self) -> int:
-        """Returns the number of positions of the padded batch, padding included."""
-        return self.input_ids.numel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def asking(count: int, repeats: int = 3) -> float:
         def sample() -> None:
             came: list[int] = []
             hand_over = client.sample(
-                [server], requests, sampling, "salt", lambda *_: 3, lambda place, _: came.append(place), connections()
+                [server], requests, sampling, lambda: "salt", lambda *_: 3, lambda place, _: came.append(place), connections()
             )
             asyncio.run(hand_over)
             assert len(set(came)) == count

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
+from gpu_rows.record import short as number
 from pydantic import BaseModel
 
 from rlgen import errors
 from rlgen.cli.app import app
 from rlgen.errors import Fault, RlgenError
 from rlgen.metrics import Family, Metric
+from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.keys import models_of
 from rlgen.recipe.models import TASKS, HealthRecipe, HealthRule, Recipe
 from rlgen.recipe.trainers import Preset, TrainerRecipe
@@ -29,6 +31,7 @@ from rlgen.rewards.resolve import SAMPLE_NAMES
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "rlgen" / "docs"
 FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
+MEASURED = ROOT / "scripts" / "gpu_measured"  # what `make gpu-check` found, one file a device
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SAID = 240  # characters of an error message in a table
 # These read metrics; every other file that names one writes it.
@@ -349,11 +352,45 @@ def sweep() -> str:
     )
 
 
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def gpu() -> str:
+    """What `make gpu-check` found on each device, or that none has been measured. Raises ValueError for a kept rehearsal."""
+    files = sorted(MEASURED.glob("*.json"))
+    if not files:
+        return "No GPU has been measured yet.\n"
+    text = []
+    for path in files:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["rehearsal"]:
+            raise ValueError(f"{path} is of a rehearsal on the CPU, which says nothing about a GPU: delete it")
+        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        rows = [line for row in found["rows"] for line in gpu_lines(row)]
+        head = f"### {found['device']}, {found['date']}\n\nCommit {found['commit'] or 'unknown'}; {versions}.\n"
+        text.append(f"{head}\n{table(['row', 'seconds', 'what', 'value', 'bound'], rows)}")
+    return "\n".join(text)
+
+
+def gpu_lines(row: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """A line for each value of a row; one that failed or was left out begins with why."""
+    name, seconds = f"{row['row']}", f"{row['seconds']:.0f}"
+    if row["status"] != "ok" or not row["values"]:
+        yield name, seconds, f"{row['status']}: {row['sentence']}", "", ""
+        name = seconds = ""
+    for one in row["values"]:
+        mark = "" if one["holds"] else " (out of bounds)"
+        yield name, seconds, one["what"], f"{number(one['value'])} {one['unit']}".rstrip(), f"{one['bound']}{mark}"
+        name = seconds = ""
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipe": recipe_fields,
     "choices": choices,
     "health": health_rules,
     "rewards": built_in_rewards,
+    "reward-model": lambda: of_section([("", MODEL_REWARDS["reward_model"])]),
+    "judge": lambda: of_section([("", MODEL_REWARDS["judge"])]),
     "trl": trl_options,
     "commands": command_table,
     "command-pages": command_pages,
@@ -362,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sentinel-faults": sentinel_faults,
     "faults": faults,
     "sweep": sweep,
+    "gpu": gpu,
 }
 
 

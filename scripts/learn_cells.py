@@ -39,7 +39,8 @@ from rlgen.opening.options import TrainOptions
 from rlgen.opening.warm import TRAIN_SEED, warm_start
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions
-from rlgen.rewards.load import find
+from rlgen.rewards.load import REWARDS
+from rlgen.workers.find import find
 
 ROOT = Path(__file__).parent.parent
 MODEL = "tiny:qwen3"
@@ -169,7 +170,7 @@ def held_out(task: str) -> list[Row]:
 
 def reward_of(task: str) -> Callable[..., float]:
     """Returns the function that both tools call."""
-    return find(str(ROOT / TASKS[task].reward))[0]
+    return find(str(ROOT / TASKS[task].reward), REWARDS)[0]
 
 
 def recipe_of(cell: Cell) -> dict[str, Any]:

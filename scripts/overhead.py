@@ -41,27 +41,27 @@ class Laps:
 
 def toggle(laps: Laps) -> None:
     """Takes checkpoints, journal and reward processes out of rlgen, in this process, while `laps.has` is false."""
-    from rlgen.rewards.load import LoadedReward, load
-    from rlgen.rewards.pool import CallOutcome, Pool
-    from rlgen.rewards.worker import RewardCall
     from rlgen.rollout.journal import Journal
     from rlgen.trainers import loop
+    from rlgen.workers.pool import CallOutcome, Pool
+    from rlgen.workers.source import Loaded
+    from rlgen.workers.worker import WorkerCall
 
-    loaded: list[LoadedReward] = []
+    loaded: list[Loaded] = []
 
     class Here:
         """Instead of a `CallStream`: calls in this process."""
 
         def __init__(self, pool: Pool) -> None:
-            loaded[:] = loaded or map(load, pool._sources)
-            self.calls: list[RewardCall] = []
+            loaded[:] = loaded or [source.load() for source in pool._sources]
+            self.calls: list[WorkerCall] = []
 
-        def add(self, calls: Sequence[RewardCall]) -> None:
+        def add(self, calls: Sequence[WorkerCall]) -> None:
             self.calls += calls
 
         def outcomes(self) -> Iterator[CallOutcome]:
             for call in self.calls:
-                yield CallOutcome(call.id, (float(loaded[call.reward].function(**call.arguments)),), 0.0)
+                yield CallOutcome(call.id, [float(loaded[call.source].function(**call.arguments))], 0.0)
 
         def close(self) -> None:
             pass

@@ -200,7 +200,7 @@ def learn(table: Table, groups: Sequence[Group], processes: Processes) -> None:
     parts = table.stage(
         "log-probs kept, weights and drift", lambda: [drift(window, batch, algorithm) for batch in batches], tokens
     )
-    table.stage("metrics of the drift", lambda: sum(parts, Mismatch.none()).metrics(processes.total), tokens)
+    table.stage("metrics of the drift", lambda: Mismatch.of_window(parts).metrics(processes.total), tokens)
     nobody: Any = None  # the look compares numbers; neither a model nor an engine is asked while they agree
     watch = Watch(
         probe=Probe(

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 from conftest import RECIPE, ROOT, read_jsonl
+from helpers.scripted import dialogue
+from rollout.talking import STOPS
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
 from rlgen.metrics import Family, Metric
+from rlgen.opening import data
+from rlgen.opening import trainer as opening
 from rlgen.recipe.models import HealthRecipe, HealthRule
 
 REWARDS = """\
@@ -27,6 +31,7 @@ TRAINERS = {
     "online_dpo": "{kind: online_dpo, updates_per_rollout: 2, correction: {mode: sequence_mask}}",
 }
 EVALUATED = ("clipped",)
+TALKING = ("clipped",)  # completions are conversations of several turns
 # Written only with an engine that these runs do not have; the glossary says which.
 ELSEWHERE = {Metric.SENTINEL_PROBE_DELTA}
 RULES = {name for name, field in HealthRecipe.model_fields.items() if isinstance(field.default, HealthRule)}
@@ -46,7 +51,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         changes += ["engine={kind: transformers}"]
         changes += ["eval={limit: 2, at_start: false}"] if name in EVALUATED else []
         options = [part for change in changes for part in ("--set", change)]
-        done = CliRunner().invoke(app, ["train", str(recipe), *options, "--run-dir", str(folder / name)])
+        with pytest.MonkeyPatch.context() as patch:
+            if name in TALKING:
+                patch.setattr(opening, "open_dialogue", lambda *given: dialogue())
+                patch.setattr(data, "stop_ids", lambda *given: STOPS)
+            done = CliRunner().invoke(app, ["train", str(recipe), *options, "--run-dir", str(folder / name)])
         assert done.exit_code == 0, (done.output, done.exception)
         records[name] = read_jsonl(folder / name / "metrics.jsonl")
         assert len(records[name]) == 2 and all(record[Metric.TOKENS_TRAINED] for record in records[name])

@@ -83,7 +83,8 @@ def climbed(recipe: Recipe, logs: Path, say: Say) -> "tuple[Mapping[str, str], l
     for notice in (*data.notices, *(f"warning: {warning}" for warning in data.warnings)):
         say(notice)
     with closing(open_pair(recipe, data, None, Processes.alone(), logs, say)) as pair:
-        versions = versions_of(pair.engine.facts().engine)
+        facts = pair.engine.facts()
+        versions = versions_of(facts.engine, facts.runner)
         say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))
         rungs, probe = [], probe_of(recipe, pair)
         for rung in climb(probe, toy_gradient(recipe, pair, probe)):
@@ -93,11 +94,12 @@ def climbed(recipe: Recipe, logs: Path, say: Say) -> "tuple[Mapping[str, str], l
     return versions, rungs
 
 
-def versions_of(engine: str) -> Mapping[str, str]:
-    """Returns the versions and the device that a baseline depends on: engine, torch, transformers, GPU or CPU."""
+def versions_of(engine: str, runner: str | None) -> Mapping[str, str]:
+    """Returns the versions and the device that a baseline depends on: engine, its model runner, torch, transformers, device."""
     import torch
     import transformers
 
     gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    return {"engine": engine, "torch": torch.__version__, "transformers": transformers.__version__, "device": device}
+    ours = {"engine": engine} if runner is None else {"engine": engine, "model runner": runner}
+    return {**ours, "torch": torch.__version__, "transformers": transformers.__version__, "device": device}

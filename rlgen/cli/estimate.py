@@ -114,6 +114,8 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         adapter_rank=recipe.model.lora.rank if recipe.model.lora else None,
         processes=processes,
         sharded=strategy == "fsdp",
+        shard=recipe.processes.shard,
+        defer_sync=recipe.processes.defer_sync,
         engine=place_of(engine),
         engine_bytes=getattr(torch, engine.dtype or recipe.model.dtype).itemsize,
         sequences=min(engine.max_num_seqs, -(-recipe.samples_per_step // servers)),

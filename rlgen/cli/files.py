@@ -9,15 +9,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlgen.errors import DataError, Problem, RewardError
+from rlgen.errors import DataError, Problem, RewardError, ToolError
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.evaluation import data_of, rewards_of
+from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
 from rlgen.recipe.models import BUILT_IN_REWARDS, TASK_COLUMNS
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
 if TYPE_CHECKING:
-    from rlgen.rewards.load import FunctionFacts
+    from rlgen.workers.source import FunctionFacts
 
 
 def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
@@ -38,8 +39,8 @@ def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
 
 
 def missing_files(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each local file of model, data and rewards that does not exist, and each function that its file does
-    not define.
+    """Returns a problem for each local file of model, data, rewards and tools that does not exist, and each function that its
+    file does not define.
     """
     problems: list[Problem] = []
     model, source = loaded.recipe.model.path, loaded.recipe.data.source
@@ -48,11 +49,18 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
         problems.append(Problem(loaded.origins["model.path"], f"model.path: there is no folder {model}", like(model) or made))
     if is_local_source(source) and not glob.glob(source, recursive=True):
         problems.append(Problem(loaded.origins["data.source"], f"data.source: {source} does not exist", like(source)))
-    for index, reward in enumerate(loaded.recipe.rewards):
-        file, _, function = reward.use.rpartition(":")
+    template = loaded.recipe.data.chat_template
+    if template is not None and not Path(template).is_file():
+        what = f"data.chat_template: {template} does not exist"
+        problems.append(Problem(loaded.origins["data.chat_template"], what, like(template)))
+    problems += unusable_models(loaded)
+    functions = {f"rewards.{index}.use": reward.use for index, reward in enumerate(loaded.recipe.rewards)}
+    functions |= {f"tools.{index}.use": tool.use for index, tool in enumerate(loaded.recipe.tools)}
+    for key, use in functions.items():
+        file, _, function = use.rpartition(":")
         if not file.endswith(".py"):
             continue
-        where = loaded.origins[f"rewards.{index}.use"]
+        where = loaded.origins[key]
         try:
             tree = ast.parse(Path(file).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
@@ -65,6 +73,41 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
             hint = f"did you mean `{close[0]}`?" if close else f"it defines {', '.join(names) or 'nothing'}"
             problems.append(Problem(where, f"{file} defines no `{function}`", hint))
     return problems
+
+
+def unusable_models(loaded: LoadedRecipe) -> list[Problem]:
+    """Returns a problem for each reward that asks a model and names a folder or a file that cannot be used. Loads no weights."""
+    problems: list[Problem] = []
+    for index, reward in enumerate(loaded.recipe.rewards):
+        settings, start = settings_of(reward), f"rewards.{index}.args."
+        if isinstance(settings, RewardModelArgs) and Path(settings.path).is_absolute():
+            if (why := not_a_reward_model(Path(settings.path))) is not None:
+                where = loaded.origins.get(f"{start}path", loaded.origins[f"rewards.{index}.use"])
+                problems.append(Problem(where, f"{start}path: {settings.path} {why}", like(settings.path)))
+        elif isinstance(settings, JudgeArgs) and settings.prompt_file is not None:
+            try:
+                settings.check_question(Path(settings.prompt_file).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                where = loaded.origins.get(f"{start}prompt_file", loaded.origins[f"rewards.{index}.use"])
+                problems.append(
+                    Problem(where, f"{start}prompt_file: {settings.prompt_file}: {error}", like(settings.prompt_file))
+                )
+    return problems
+
+
+def not_a_reward_model(folder: Path) -> str | None:
+    """Returns why a folder holds no model with one score, as far as its config says; None: it may."""
+    if not folder.is_dir():
+        return "is no folder"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kinds = [str(name) for name in config.get("architectures") or ()]
+        labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # two where transformers is told nothing
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return f"has no config.json that can be read: {error}"
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        return f"is a {' '.join(kinds) or 'model of an unknown kind'}, not one for sequence classification, which has a score"
+    return None if labels == 1 else f"has {labels} labels; a reward model has one, which is its score"
 
 
 def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
@@ -87,15 +130,16 @@ def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Prob
 
 def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
     """Returns a problem for each reward that cannot be imported. Each is imported in a process of its own, as in a run."""
-    if all(reward.use in BUILT_IN_REWARDS for reward in loaded.recipe.rewards):
+    shipped = {*BUILT_IN_REWARDS, *MODEL_REWARDS}  # models are loaded by `rlgen rewards test`, and by a run
+    if all(reward.use in shipped for reward in loaded.recipe.rewards):
         return []
     from rlgen.rewards.load import RewardSource
-    from rlgen.rewards.pool import Pool, WorkerLimits
+    from rlgen.workers.pool import Pool, WorkerLimits
 
     problems, scoring = [], loaded.recipe.scoring
     limits = WorkerLimits(workers=1, memory=int(scoring.memory_gib * 2**30), import_timeout=scoring.import_timeout, concurrency=1)
     for index, reward in enumerate(loaded.recipe.rewards):
-        if reward.use in BUILT_IN_REWARDS:
+        if reward.use in shipped:
             continue
         pool = Pool([RewardSource(reward.use, reward.timeout)], limits, None)
         try:
@@ -104,6 +148,20 @@ def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
             problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
         finally:
             pool.close()
+    return problems
+
+
+def unusable_tools(loaded: LoadedRecipe) -> list[Problem]:
+    """Returns a problem for each tool that cannot be imported or described to a model; each is tried in a process of its own."""
+    problems: list[Problem] = []
+    if loaded.recipe.tools:
+        from rlgen.tools.box import schemas_of
+
+        for index, tool in enumerate(loaded.recipe.tools):
+            try:
+                schemas_of([tool], loaded.recipe.scoring)
+            except ToolError as error:
+                problems.append(Problem(loaded.origins[f"tools.{index}.use"], str(error)))
     return problems
 
 
@@ -135,7 +193,7 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
         columns: of the data; None: not known.
     """
     from rlgen.rewards.builtin import BUILTIN
-    from rlgen.rewards.load import RewardSource, load
+    from rlgen.rewards.load import RewardSource, facts_of_model
     from rlgen.rewards.resolve import resolve
 
     problems: list[Problem] = []
@@ -144,7 +202,9 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     columns = columns if loaded.recipe.data.columns.answer is None else {*columns, "answer"}
     for index, reward in enumerate(loaded.recipe.rewards):
         file, _, function = reward.use.rpartition(":")
-        facts = load(RewardSource(reward.use, reward.timeout)).facts if reward.use in BUILTIN else None
+        facts = RewardSource(reward.use, reward.timeout).load().facts if reward.use in BUILTIN else None
+        if (settings := settings_of(reward)) is not None:
+            facts = facts_of_model(settings)
         if file.endswith(".py"):
             facts = facts_of_source(Path(file).read_text(encoding="utf-8"), function)
         try:
@@ -157,7 +217,7 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
 
 def facts_of_source(source: str, function: str) -> "FunctionFacts | None":
     """Returns the facts of a function that a file defines at its top level. None: it is decorated, imported or computed."""
-    from rlgen.rewards.load import FunctionFacts
+    from rlgen.workers.source import FunctionFacts
 
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     node = next((node for node in reversed(nodes) if node.name == function), None)

@@ -107,7 +107,8 @@ def first_comment(path: Path) -> str:
 
 
 def copy_command(name: str, path: Path | None) -> None:
-    """Copies a shipped recipe, and the reward files that it names. Raises UsageError for an unknown recipe or if a target exists.
+    """Copies a shipped recipe, and the files of rewards, tools and chat template that it names. Raises UsageError for an unknown
+    recipe or if a target exists.
 
     A path into the checkout's folder of runs becomes one beside the copy.
     """
@@ -118,7 +119,7 @@ def copy_command(name: str, path: Path | None) -> None:
     target = path or Path(source.name)
     target = target / source.name if target.is_dir() else target
     texts = {target: source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY)}
-    for file in reward_files(load_recipe(source).recipe):
+    for file in named_files(load_recipe(source).recipe):
         texts[target.parent / file.name] = file.read_text(encoding="utf-8")
     for file, text in texts.items():
         if file.exists() and (file == target or file.read_text(encoding="utf-8") != text):
@@ -132,7 +133,9 @@ def copy_command(name: str, path: Path | None) -> None:
     echo(f"{written} written; next: rlgen {'recipes warm-start' if warm else 'validate'} {target}")
 
 
-def reward_files(recipe: Recipe) -> list[Path]:
-    """Returns the Python files that the rewards of a recipe name, each once."""
-    places = [reward.use.rpartition(":")[0] for reward in recipe.rewards]
-    return [Path(place) for place in dict.fromkeys(places) if place.endswith(".py")]
+def named_files(recipe: Recipe) -> list[Path]:
+    """Returns the files beside a recipe that it names: those of rewards and tools, and of the chat template; each once."""
+    uses = [*(reward.use for reward in recipe.rewards), *(tool.use for tool in recipe.tools)]
+    places = [use.rpartition(":")[0] for use in uses]
+    template = [] if recipe.data.chat_template is None else [recipe.data.chat_template]
+    return [Path(place) for place in (*dict.fromkeys(place for place in places if place.endswith(".py")), *template)]

@@ -14,11 +14,12 @@ from typing import Any, Literal
 from rlgen.cli.output import echo
 from rlgen.errors import DataError, RewardError
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.rewards.failures import Failed
+from rlgen.recipe.models import DataRecipe
 from rlgen.rewards.resolve import RewardFunction
 from rlgen.rewards.score import Ask, Scorer, open_scorer, place
-from rlgen.rewards.worker import RewardCall
 from rlgen.types import Group, Prompt, Sample, ids_of, logp_of, one_span
+from rlgen.workers.failures import Failed
+from rlgen.workers.worker import WorkerCall
 
 KINDS = ("gold", "empty", "garbage", "long")  # kinds of answers: the data's own, "", noise, and LONG characters of noise
 LONG = 100_000  # characters
@@ -56,14 +57,15 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
     for number in range(len(rows.rows)):
         row = with_answer(rows.rows[number], recipe.data.columns.answer)
         if row[recipe.data.columns.prompt] and row.get("answer", "") is not None:
-            prompts.append(prompt_of(number, row, row[recipe.data.columns.prompt]))
+            prompts.append(prompt_of(number, row, recipe.data))
         if len(prompts) == count:
             break
     if not prompts:
         raise DataError(f"data.source: {rows.source}: no row has a prompt and an answer")
     # Failures are only counted here, whatever `on_error` a run would use.
     entries = [entry.model_copy(update={"on_error": "skip"}) for entry in recipe.rewards]
-    scorer = open_scorer(entries, columns, recipe.rollout.max_completion_tokens, recipe.scoring)
+    longest, turns = recipe.rollout.max_completion_tokens, bool(recipe.tools)
+    scorer = open_scorer(entries, columns, longest, recipe.scoring, turns=turns, group_size=len(KINDS))
     with closing(scorer):
         table = tried(scorer, [group_of(prompt, recipe) for prompt in prompts])
     problems, warnings = judged(scorer.rewards, table)
@@ -78,10 +80,16 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
         raise RewardError("; ".join(problems))
 
 
-def prompt_of(position: int, columns: Mapping[str, Any], prompt: Any) -> Prompt:
+def prompt_of(position: int, columns: Mapping[str, Any], data: DataRecipe) -> Prompt:
     """Returns a data row as a prompt without any template; a chat becomes the text of its messages."""
+    from rlgen.data.chats import as_messages
+
+    prompt = columns[data.columns.prompt]
+    messages = as_messages(prompt, data, f"data.source: {data.source}, row {position}")
     text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
-    return Prompt(position=position, row=position, text=text, prompt_ids=ids_of(text.encode()), columns=columns)
+    return Prompt(
+        position=position, row=position, text=text, prompt_ids=ids_of(text.encode()), columns=columns, messages=messages
+    )
 
 
 def group_of(prompt: Prompt, recipe: Recipe) -> Group:
@@ -122,7 +130,7 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]
         for kind in kinds:
             table[reward.label, kind] = Row(reward=reward.label, answers=kind)
     asks: list[Ask] = []
-    calls: list[RewardCall] = []
+    calls: list[WorkerCall] = []
     for group in groups:
         further = scorer.calls_of(group, step=0, first=len(asks))
         asks += further[0]
@@ -130,7 +138,7 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]
     with closing(scorer.pool.run(calls)) as outcomes:
         for outcome in outcomes:
             ask = asks[outcome.id]
-            result = outcome.values
+            result = outcome.value
             for place_of, sample in enumerate(ask.samples):
                 row = table[ask.reward.label, KINDS[sample.sample_index]]
                 row.seconds.append(outcome.seconds)

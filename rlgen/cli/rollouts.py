@@ -11,7 +11,7 @@ from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.errors import UsageError
 from rlgen.look.rows import Found, Query, find, gap, read_rows
 from rlgen.redact import printable, printable_json
-from rlgen.rollout.parquet import FIXED
+from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns
 from rlgen.run.find import find_run
 
 LINES, CHARACTERS = 6, 600  # of a text that is not shown in full
@@ -79,19 +79,32 @@ def block(row: dict[str, Any], full: bool) -> Text:
     text.append(number(row["reward"]), style="bold red" if row["reward"] is None else "bold")
     text.append(f"  advantage {number(row['advantage'], '+.3g')}")
     text.append("" if row["trained"] else " (not trained)", style="yellow")
-    tokens = len(row["completion_ids"])
-    text.append(f"  {tokens} token{'' if tokens == 1 else 's'}  ")
+    tokens, sampled = len(row["completion_ids"]), sum(row["loss_mask"])
+    text.append(f"  {tokens} token{'' if tokens == 1 else 's'}{'' if sampled == tokens else f', {sampled} sampled'}  ")
     text.append(row["finish_reason"], style="yellow" if row["finish_reason"] == "length" else "")
     text.append(f"  gap {number(gap(row['sampler_logp'], row['policy_logp']), '.1e')}", style="dim")
     rewards = "  ".join(f"{name} {number(value)}" for name, value in row["rewards"].items())
     text.append(printable(f"\n  {rewards}") if rewards else "")
     for name, error in row["reward_errors"].items():
         text.append(printable(f"\n  {name} failed: {error}"), style="red")
-    data = {key: value for key, value in row.items() if key not in FIXED}
-    for label, value in {"prompt": row["prompt"], "completion": row["completion"], **data}.items():
+    own = FIXED | OF_TURNS if has_turns(row) else FIXED
+    data = {key: value for key, value in row.items() if key not in own}
+    talk = spoken(row["messages"]) if has_turns(row) else {}
+    for label, value in {"prompt": row["prompt"], **talk, "completion": row["completion"], **data}.items():
         text.append(f"\n  {printable(label)}", style="cyan")
         text.append(indented(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), full))
     return text
+
+
+def spoken(messages: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns the turns of a conversation before its last one, and the replies to them, by what they are."""
+    shown = {}
+    for place, message in enumerate(messages[:-1], 1):
+        calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", ())]
+        parts = [message.get("reasoning_content"), message.get("content"), *calls]
+        masked = "" if message["role"] == "assistant" else ", not trained on"
+        shown[f"{place}: {message['role']}{masked}"] = "\n".join(str(part) for part in parts if part)
+    return shown
 
 
 def number(value: float | None, form: str = ".3g") -> str:

@@ -17,6 +17,7 @@ from rlgen.cli.files import (
     unfilled_parameters,
     unknown_columns,
     unusable_rewards,
+    unusable_tools,
 )
 from rlgen.cli.output import echo
 from rlgen.errors import RecipeError
@@ -80,7 +81,7 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
 
 
 def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
-    """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards, in a
+    """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards and tools, in a
     process of their own, unless `imports` is false.
 
     Raises:
@@ -91,7 +92,7 @@ def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
     columns = known_columns(loaded.recipe)
     if problems := [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]:
         raise RecipeError(problems)
-    if imports and (problems := unusable_rewards(loaded)):
+    if imports and (problems := [*unusable_rewards(loaded), *unusable_tools(loaded)]):
         raise RecipeError(problems)
     return columns
 
@@ -194,9 +195,11 @@ def plan(recipe: Recipe) -> str:
     """Returns one line that says what each step will be."""
     rollout, trainer = recipe.rollout, recipe.trainer
     updates = trainer.updates_per_rollout
+    tools = ", ".join(tool.label for tool in recipe.tools)
+    turns = f", in at most {rollout.max_turns} turns with the tools {tools}" if tools else ""
     return (
         f"{recipe.run.steps} steps of {trainer.kind}: {rollout.prompts_per_step} prompts × {rollout.group_size} ="
-        f" {recipe.samples_per_step} samples by the {recipe.engine.kind} engine,"
+        f" {recipe.samples_per_step} samples by the {recipe.engine.kind} engine{turns},"
         f" {updates} update{'s' if updates > 1 else ''} each in micro-batches of at most"
         f" {recipe.optim.micro_batch_tokens} tokens; into {recipe.run_path}"
     )

@@ -44,8 +44,17 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
     return [*system, *map(dict, prompt)]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], data: DataRecipe, where: str) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    data: DataRecipe,
+    where: str,
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
     """Returns the text of a chat up to the start of the assistant's turn.
+
+    Args:
+        tools: schemas, which the template shows to the model.
 
     Raises:
         DataError: the tokenizer has no chat template, or its template rejects the messages.
@@ -56,16 +65,29 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], d
             " with `chat: false` and no `system`"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.template_args)
+        text = tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **data.template_args
+        )
     except Exception as error:  # a template is a program and may raise anything
         raise DataError(f"{where}: the chat template refuses {str(messages)[:200]}: {error}") from error
     return str(text)
 
 
-def compare(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], ids: Sequence[int], data: DataRecipe) -> None:
+def compare(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    ids: Sequence[int],
+    data: DataRecipe,
+    tools: Sequence[dict[str, Any]] = (),
+) -> None:
     """Raises DataError if the tokenizer gives the messages other ids than it gives the text of their template."""
     direct = tokenizer.apply_chat_template(
-        messages, tokenize=True, add_generation_prompt=True, return_dict=False, **data.template_args
+        messages,
+        tools=list(tools) or None,
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+        **data.template_args,
     )
     if tuple(direct) != tuple(ids):
         raise DataError(

@@ -12,8 +12,9 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.data.cache import cached
+from rlgen.data.chats import as_messages
 from rlgen.data.source import Rows
-from rlgen.data.tokens import PROMPTS, prompts_key, write_prompts
+from rlgen.data.tokens import PROMPTS, place, prompts_key, write_prompts
 from rlgen.errors import DataError
 from rlgen.recipe.models import DataRecipe
 from rlgen.recipe.sizes import PromptLimit
@@ -33,7 +34,7 @@ class PromptStream:
 
     table: pyarrow.Table  # of `tokens.PROMPTS`: the rows that are used
     rows: Rows
-    answer: str | None  # column
+    data: DataRecipe  # how a row becomes a prompt
     limit: PromptLimit
     longest: int  # tokens of the longest prompt
     over_long: tuple[int, ...]  # fewest and most tokens of the prompts that are too long; empty if there is none
@@ -59,12 +60,13 @@ class PromptStream:
         return [
             Prompt(
                 position=start + index,
-                row=place,
-                text=texts[place].as_py(),
-                prompt_ids=ids[place].values.to_numpy().copy(),  # a copy, because the mapped bytes are read-only
-                columns=with_answer(columns[index], self.answer),
+                row=row,
+                text=texts[row].as_py(),
+                prompt_ids=ids[row].values.to_numpy().copy(),  # a copy, because the mapped bytes are read-only
+                columns=with_answer(columns[index], self.data.columns.answer),
+                messages=as_messages(columns[index][self.data.columns.prompt], self.data, place(self.rows.source, row)),
             )
-            for index, place in enumerate(places)
+            for index, row in enumerate(places)
         ]
 
     def at(self, position: int) -> Prompt:
@@ -87,12 +89,18 @@ def order(seed: int, epoch: int, count: int) -> "array[int]":
 
 
 def build_prompts(
-    data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, seed: int, limit: PromptLimit | None = None
+    data: DataRecipe,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    limit: PromptLimit | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> PromptStream:
     """Templates and tokenises every row, or takes the result from the cache. Skips and counts rows without a prompt or an answer.
 
     Args:
         limit: on the tokens of a prompt; None: `data.max_prompt_tokens`.
+        tools: schemas that the chat template shows to the model.
 
     Raises:
         DataError: a row is not a valid prompt, a prompt is too long and the recipe refuses those, too many rows have no answer,
@@ -100,8 +108,8 @@ def build_prompts(
         SetupError: the cache is not writable.
     """
     limit = limit or PromptLimit(data.max_prompt_tokens, f"data.max_prompt_tokens is {data.max_prompt_tokens}")
-    make = partial(write_prompts, data, rows, tokenizer, limit)
-    made = cached("prompts", prompts_key(data, rows, tokenizer, limit), PROMPTS, make)
+    make = partial(write_prompts, data, rows, tokenizer, limit, tools)
+    made = cached("prompts", prompts_key(data, rows, tokenizer, limit, tools), PROMPTS, make)
     counts, over_long = made.facts["counts"], tuple(made.facts["over_long"])
     refuse(data, rows, counts, made.facts["chats"], made.facts["usual"])
     if not counts["used"]:
@@ -109,7 +117,7 @@ def build_prompts(
     return PromptStream(
         table=made.table,
         rows=rows,
-        answer=data.columns.answer,
+        data=data,
         limit=limit,
         longest=made.facts["longest"],
         over_long=over_long,

@@ -49,7 +49,9 @@ class Tally:
     digest: Any = field(default_factory=hashlib.sha256)  # of the ids of all prompts
 
 
-def prompts_key(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> str | None:
+def prompts_key(
+    data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, tools: Sequence[dict[str, Any]] = ()
+) -> str | None:
     """Returns the cache key of the prompts; None if there are few, or if the tokenizer's behaviour cannot be determined."""
     if len(rows.rows) < CACHED_ROWS or not tokenizer.is_fast:
         return None
@@ -61,6 +63,7 @@ def prompts_key(data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase
             "settings": data.model_dump(mode="json", include=set(settings)),
             "max_prompt_tokens": limit.tokens,
             "tokenizer": tokenizer_facts(tokenizer),
+            **({"tools": tools} if tools else {}),
         }
     )
 
@@ -82,9 +85,17 @@ def tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def write_prompts(
-    data: DataRecipe, rows: Rows, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, write: Write
+    data: DataRecipe,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: PromptLimit,
+    tools: Sequence[dict[str, Any]],
+    write: Write,
 ) -> dict[str, Any]:
     """Writes the prompts of all rows that are used, and returns counts and digest of the rows.
+
+    Args:
+        tools: schemas that the chat template shows to the model.
 
     Raises:
         DataError: a row is not a valid prompt, or a prompt is too long and the recipe refuses those.
@@ -94,8 +105,8 @@ def write_prompts(
     names = ("empty", "no_answer", "odd_answer", "over_long", "duplicates", "used")
     tally = Tally(counts={"read": len(rows.rows), **dict.fromkeys(names, 0)})
     for indices, values in rows.batches([data.columns.prompt, *([] if answer is None else [answer])]):
-        templated = list(template(data, rows.source, tokenizer, indices, values, usual, tally))
-        write_batch(data, rows.source, tokenizer, templated, tally, limit, write)
+        templated = list(template(data, rows.source, tokenizer, indices, values, usual, tools, tally))
+        write_batch(data, rows.source, tokenizer, templated, tools, tally, limit, write)
     return {
         "counts": tally.counts,
         "chats": tally.chats,
@@ -113,6 +124,7 @@ def template(
     indices: range,
     values: Sequence[Sequence[Any]],
     usual: Sequence[str],
+    tools: Sequence[dict[str, Any]],
     tally: Tally,
 ) -> Iterator[Templated]:
     """Yields the rows of a batch that have a prompt and an answer, as texts; counts the others.
@@ -132,7 +144,7 @@ def template(
             continue
         where = place(source, row)
         messages = as_messages(prompt, data, where)
-        text = prompt if messages is None else render(tokenizer, messages, data, where)
+        text = prompt if messages is None else render(tokenizer, messages, data, where, tools)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -152,6 +164,7 @@ def write_batch(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     templated: Sequence[Templated],
+    tools: Sequence[dict[str, Any]],
     tally: Tally,
     limit: PromptLimit,
     write: Write,
@@ -167,7 +180,7 @@ def write_batch(
         if entry.messages is not None:
             tally.chats += 1
             if tally.chats <= CHATS_COMPARED:
-                compare(tokenizer, entry.messages, ids, data)
+                compare(tokenizer, entry.messages, ids, data, tools)
         if limit.tokens is None or len(ids) <= limit.tokens:
             kept.append((entry, ids))
             tally.longest = max(tally.longest, len(ids))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from rlgen.engines.further import Further
 from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Facts:
     stop_ids: tuple[int, ...]  # the EOS ids that the engine's copy of the model names
     max_model_len: int | None  # longest row in tokens; None: not bounded
     cache_block: int | None  # tokens of a prefix-cache block, the smallest unit of reuse; None: no prefix cache
+    runner: str | None = None  # which of vLLM's two model runners it has, `V1` or `V2`; None: it is not vLLM
+    quantization: str | None = None  # vLLM's name of what its weights are quantised by, such as `fp8`; None: by nothing
     wider: tuple[str, ...] = ()  # the engine's own names of parameters that it holds in a wider dtype than `settings.dtype`
 
 
@@ -140,7 +143,14 @@ class Pending(Protocol):
 class Submit(Protocol):
     """Runs `Engine.generate` in the background; one call at a time."""
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None, /) -> Pending: ...
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished | None = None,
+        further: Further | None = None,
+        /,
+    ) -> Pending: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +189,13 @@ class Engine(Protocol):
         """Returns the engine's description, read from the engine itself and not from the settings it was given."""
         ...
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished | None = None,
+        further: Further | None = None,
+    ) -> list[Completion]:
         """Samples one completion for each request and returns them in the order of the requests; `rollout.answers` checks that.
 
         The distribution is softmax(logits / temperature) over the whole vocabulary, or its nucleus (`Sampling.top_p`); at
@@ -190,6 +206,9 @@ class Engine(Protocol):
         Args:
             finished: called once for each completion as soon as it is finished, in the process that talks to the engine, possibly
                 in another thread.
+            further: requests that come meanwhile, numbered on after `requests`; whoever puts them is told by `finished`. They
+                join those that are being decoded. An engine whose completions depend on their batch (`Abilities.whole_step`)
+                waits instead for all that are expected, and answers them together.
 
         Raises:
             EngineError: the engine failed, or returned a completion of another prompt than the requested one.

@@ -1,8 +1,8 @@
 """Sends many requests to servers at once. The cost per request in this process does not grow with the number of open requests."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -80,12 +80,24 @@ class Line:
                 )
 
 
-async def each(servers: Sequence[Server], most: int, count: int, ask: Callable[[Line, int], Awaitable[None]]) -> None:
-    """Calls `ask` for each index below `count`, with the server that has the fewest open requests of this client.
+T = TypeVar("T")
+# Waits for further things to ask for, and returns them; (): there will be none.
+More: TypeAlias = Callable[[], Awaitable[Sequence[T]]]
+
+
+async def each(
+    servers: Sequence[Server],
+    most: int,
+    things: Sequence[T],
+    ask: Callable[[Line, T], Awaitable[None]],
+    more: More[T] | None = None,
+) -> None:
+    """Calls `ask` for each of `things`, with the server that has the fewest open requests of this client.
 
     Args:
         servers: among those with equally few requests, the first is taken.
         most: maximum of open requests; how many of them run at once is decided by the servers.
+        more: asked again and again for further things while the others are asked for, until it returns none.
 
     Raises:
         ServerLost, EngineError: raised by the first call that fails; the others are cancelled.
@@ -94,13 +106,37 @@ async def each(servers: Sequence[Server], most: int, count: int, ask: Callable[[
     async with servers[0].session() as session:
         lines = [Line(server, session) for server in servers]
 
-        async def one(place: int) -> None:
-            async with room:
-                await ask(min(lines, key=lambda line: line.open), place)
+        calls: set[asyncio.Future[None]] = set()
+        work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        asked = [asyncio.ensure_future(one(place)) for place in range(count)]
+        def start(call: Coroutine[Any, Any, None]) -> None:
+            asked = asyncio.ensure_future(call)
+            calls.add(asked)
+            asked.add_done_callback(ended)
+
+        def ended(call: "asyncio.Future[None]") -> None:
+            calls.discard(call)
+            error = None if call.cancelled() else call.exception()
+            if work.done():
+                return
+            if error is not None:
+                work.set_exception(error)
+            elif not calls:
+                work.set_result(None)
+
+        async def one(thing: T) -> None:
+            async with room:
+                await ask(min(lines, key=lambda line: line.open), thing)
+
+        async def all_of_them() -> None:
+            for thing in things:
+                start(one(thing))
+            while more is not None and (further := await more()):
+                for thing in further:
+                    start(one(thing))
+
+        start(all_of_them())
         watching: list[asyncio.Future[Any]] = [asyncio.ensure_future(line.watch()) for line in lines]
-        work: asyncio.Future[Any] = asyncio.gather(*asked)
         try:
             await asyncio.wait({work, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for watch in watching if not work.done() else ():
@@ -108,48 +144,51 @@ async def each(servers: Sequence[Server], most: int, count: int, ask: Callable[[
                     watch.result()
             await work
         finally:
-            for task in (*asked, *watching):
+            tasks = (*calls, *watching)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(work, *asked, *watching, return_exceptions=True)  # retrieves the errors of calls that failed too
+            work.cancel()
+            await asyncio.gather(work, *tasks, return_exceptions=True)  # retrieves the errors of calls that failed too
 
 
 async def sample(
     servers: Sequence[Server],
     requests: Mapping[int, Request],
     sampling: Sampling,
-    salt: str,
+    salt: Callable[[], str],
     version_of: Callable[[str, str], int],
     arrived: Callable[[int, Completion], None],
     most: int,
+    more: More[tuple[int, Request]] | None = None,
 ) -> None:
     """Samples one completion for each request and passes it to `arrived` as soon as it is finished.
 
     Args:
         requests: by index.
-        salt: part of the prefix-cache key, so that activations of other weights are not used.
+        salt: returns a part of the prefix-cache key, so that activations of other weights are not used.
         version_of: maps a label of weights and the server's URL to the weight version.
         arrived: receives index and completion.
         most: maximum of open requests, as in `each`.
+        more: further requests by index, as in `each`.
 
     Raises:
         ServerLost: a server is gone, hangs, or another client aborted a request.
         EngineError: a server refused a request.
     """
-    places = list(requests)
     shared = sampling_body(sampling)
 
-    async def ask(line: Line, place: int) -> None:
-        server, request = line.server, requests[places[place]]
+    async def ask(line: Line, asked: tuple[int, Request]) -> None:
+        (place, request), server = asked, line.server
         body = {
             "token_ids": request.prompt_ids.tolist(),
-            "sampling_params": {**shared, "seed": request.seed},
-            "cache_salt": salt,
+            "sampling_params": {**shared, "seed": request.seed, "max_tokens": sampling.limit_of(request)},
+            "cache_salt": salt(),
             "return_token_ids": True,
         }
         raw = await line.post(ROUTE if server.arrays else JSON_ROUTE, msgspec.json.encode(body))
-        arrived(places[place], read_answer(raw, server.arrays, server.url, lambda label: version_of(label, server.url)))
+        arrived(place, read_answer(raw, server.arrays, server.url, lambda label: version_of(label, server.url)))
 
-    await each(servers, most, len(places), ask)
+    await each(servers, most, list(requests.items()), ask, more)
 
 
 async def prefill(servers: Sequence[Server], rows: Sequence[tuple[Ids, Ids]], most: int) -> list[LogProbs]:
@@ -163,12 +202,12 @@ async def prefill(servers: Sequence[Server], rows: Sequence[tuple[Ids, Ids]], mo
         raw = await line.post(JSON_ROUTE, msgspec.json.encode({"token_ids": ids, "sampling_params": params}))
         found[place] = read_prefilled(raw, ids, len(prompt_ids), line.server.url)
 
-    await each(servers, most, len(rows), ask)
+    await each(servers, most, range(len(rows)), ask)
     return [found[place] for place in range(len(rows))]
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """Returns all sampling parameters of a request except the seed.
+    """Returns all sampling parameters of a request except its seed and its own limit.
 
     Sets every parameter that affects sampling, so that no default of the server does.
     """
@@ -181,7 +220,6 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
-        "max_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_ids),
         "logprobs": 0,
         "detokenize": False,

@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Abilities, Facts, Finished, Ledger, Receipt
+from rlgen.engines.further import Further
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.out_of_memory import reason
@@ -42,7 +43,7 @@ class ColocatedEngine:
         self._version = 0
         self._syncs = 0
         self._less_memory = vllm_compat.what_helps(arguments)
-        with vllm_compat.process_kept_as_is():
+        with self._kept_as_is():
             self._vllm = vllm_compat.import_vllm()
             self._llm = vllm_compat.open_llm(self._vllm, arguments)
 
@@ -57,24 +58,42 @@ class ColocatedEngine:
     def facts(self) -> Facts:
         engine, model = self._llm.llm_engine, vllm_compat.model_in(self._llm)
         caches = engine.vllm_config.cache_config
-        return vllm_compat.facts(self._vllm, self._plan.digest(), engine.model_config, caches, model)
+        runner = vllm_compat.runner_in(self._llm)
+        return vllm_compat.facts(self._vllm, self._plan.digest(), engine.model_config, caches, model, runner)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
-        prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
-        with vllm_compat.process_kept_as_is():
-            params = [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
+    def _kept_as_is(self) -> AbstractContextManager[None]:
+        """Returns the context in which vLLM runs."""
+        return vllm_compat.process_kept_as_is(vllm_compat.exact_products(self._plan))
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished | None = None,
+        further: Further | None = None,
+    ) -> list[Completion]:
+        def given(requests: Sequence[Request]) -> tuple[list[dict[str, Any]], list[Any]]:
+            prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
+            return prompts, [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
+
+        with self._kept_as_is():
             tell = (lambda place, output: finished(place, self._completion(output))) if finished else None
-            outputs = self._run(prompts, params, tell)
+            join = (lambda wait: given(further.wait() if wait else further.take())) if further else None
+            outputs = self._run(*given(requests), tell, join)
         return [self._completion(output) for output in outputs]
 
     def _run(
-        self, prompts: list[dict[str, Any]], params: list[Any], finished: Callable[[int, Any], None] | None = None
+        self,
+        prompts: list[dict[str, Any]],
+        params: list[Any],
+        finished: Callable[[int, Any], None] | None = None,
+        further: vllm_compat.More | None = None,
     ) -> list[Any]:
         """Runs vLLM's `generate`. Raises EngineError if the engine sleeps or vLLM fails."""
         if self._asleep:  # vLLM would queue the requests and wait without a timeout
             raise EngineError("the engine sleeps, its weights are gone: only a weight sync wakes it")
         try:
-            with vllm_compat.each_as_it_finishes(self._llm, finished) if finished else nullcontext():
+            with vllm_compat.each_as_it_finishes(self._llm, finished, further) if finished else nullcontext():
                 outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
         except RlgenError:
             raise
@@ -99,7 +118,7 @@ class ColocatedEngine:
         )
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:
-        with vllm_compat.process_kept_as_is():
+        with self._kept_as_is():
             prompts = [{"prompt_token_ids": np.concatenate(row).tolist()} for row in rows]
             outputs = self._run(prompts, [vllm_compat.prefill_params(self._vllm)] * len(rows))
             return [
@@ -109,7 +128,7 @@ class ColocatedEngine:
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
         ledger = Ledger(hashed)
-        with vllm_compat.process_kept_as_is():
+        with self._kept_as_is():
             try:
                 if self._asleep:
                     # Restores buffers (rotary caches, scales) from main memory; parameters are allocated empty.
@@ -131,12 +150,12 @@ class ColocatedEngine:
 
     def sleep(self) -> None:
         if self._plan.sleep and not self._asleep:
-            with vllm_compat.process_kept_as_is():
+            with self._kept_as_is():
                 self._asleep = True  # set first: if `sleep` fails half-way, only a sync makes the engine usable again
                 self._llm.sleep(level=2)  # discards the weights, because the next sync sends all of them
 
     def close(self) -> None:
-        with vllm_compat.process_kept_as_is():
+        with self._kept_as_is():
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             gc.collect()

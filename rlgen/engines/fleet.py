@@ -13,7 +13,7 @@ import psutil
 from torch import Tensor
 
 from rlgen.engines.base import Facts, Receipt
-from rlgen.engines.http import Server
+from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import ServerPlan, ServerProcess
 from rlgen.engines.nccl import Broadcast
 from rlgen.engines.server import Held
@@ -123,7 +123,11 @@ class Fleet:
         self._stopped = threading.Event()
         facts = [self._examined(member.server, shape) for member in members]
         for member, other in zip(members[1:], facts[1:], strict=True):
-            if (other.settings, other.stop_ids) != (facts[0].settings, facts[0].stop_ids):
+            if (other.settings, other.stop_ids, other.quantization) != (
+                facts[0].settings,
+                facts[0].stop_ids,
+                facts[0].quantization,
+            ):
                 raise EngineError(f"{member.server.url} and {members[0].server.url} differ: {other} and {facts[0]}")
         # Servers that were started with different plans count as one engine, whose plan is all of theirs.
         self.facts = replace(facts[0], plan=" ".join(sorted({one.plan for one in facts})))
@@ -215,13 +219,22 @@ class Fleet:
         self._held = Held(run=self._held.run, version=version, syncs=self._held.syncs + 1)
 
     def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> Receipt:
-        """Makes one server load the weights in `folder`, empty its prefix cache and take the new label."""
+        """Makes one server load the weights in `folder`, empty its prefix cache and take the new label.
+
+        Raises:
+            WeightsKept: the files cannot be loaded; the server keeps its weights and their label.
+        """
         server = member.server
         try:
             if self.in_flight:
                 server.pause()
+            before = server.label()
             server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
-            receipt = server.load(str(folder), version, hashed)
+            try:
+                receipt = server.load(str(folder), version, hashed)
+            except WeightsKept:
+                server.set_label(before)
+                raise
             server.reset_cache()
             server.set_label(f"{self._held.run}.{version}")
         finally:

@@ -39,6 +39,10 @@ class Reply:
     body: bytes
 
 
+class WeightsKept(EngineError):
+    """Weights that were refused before any was loaded: the server still has the ones it had."""
+
+
 class Server:
     """The HTTP client of the server at `url`.
 
@@ -112,6 +116,7 @@ class Server:
         """Calls `method` of `rlgen.engines.worker.Worker` on every worker of the server and returns one object per worker.
 
         Raises:
+            WeightsKept: every worker refused what it was sent before it changed anything.
             EngineError: the server's workers do not have rlgen's worker class, or a worker reports an error.
         """
         body = {"method": method, "kwargs": arguments}
@@ -121,8 +126,10 @@ class Server:
                 raise EngineError(
                     f"{self.url}: the server's workers are not rlgen's; start it with {WORKER}, or by `rlgen serve`"
                 )
+        for result in results:
             if "error" in result:
-                raise EngineError(f"{self.url}: {result['error']}")
+                kept = all(other.get("intact") for other in results)
+                raise (WeightsKept if kept else EngineError)(f"{self.url}: {result['error']}")
         return list(results)
 
     def require(self) -> None:
@@ -177,6 +184,8 @@ class Server:
             stop_ids=tuple(told["stop_ids"]),
             max_model_len=told["max_model_len"],
             cache_block=told["cache_block"],
+            runner=told.get("runner"),  # servers of an older rlgen do not say it
+            quantization=told.get("quantization"),
             wider=tuple(told["wider"]),
         )
         return facts, told["shape"]
@@ -185,6 +194,7 @@ class Server:
         """Makes every worker load the weights in `folder`; the receipt lists every tensor that any worker did not load.
 
         Raises:
+            WeightsKept: the files cannot be loaded, and the server still has the weights it had.
             EngineError: a worker reports an error, or the workers received different weights.
         """
         results = self.rpc("rlgen_load", self.timeout, path=folder, version=version, hashed=hashed)

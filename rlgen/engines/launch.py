@@ -89,7 +89,7 @@ class ServerPlan:
         # The workers must import this copy of rlgen.
         path = os.pathsep.join([str(Path(rlgen.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])])
         kept |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
-        needed = vllm_compat.server_environment(self.engine.on_gpu)
+        needed = vllm_compat.server_environment(self.engine)
         return {**kept, **needed, "PYTHONPATH": path, TOKEN_VARIABLE: token, PLAN_VARIABLE: self.engine.digest()}
 
 

@@ -2,20 +2,72 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from rlgen.engines import client
 from rlgen.engines.base import Abilities, Facts, Finished, Receipt
+from rlgen.engines.further import Further
 from rlgen.engines.http import Server, connections
 from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
 CLOSING_SECONDS = 0.2  # sampling ends this soon after the engine is closed
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of `ServerEngine.generate`: it outlives the servers that are lost meanwhile."""
+
+    waiting: dict[int, Request]  # by index; those that are not answered
+    finished: Finished | None
+    further: Further | None
+    answers: dict[int, Completion] = field(default_factory=dict)  # by index
+    event: asyncio.Event = field(default_factory=asyncio.Event)  # something has come, or was answered; of one event loop
+
+    @property
+    def goes_on(self) -> bool:
+        """Returns whether anything is waiting, or may come."""
+        return bool(self.waiting) or (self.further is not None and self.further.expected)
+
+    def arrived(self, place: int, answer: Completion) -> None:
+        """Takes an answer."""
+        self.answers[place] = answer
+        del self.waiting[place]
+        if self.finished:
+            self.finished(place, answer)
+        self.event.set()
+
+    @contextmanager
+    def coming(self) -> Iterator[client.More[tuple[int, Request]] | None]:
+        """Yields what waits for further requests within the running event loop; None if there are none."""
+        if self.further is None:
+            yield None
+            return
+        loop, self.event = asyncio.get_running_loop(), asyncio.Event()
+        self.further.call(lambda: loop.call_soon_threadsafe(self.event.set))
+        try:
+            yield self.more
+        finally:
+            self.further.call(None)
+
+    async def more(self) -> list[tuple[int, Request]]:
+        """Waits for further requests, and returns them by index; [] when all are answered and none can come."""
+        assert self.further is not None
+        while self.goes_on:
+            self.event.clear()
+            if there := self.further.take():
+                numbered = list(enumerate(there, len(self.answers) + len(self.waiting)))
+                self.waiting.update(numbered)
+                return numbered
+            if self.goes_on:
+                await self.event.wait()
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,31 +168,38 @@ class ServerEngine:
     def facts(self) -> Facts:
         return self._keeper.facts
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
-        waiting = dict(enumerate(requests))
-        answers: dict[int, Completion] = {}
-
-        def arrived(place: int, answer: Completion) -> None:
-            answers[place] = answer
-            del waiting[place]
-            if finished:
-                finished(place, answer)
-
-        while waiting:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished | None = None,
+        further: Further | None = None,
+    ) -> list[Completion]:
+        call = Call(waiting=dict(enumerate(requests)), finished=finished, further=further)
+        while call.goes_on:
             before = self._keeper.brought_back
             try:
-                asyncio.run(self._sample(dict(waiting), sampling, arrived))
+                asyncio.run(self._sample(call, sampling))
             except ServerLost as lost:
                 if self._closed.is_set():
                     raise
                 self._keeper.recover(lost, before)
-        return [answers[place] for place in range(len(requests))]
+        return [call.answers[place] for place in range(len(call.answers))]
 
-    async def _sample(self, waiting: dict[int, Request], sampling: Sampling, arrived: Callable[[int, Completion], None]) -> None:
-        """Samples the waiting requests, and raises EngineError within CLOSING_SECONDS if the engine is closed meanwhile."""
-        held = self._keeper.held
-        salt = f"{held.run}.{held.version}.{held.syncs}"
-        asked = client.sample(self._keeper.servers, waiting, sampling, salt, self._version_of, arrived, self._connections)
+    async def _sample(self, call: Call, sampling: Sampling) -> None:
+        """Samples what is waiting or comes, and raises EngineError within CLOSING_SECONDS if the engine is closed meanwhile."""
+
+        def salt() -> str:
+            held = self._keeper.held
+            return f"{held.run}.{held.version}.{held.syncs}"
+
+        servers, waiting = self._keeper.servers, dict(call.waiting)
+        with call.coming() as more:
+            asked = client.sample(servers, waiting, sampling, salt, self._version_of, call.arrived, self._connections, more)
+            await self._unless_closed(asked)
+
+    async def _unless_closed(self, asked: Coroutine[Any, Any, None]) -> None:
+        """Awaits `asked`. Raises EngineError if the engine is closed meanwhile."""
         work: asyncio.Future[Any] = asyncio.ensure_future(asked)
         closed: asyncio.Future[Any] = asyncio.ensure_future(self._until_closed())
         try:
@@ -165,10 +224,14 @@ class ServerEngine:
         return int(version)
 
     def submit(
-        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished | None = None,
+        further: Further | None = None,
     ) -> Future[list[Completion]]:
         """Runs `generate` in the background and returns its future; one call at a time."""
-        return self._background.submit(self.generate, requests, sampling, finished)
+        return self._background.submit(self.generate, requests, sampling, finished, further)
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:
         return asyncio.run(client.prefill(self._keeper.servers, rows, self._connections))

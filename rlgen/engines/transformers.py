@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlgen.engines.base import Abilities, Facts, Finished, Ledger, Receipt, Settings, wider_parameters
+from rlgen.engines.further import Further
 from rlgen.engines.plan import digest_of
 from rlgen.errors import EngineError, SetupError
 from rlgen.losses.logp import head_dtype
@@ -86,10 +87,27 @@ class TransformersEngine:
             ) from error
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
-        # Prompts of similar length share a batch, to save left padding.
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished | None = None,
+        further: Further | None = None,
+    ) -> list[Completion]:
         completions: dict[int, Completion] = {}
+        self._round(dict(enumerate(requests)), sampling, completions, finished)
+        while further is not None and (more := further.wait(whole=True)):
+            # The composition of a batch affects the last bits of each row, so it must not depend on the order of arrival.
+            numbered = sorted(enumerate(more, len(completions)), key=lambda item: item[1].seed)
+            self._round(dict(numbered), sampling, completions, finished)
+        return [completions[i] for i in range(len(completions))]
+
+    def _round(
+        self, requests: dict[int, Request], sampling: Sampling, completions: dict[int, Completion], finished: Finished | None
+    ) -> None:
+        """Decodes `requests`, by index, in batches, and adds their completions to `completions`."""
+        # Prompts of similar length share a batch, to save left padding.
+        order = sorted(requests, key=lambda i: len(requests[i].prompt_ids))
         for start in range(0, len(order), self._max_num_seqs):
             rows = order[start : start + self._max_num_seqs]
 
@@ -101,7 +119,6 @@ class TransformersEngine:
             less = [f"an engine.max_num_seqs below {len(rows)}", "a lower rollout.max_completion_tokens"]
             with memory_for(f"sampling {len(rows)} completions at a time", less, EngineError):
                 self._decode([requests[i] for i in rows], sampling, ended)
-        return [completions[i] for i in range(len(requests))]
 
     def _decode(self, requests: list[Request], sampling: Sampling, ended: Finished) -> None:
         """Decodes one batch, and calls `ended` with each row's completion as soon as it is finished."""
@@ -113,11 +130,13 @@ class TransformersEngine:
             ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
             attended[row, width - len(request.prompt_ids) :] = 1
         ids, attended = ids.to(device), attended.to(device)
+        ends = [sampling.limit_of(request) for request in requests]
+        longest, limits, some_end = max(ends), torch.tensor(ends, device=device), set(ends)
         uniforms = torch.stack([_uniforms(request.seed, sampling.max_tokens) for request in requests]).to(device)
         stops = torch.tensor(sampling.stop_ids, device=device)
 
-        tokens = torch.zeros(len(requests), sampling.max_tokens, dtype=torch.int32, device=device)
-        logps = torch.zeros(len(requests), sampling.max_tokens, device=device)
+        tokens = torch.zeros(len(requests), longest, dtype=torch.int32, device=device)
+        logps = torch.zeros(len(requests), longest, device=device)
 
         def end(row: int, length: int, reason: FinishReason) -> None:
             ended(
@@ -134,7 +153,7 @@ class TransformersEngine:
         running = torch.arange(len(requests), device=device)  # rows still being decoded; finished ones are removed
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
         cache = None  # the model makes its own: some have other kinds of layers than its config says
-        for step in range(sampling.max_tokens):
+        for step in range(longest):
             output = decoder_of(self._model)(
                 input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True
             )
@@ -150,6 +169,11 @@ class TransformersEngine:
             tokens[running, step], logps[running, step] = chosen.int(), chosen_logp
             for row in running[stopped].tolist():
                 end(row, step + 1, "stop")
+            if step + 1 in some_end:
+                full = limits[running] == step + 1
+                for row in running[full & ~stopped].tolist():
+                    end(row, step + 1, "length")
+                stopped |= full
             keep = (~stopped).nonzero()[:, 0]
             if len(keep) == 0:
                 return
@@ -159,8 +183,6 @@ class TransformersEngine:
             ids = chosen[:, None]
             attended = torch.cat([attended, attended.new_ones(len(running), 1)], dim=-1)
             positions = positions[:, -1:] + 1
-        for row in running.tolist():
-            end(row, sampling.max_tokens, "length")
 
     @torch.no_grad()
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:

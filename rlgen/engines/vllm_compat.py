@@ -8,10 +8,12 @@ import importlib
 import importlib.util
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -36,6 +38,8 @@ GPU_SHARE = 0.45
 LEAST_SHARE = 0.01
 
 Weights = Iterable[tuple[str, Tensor]]
+# Returns further prompts and their settings; given True, it waits until there are some, and returns none if none will come.
+More = Callable[[bool], tuple[list[dict[str, Any]], list[Any]]]
 
 ENVIRONMENT = {
     # Engine and worker run in this process: a weight sync needs no transport.
@@ -61,6 +65,9 @@ INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "g
 DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 
 
+# The version whose scheduler `rlgen.engines.decode` was compared with.
+COMPARED = "0.32."
+
 # What serves a model that vLLM's CPU build does not.
 ELSEWHERE = (
     "vLLM's CPU build lacks kernels of some architectures: set engine.kind to transformers here, or run on an NVIDIA GPU with"
@@ -71,13 +78,26 @@ ELSEWHERE = (
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
 
-def server_environment(on_gpu: bool) -> dict[str, str]:
+def exact_products(plan: "EnginePlan") -> dict[str, str]:
+    """Returns the environment variables that make a float32 engine on a GPU multiply in float32; none for others.
+
+    vLLM's attention kernel says no precision, and Triton then takes TF32, of 10 bits: on a tiny model log-probs were off by 1e-3,
+    ten times the sentinel's bound (TF32 simulated on a CPU). Triton reads its variable when it compiles a kernel, and keeps the
+    kernels of other values apart on disk. Matrix products are vLLM's own setting.
+    """
+    if not (plan.on_gpu and plan.dtype == "float32"):
+        return {}
+    return {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest"}
+
+
+def server_environment(plan: "EnginePlan") -> dict[str, str]:
     """Returns the environment variables that a server started by rlgen needs."""
     both = {
         "VLLM_SERVER_DEV_MODE": "1",  # routes that pause, and that call methods of the workers
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         **LOOPBACK,
+        **exact_products(plan),
     }
     cpu = {
         "VLLM_CPU_ATTN_SPLIT_KV": ENVIRONMENT["VLLM_CPU_ATTN_SPLIT_KV"],
@@ -87,12 +107,18 @@ def server_environment(on_gpu: bool) -> dict[str, str]:
         # Otherwise asking for log-probs compiles a count of token ranks that rlgen does not read.
         "TORCHDYNAMO_DISABLE": "1",
     }
-    return both if on_gpu else both | cpu
+    return both if plan.on_gpu else both | cpu
+
+
+NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 
 
 @contextmanager
-def process_kept_as_is() -> Iterator[None]:
+def process_kept_as_is(more: Mapping[str, str] = NOTHING_MORE) -> Iterator[None]:
     """Sets vLLM's environment inside the block and restores random states, thread settings and environment after it.
+
+    Args:
+        more: further variables, see `exact_products`. A kernel may be compiled whenever the engine runs.
 
     Measured: building or running an engine in this process advances torch's and Python's random states, sets LD_PRELOAD
     and LOCAL_WORLD_SIZE, and replaces `torch.set_num_threads` by a function that does nothing.
@@ -101,7 +127,7 @@ def process_kept_as_is() -> Iterator[None]:
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    os.environ.update(ENVIRONMENT)
+    os.environ.update({**ENVIRONMENT, **more})
     if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):  # else other machines connect
         os.environ.update(LOOPBACK)
     try:
@@ -167,8 +193,14 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
     """Returns the vLLM arguments for `plan`, the same for an engine in this process and for a server.
 
     Raises:
-        SetupError: the size of the KV cache depends on the model, whose config cannot be read.
+        SetupError: the weights cannot be quantised here, or the size of the KV cache depends on the model, whose config cannot be
+            read.
     """
+    if plan.quantization and not plan.on_gpu:
+        raise SetupError(
+            f"engine.quantization: {plan.quantization} needs an NVIDIA GPU; remove it: on a CPU the engine holds the weights"
+            " in engine.dtype"
+        )
     chosen: dict[str, Any] = {
         **plan.extra,
         "model": plan.model,
@@ -199,6 +231,8 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
         # A seeded request whose prompt is split over two steps crashes the CPU engine.
         chosen["enable_chunked_prefill"] = False
         chosen["max_num_batched_tokens"] = max(4096, plan.max_model_len)
+        if (plan.vllm or "").startswith(COMPARED) and not plan.structured_outputs:
+            chosen.setdefault("scheduler_cls", "rlgen.engines.decode.DecodeScheduler")
         if plan.keeps_states() and "enable_prefix_caching" not in plan.extra:
             chosen["enable_prefix_caching"] = False  # of recurrent layers it demands chunked prefill
     if (cache := plan.kv_cache_bytes()) is not None:
@@ -252,8 +286,14 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
 
 def refusal(error: Exception, what: str, helps: Sequence[str]) -> str:
     """Returns the message of vLLM's error before its first answer, on one line; on the CPU with what may serve the model."""
-    said = " ".join(reason(error, what, helps).split())
+    said = without_lists(" ".join(reason(error, what, helps).split()))
     return said if torch.cuda.is_available() or is_out_of_memory(error) else f"{said}; {ELSEWHERE}"
+
+
+def without_lists(said: str) -> str:
+    """Removes from vLLM's message its list of all architectures, and what pydantic adds to an error: thousands of characters."""
+    without = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?| Supported architectures: dict_keys\(\[.*?\]\)", "", said)
+    return re.sub(r" \[type=\w+, input_value=.*? For further information visit \S+", "", without)
 
 
 @contextmanager
@@ -292,7 +332,7 @@ def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
         n=1,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
+        max_tokens=sampling.limit_of(request),
         seed=request.seed,
         stop_token_ids=list(sampling.stop_ids),
         logprobs=0,
@@ -303,8 +343,12 @@ def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
 
 
 @contextmanager
-def each_as_it_finishes(llm: Any, finished: Callable[[int, Any], None]) -> Iterator[None]:
-    """Calls `finished` with index and output of each request as soon as it is done, for one `llm.generate` in the block."""
+def each_as_it_finishes(llm: Any, finished: Callable[[int, Any], None], further: More | None = None) -> Iterator[None]:
+    """Calls `finished` with index and output of each request as soon as it is done, for one `llm.generate` in the block.
+
+    Args:
+        further: asked after each of vLLM's steps for prompts that join the others; `llm.generate` returns their outputs too.
+    """
     engine = llm.llm_engine
     step = engine.step
     first = next(llm.request_counter) + 1  # requests are numbered in the order of the prompts
@@ -314,6 +358,10 @@ def each_as_it_finishes(llm: Any, finished: Callable[[int, Any], None]) -> Itera
         for output in outputs:
             if output.finished:
                 finished(int(output.request_id) - first, output)
+        if further is not None:
+            prompts, params = further(not engine.has_unfinished_requests())
+            if prompts:
+                llm.enqueue(prompts, params, use_tqdm=False)
         return outputs
 
     engine.step = listening
@@ -361,11 +409,12 @@ def prompt_logp(output: Any, first: int) -> tuple[float, ...]:
     return tuple(output.prompt_logprobs.logprobs[first - 1 :])
 
 
-def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.Module) -> Facts:
+def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.Module, runner: str) -> Facts:
     """Returns the description of a running engine, read from its own configuration.
 
     Args:
         plan: digest of the settings that it was started with.
+        runner: as `runner_of` returns it.
     """
     ends = model_config.try_get_generation_config().get("eos_token_id") or model_config.hf_config.eos_token_id
     return Facts(
@@ -382,8 +431,25 @@ def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.
         stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
         max_model_len=model_config.max_model_len,
         cache_block=cache_config.block_size if cache_config.enable_prefix_caching else None,
+        runner=runner,
+        quantization=model_config.quantization,
         wider=wider_parameters(model, model_config.dtype),
     )
+
+
+def runner_of(worker: Any) -> str:
+    """Returns which of vLLM's two model runners a worker has, `V1` or `V2`: each has sampling code of its own."""
+    # The second one, and what a platform makes of it, stands in a package for each kind of device, the first in one file.
+    found = any(
+        re.match(r"vllm\.v1\.worker\.[a-z]+\.model_runner$", kind.__module__) for kind in type(worker.model_runner).__mro__
+    )
+    return "V2" if found else "V1"
+
+
+def runner_in(llm: Any) -> str:
+    """Returns `runner_of` the worker of an engine in this process."""
+    runner: str = llm.collective_rpc(runner_of)[0]
+    return runner
 
 
 def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], None], weights: Weights) -> tuple[str, ...]:

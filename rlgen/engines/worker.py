@@ -45,7 +45,8 @@ class Worker:
             return {"error": str(error)}
         # A server that rlgen did not start has no plan, so vLLM's own hash of its settings is used.
         plan = os.environ.get(PLAN_VARIABLE) or f"vllm:{config.compute_hash()}"
-        facts = vllm_compat.facts(vllm, plan, config.model_config, config.cache_config, self.model_runner.get_model())
+        runner = vllm_compat.runner_of(self)
+        facts = vllm_compat.facts(vllm, plan, config.model_config, config.cache_config, self.model_runner.get_model(), runner)
         shape = model_shape(config.model_config.hf_config)
         transfer = config.weight_transfer_config and config.weight_transfer_config.backend
         more = {"shape": shape, "cuda": torch.cuda.is_available(), "transfer": transfer}

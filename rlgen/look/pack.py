@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlgen.look.run import Run
 from rlgen.look.weights import weights_of
-from rlgen.rollout.parquet import FIXED, parts_of
+from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of
 from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.types import Ragged
 
@@ -178,6 +178,7 @@ class Chunk:
             texts={
                 "prompts": prompts,
                 "completions": table["completion"].to_pylist(),
+                "messages": [json.loads(one) for one in table["messages"].to_pylist()] if has_turns(table.column_names) else None,
                 "errors": {row: dict(errors) for row, errors in enumerate(table["reward_errors"].to_pylist()) if errors},
             },
             ids=ids.values,
@@ -200,7 +201,8 @@ def ragged(table: pa.Table, name: str) -> Ragged:
 
 def prompts_of(table: pa.Table) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns each prompt once, with the data set's columns, and the place of each row's prompt."""
-    names = ["prompt", *(name for name in table.column_names if name not in FIXED)]
+    own = FIXED | OF_TURNS if has_turns(table.column_names) else FIXED
+    names = ["prompt", *(name for name in table.column_names if name not in own)]
     keys = list(zip(table["step"].to_pylist(), table["group_id"].to_pylist(), strict=True))
     first: dict[tuple[int, int], int] = {}
     for row, key in enumerate(keys):

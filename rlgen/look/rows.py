@@ -4,6 +4,7 @@ First the few columns that decide are read, one step at a time; the rows that ar
 size is looked through in the memory of one step.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rlgen.errors import UsageError
+from rlgen.rollout.parquet import OF_TURNS, has_turns
 from rlgen.rollout.read import read_rollouts, rollout_steps
 
 SORTS = ("step", "reward", "advantage", "length", "gap")
@@ -27,7 +29,7 @@ READ = {
     "length": ("completion_ids",),
     "gap": ("sampler_logp", "policy_logp"),
     "finish": ("finish_reason",),
-    "text": ("prompt", "completion"),
+    "text": ("prompt", "completion", *sorted(OF_TURNS)),
 }
 
 
@@ -139,8 +141,9 @@ def matching(table: pa.Table, query: Query) -> NDArray[np.bool_]:
     if query.finish is not None:
         keep &= np.asarray(pc.equal(table["finish_reason"], query.finish))
     if query.text is not None:
-        has = [np.asarray(pc.match_substring(table[name], query.text, ignore_case=True)) for name in READ["text"]]
-        keep &= has[0] | has[1]
+        names = ["prompt", "completion", *(["messages"] if has_turns(table.column_names) else [])]
+        has = [np.asarray(pc.match_substring(table[name], query.text, ignore_case=True)) for name in names]
+        keep &= np.logical_or.reduce(has)
     return keep
 
 
@@ -171,7 +174,7 @@ def gap(sampler_logp: Sequence[float], policy_logp: Sequence[float] | None) -> f
 
 
 def read_rows(run: Path, found: Found, places: slice) -> list[dict[str, Any]]:
-    """Returns some of the rows that were found, whole, as Python values: `rewards` and `reward_errors` by name."""
+    """Returns some of the rows that were found, whole, as Python values: `rewards`, `reward_errors` and `tool_counts` by name."""
     wanted = list(zip(found.step[places].tolist(), found.row[places].tolist(), strict=True))
     whole: dict[tuple[int, int], dict[str, Any]] = {}
     for step in dict.fromkeys(step for step, _ in wanted):
@@ -179,5 +182,7 @@ def read_rows(run: Path, found: Found, places: slice) -> list[dict[str, Any]]:
         for row, values in zip(rows, read_rollouts(run, step).take(rows).to_pylist(), strict=True):
             # pyarrow gives a map as pairs, and no column where the recipe has no rewards.
             fixed = {"rewards": values.get("rewards") or {}, "reward_errors": dict(values["reward_errors"] or ())}
+            if has_turns(values):
+                fixed |= {"messages": json.loads(values["messages"]), "tool_counts": dict(values["tool_counts"])}
             whole[step, row] = {**values, **fixed}
     return [whole[place] for place in wanted]

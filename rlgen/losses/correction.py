@@ -4,6 +4,7 @@ d = old_logp - sampler_logp, ratio = exp(d). Nothing here is differentiated.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -94,7 +95,9 @@ LEAST, LARGEST = ("raw", "weight"), ("size", "raw", "weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """How far engine and trainer differ on some rows of a window, as sums that can be added to those of other rows (`+`).
+    """How far engine and trainer differ on some rows of a window, as sums that can be added to those of other rows.
+
+    All of it stays on the device that computed it until `of_window`, once for each window: no micro-batch waits for the device.
 
     Rows with a NaN log-prob of the trainer are left out: the policy could not compute it, which says nothing about the engine. An
     infinite one stays: the engine sampled a token to which the policy gives probability 0.
@@ -103,7 +106,7 @@ class Mismatch:
     sums: Tensor  # [len(SUMS)] float64
     least: Tensor  # [len(LEAST)] float64
     largest: Tensor  # [len(LARGEST)] float64
-    sizes: Tensor  # [N] float32, |d| of the tokens that the engine scored
+    sizes: Tensor  # [N] float32, |d| of each token; NaN if the engine did not score it
 
     @classmethod
     @torch.no_grad()
@@ -116,45 +119,44 @@ class Mismatch:
         """
         mask = mask & ~(mask & old_logp.isnan()).any(dim=1, keepdim=True)
         d_BT = log_ratio(old_logp.double(), sampler_logp.double(), mask)
-        rows_B = mask.any(dim=1)
-        d_N = d_BT[mask & sampler_logp.isfinite()]
-        if correction.of_rows:
-            raw_M, weight_M = ratio_of(d_BT, correction)[rows_B, 0], weight.double()[rows_B, 0]
-        else:
-            raw_M, weight_M = ratio_of(d_BT, correction)[mask], weight.double().expand_as(d_BT)[mask]
-        ratio_N, size_N, row_R = capped_exp(d_N), d_N.abs(), capped_exp(d_BT.sum(dim=1))[rows_B]
+        rows_B1, scored = mask.any(dim=1, keepdim=True), mask & sampler_logp.isfinite()
+        # Values that do not count are replaced, not left out: their number is not known without waiting for the device.
+        weighed = rows_B1 if correction.of_rows else mask
+        raw = select(weighed, ratio_of(d_BT, correction))
+        weight = select(weighed, weight.double().expand_as(raw))
+        ratio_BT, size_BT = capped_exp(d_BT), d_BT.abs()  # d is 0 where the engine scored nothing
+        row_B1 = select(rows_B1, capped_exp(d_BT.sum(dim=1, keepdim=True)))
         # Compares with the weight instead of the caps: a changed weight differs by more than the rounding of float32.
-        moved_M = (weight_M - raw_M).abs() > 1e-6 * raw_M
-        clipped_M = moved_M & (weight_M > 0) & correction.mode.endswith("truncate")
+        clipped = ((weight - raw).abs() > 1e-6 * raw) & (weight > 0) & correction.mode.endswith("truncate")
         sums = {
             "tokens": mask.sum(),
-            "scored": len(d_N),
-            "size": size_N.sum(),
-            "k3": (ratio_N - 1 - d_N).sum(),
-            "d": d_N.sum(),
-            "ratio_d": (ratio_N * d_N).sum(),
-            "reverse_k3": (ratio_N * d_N - ratio_N + 1).sum(),
-            "weighed": len(raw_M),
-            "raw": raw_M.sum(),
-            "raw_square": raw_M.square().sum(),
-            "weight": weight_M.sum(),
-            "weight_square": weight_M.square().sum(),
-            "clipped": clipped_M.sum(),
-            "masked": (weight_M == 0).sum(),
-            "rows": rows_B.sum(),
-            "row_ratio": row_R.sum(),
-            "row_ratio_square": row_R.square().sum(),
+            "scored": scored.sum(),
+            "size": size_BT.sum(),
+            "k3": (ratio_BT - 1 - d_BT).sum(),
+            "d": d_BT.sum(),
+            "ratio_d": (ratio_BT * d_BT).sum(),
+            "reverse_k3": (ratio_BT * d_BT - ratio_BT + 1).sum(),
+            "weighed": weighed.sum(),
+            "raw": raw.sum(),
+            "raw_square": raw.square().sum(),
+            "weight": weight.sum(),
+            "weight_square": weight.square().sum(),
+            "clipped": clipped.sum(),
+            "masked": (weighed & (weight == 0)).sum(),
+            "rows": rows_B1.sum(),
+            "row_ratio": row_B1.sum(),
+            "row_ratio_square": row_B1.square().sum(),
         }
         return cls(
-            sums=torch.stack([torch.as_tensor(sums[name], device=mask.device).double() for name in SUMS]).cpu(),
-            least=torch.stack([extreme(values, -1) for values in (raw_M, weight_M)]),
-            largest=torch.stack([extreme(values, 1) for values in (size_N, raw_M, weight_M)]),
-            sizes=size_N.float().cpu(),
+            sums=torch.stack([sums[name].double() for name in SUMS]),
+            least=-torch.stack([largest(-values, weighed) for values in (raw, weight)]),
+            largest=torch.stack([largest(size_BT, scored), largest(raw, weighed), largest(weight, weighed)]),
+            sizes=torch.where(scored, size_BT, math.nan).float().flatten(),
         )
 
     @classmethod
     def none(cls) -> "Mismatch":
-        """Returns the measurement of no rows, the neutral element of `+`."""
+        """Returns the measurement of no rows."""
         infinite = torch.full((len(LARGEST),), math.inf, dtype=torch.float64)
         return cls(
             sums=torch.zeros(len(SUMS), dtype=torch.float64),
@@ -163,12 +165,16 @@ class Mismatch:
             sizes=torch.zeros(0),
         )
 
-    def __add__(self, other: "Mismatch") -> "Mismatch":
-        return Mismatch(
-            sums=self.sums + other.sums,
-            least=torch.minimum(self.least, other.least),
-            largest=torch.maximum(self.largest, other.largest),
-            sizes=torch.cat([self.sizes, other.sizes]),
+    @classmethod
+    def of_window(cls, parts: Sequence["Mismatch"]) -> "Mismatch":
+        """Adds up the measurements of all micro-batches of a window, and brings them to the CPU."""
+        if not parts:
+            return cls.none()
+        return cls(
+            sums=sum(torch.stack([part.sums for part in parts]).cpu().unbind(), torch.zeros(len(SUMS), dtype=torch.float64)),
+            least=torch.stack([part.least for part in parts]).amin(dim=0).cpu(),
+            largest=torch.stack([part.largest for part in parts]).amax(dim=0).cpu(),
+            sizes=torch.cat([part.sizes for part in parts]).cpu(),
         )
 
     def metrics(self, total: Total = alone) -> dict[str, float | None]:
@@ -189,13 +195,13 @@ class Mismatch:
         largest = dict(zip(LARGEST, total(self.largest, "max").tolist(), strict=True))
         if not of["rows"]:
             return dict.fromkeys(MISMATCH)
-        scored, weighed = of["scored"], of["weighed"]
+        scored, weighed, known = of["scored"], of["weighed"], self.sizes[~self.sizes.isnan()]
         values: dict[str, float | None] = dict.fromkeys(MISMATCH)  # None if the engine reported no log-probs
         if scored:
             values |= {
                 Metric.SAMPLER_DELTA_MEAN: of["size"] / scored,
                 Metric.SAMPLER_DELTA_MAX: largest["size"],
-                Metric.SAMPLER_DELTA_P999: kth_smallest(self.sizes, [math.ceil(0.999 * scored) - 1], total)[0],  # nearest rank
+                Metric.SAMPLER_DELTA_P999: kth_smallest(known, [math.ceil(0.999 * scored) - 1], total)[0],  # nearest rank
                 Metric.SAMPLER_KL: of["k3"] / scored,
                 Metric.SAMPLER_KL_K1: -of["d"] / scored,
                 Metric.SAMPLER_KL_REVERSE_K1: of["ratio_d"] / scored,
@@ -233,8 +239,7 @@ def effective_share(total: float, squares: float, count: float) -> float:
     return total**2 / (count * squares) if squares else 0.0
 
 
-def extreme(values: Tensor, sign: int) -> Tensor:
-    """Returns the maximum of `values`, or the minimum if `sign` is negative, as float64 on the CPU; -inf or inf if empty."""
-    if not len(values):
-        return torch.tensor(-sign * math.inf, dtype=torch.float64)
-    return (values.max() if sign > 0 else values.min()).cpu().double()
+def largest(values: Tensor, counted: Tensor) -> Tensor:
+    """Returns the maximum of the values where `counted`; -inf if there are none."""
+    lowest = values.new_full((1,), -math.inf)
+    return torch.cat([torch.where(counted, values, lowest).flatten(), lowest]).amax()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 
@@ -25,7 +26,7 @@ class Totals:
 class LossInputs:
     """The rows of one micro-batch. Gradient flows into `policy_logp`, and into `entropy` if the recipe has an entropy bonus.
 
-    Positions outside `mask` may hold NaN or inf.
+    Positions outside `mask` may hold NaN or inf. Advantages and pairs stay on the CPU: reading them there waits for no device.
     """
 
     policy_logp: Tensor  # [B, T] current weights, with gradient
@@ -35,10 +36,10 @@ class LossInputs:
     entropy: Tensor  # [B, T] of the distribution that a token is sampled from, nats
     mask: Tensor  # [B, T] bool, true on sampled tokens, the stop token included
     kept: Tensor  # [B, T] bool, tokens that the entropy selection keeps; `mask` without one
-    advantages: Tensor  # [B]; of preferences only the sign counts: > 0 chosen, < 0 rejected
+    advantages: Tensor  # [B] on the CPU; of preferences only the sign counts: > 0 chosen, < 0 rejected
     weight: Tensor  # [B, T] or, of whole rows, [B, 1]: importance weight sampler -> old; ones when there is none
     group_tokens: Tensor  # [B] tokens under the masks of the row's whole group
-    pair_id: Tensor  # [B] long, shared by the two rows of a pair; -1: in no pair
+    pair_id: Tensor  # [B] long, on the CPU; shared by the two rows of a pair; -1: in no pair
     totals: Totals
     max_tokens: int  # `rollout.max_completion_tokens`: the M of aggregation `fixed`
     epoch: float  # passes over the data before this step
@@ -46,10 +47,13 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that can be added over micro-batches and processes: sum of totals by sum of counts. Mean(total=3.0, count=4.0)"""
+    """A mean that can be added over micro-batches and processes: sum of totals by sum of counts. Mean(total=3.0, count=4.0)
 
-    total: float
-    count: float
+    Both are numbers, or scalars on the device that computed them: reading those makes the program wait for the device.
+    """
+
+    total: float | Tensor
+    count: float | Tensor
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)
@@ -57,8 +61,14 @@ class Mean:
     @property
     def value(self) -> float | None:
         """Returns the mean; None if there is nothing to average."""
-        return self.total / self.count if self.count else None
+        total, count = float(self.total), float(self.count)
+        return total / count if count else None
 
 
 Stats: TypeAlias = dict[str, Mean]
 Measured: TypeAlias = dict[str, Tensor]
+
+
+def onto(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values of the CPU on `device`. A GPU takes them from pinned memory in its turn, and the program does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

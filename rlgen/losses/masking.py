@@ -20,13 +20,10 @@ def capped_exp(z: Tensor) -> Tensor:
 
 
 def masked_means(mask: Tensor, values: Measured) -> Stats:
-    """Returns means under `mask` [B, T], with one device-to-host transfer: values [B, T] over tokens, values [B, 1] over rows."""
+    """Returns means under `mask` [B, T], float64 on its device: of values [B, T] over tokens, of values [B, 1] over rows."""
     rows_B1 = mask.any(dim=1, keepdim=True)
-    parts: list[Tensor] = []
-    for value in values.values():
+    means: Stats = {}
+    for name, value in values.items():
         counted = mask if value.shape == mask.shape else rows_B1
-        parts += [select(counted, value.detach()).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)]
-    if not parts:
-        return {}
-    sums = torch.stack(parts).tolist()
-    return {name: Mean(*sums[2 * i : 2 * i + 2]) for i, name in enumerate(values)}
+        means[name] = Mean(select(counted, value.detach()).sum(dtype=torch.float64), counted.sum(dtype=torch.float64))
+    return means

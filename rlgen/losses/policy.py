@@ -40,7 +40,7 @@ def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
     if not objective.variant.weighs:
         token = token * terms.weight
     if objective.off_policy_max is not None:
-        kept_B1 = on_policy(x, objective.off_policy_max)
+        kept_B1 = on_policy(x, terms.advantages, objective.off_policy_max)
         token = select(kept_B1, token)
         measured[Metric.OPSM_DROPPED] = ~kept_B1
     token_BT = select(x.kept, token)
@@ -52,8 +52,7 @@ def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
     }
     coefficient_B1 = row_coefficient(objective.aggregation, x).to(token_BT.dtype)
     loss = (coefficient_B1 * token_BT).sum()
-    window_share = x.mask.sum().item() / max(x.totals.tokens, 1)
-    policy_part = Mean(loss.item(), window_share)
+    policy_part = Mean(loss.detach().double(), x.mask.sum().double() / max(x.totals.tokens, 1))
     if objective.kl is not None:
         assert x.ref_logp is not None  # a reference is held whenever the KL is in the loss
         kl_BT, kl_measured = objective.kl.loss(x.policy_logp, x.old_logp, x.ref_logp, x.mask)
@@ -87,12 +86,12 @@ def row_coefficient(aggregation: Aggregation, x: LossInputs) -> Tensor:
     return torch.full_like(lengths_B1, 1.0 / divisor)
 
 
-def on_policy(x: LossInputs, most: float) -> Tensor:
+def on_policy(x: LossInputs, advantages: Tensor, most: float) -> Tensor:
     """Returns whether each row [B, 1] is kept by off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556).
 
-    A row of negative advantage is dropped if the mean of sampler - policy over its tokens exceeds `most` nats.
+    A row of negative advantage ([B, 1]) is dropped if the mean of sampler - policy over its tokens exceeds `most` nats.
     """
     scored = x.mask & x.sampler_logp.isfinite()
     gap_BT = select(scored, x.sampler_logp) - select(scored, x.policy_logp.detach())
     gap_B1 = gap_BT.sum(dim=1, keepdim=True) / x.mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return (x.advantages[:, None] >= 0) | (gap_B1 <= most)
+    return (advantages >= 0) | (gap_B1 <= most)

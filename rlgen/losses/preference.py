@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlgen.losses.inputs import LossInputs, Mean, Stats
+from rlgen.losses.inputs import LossInputs, Mean, Stats, onto
 from rlgen.losses.kl import to_reference
 from rlgen.losses.masking import masked_means, select
 from rlgen.metrics import Metric
@@ -77,7 +77,7 @@ def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengt
         ValueError: a pair id without exactly one chosen and one rejected row.
     """
     assert x.ref_logp is not None  # a preference loss always has a reference
-    chosen, rejected = match_pairs(x.pair_id, x.advantages)
+    chosen, rejected = (onto(rows, x.policy_logp.device) for rows in match_pairs(x.pair_id, x.advantages))
     policy_B = select(x.mask, x.policy_logp).sum(dim=1)
     log_ratio_B = policy_B - select(x.mask, x.ref_logp.detach()).sum(dim=1)
     if lengths == "mean":
@@ -101,7 +101,7 @@ def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengt
         Metric.DPO_KEPT: kept_P,
     }
     count = float(len(h_P))
-    stats: Stats = {name: Mean(value.detach().double().sum().item(), count) for name, value in measured.items()}
+    stats: Stats = {name: Mean(value.detach().double().sum(), count) for name, value in measured.items()}
     k1_BT, k3_BT = to_reference(x.policy_logp.detach(), x.ref_logp, x.mask)
     of_tokens = masked_means(x.mask, {Metric.ENTROPY: x.entropy, Metric.KL_REF_K1: k1_BT, Metric.KL_REF_K3: k3_BT})
     return total, stats | of_tokens | {Metric.DPO_BETA: Mean(beta * count, count)}
@@ -124,8 +124,7 @@ def match_pairs(pair_id: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     for pair, (chosen, rejected) in sides.items():
         if len(chosen) != 1 or len(rejected) != 1:
             raise ValueError(f"pair {pair} has {len(chosen)} chosen and {len(rejected)} rejected rows, not one of each")
-    device = pair_id.device
     return (
-        torch.tensor([chosen[0] for chosen, _ in sides.values()], dtype=torch.long, device=device),
-        torch.tensor([rejected[0] for _, rejected in sides.values()], dtype=torch.long, device=device),
+        torch.tensor([chosen[0] for chosen, _ in sides.values()], dtype=torch.long),
+        torch.tensor([rejected[0] for _, rejected in sides.values()], dtype=torch.long),
     )

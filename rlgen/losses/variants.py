@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from rlgen.losses.inputs import LossInputs, Measured
+from rlgen.losses.inputs import LossInputs, Measured, onto
 from rlgen.losses.masking import capped_exp, select
 from rlgen.metrics import Metric
 
@@ -36,7 +36,7 @@ class Terms:
         return cls(
             policy_logp=policy_BT,
             log_ratio=policy_BT - select(x.mask, x.old_logp.detach()),
-            advantages=x.advantages.detach()[:, None].to(policy_BT.dtype),
+            advantages=onto(x.advantages.detach()[:, None].to(policy_BT.dtype), policy_BT.device),
             weight=select(x.mask if x.weight.shape == x.mask.shape else x.mask.any(dim=1, keepdim=True), x.weight.detach()),
             mask=x.mask,
         )

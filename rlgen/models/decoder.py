@@ -1,7 +1,10 @@
 """Finds the decoder of a causal language model, and the attention that computes it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel, masking_utils
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -24,3 +27,17 @@ def attention_of(config: PreTrainedConfig, asked: str) -> str:
     # The fused attention ignores a cap of its logits without an error. Of others (sinks, ALiBi) transformers itself knows it.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "sdpa" if kind._supports_sdpa and not capped else "eager"
+
+
+@contextmanager
+def one_sequence_a_row() -> Iterator[None]:
+    """Tells transformers inside the block that no row holds several sequences.
+
+    It would look into the position ids for that, on the device, and so wait for the device in every forward pass.
+    """
+    looks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looks

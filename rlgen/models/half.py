@@ -7,7 +7,7 @@ keep a copy of all matrices until the backward pass.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
     for name, module in model.named_modules():
         if module in inside or module is head:
             continue
-        if type(module).__name__ in layers:
+        if layers & {kind.__name__ for kind in type(module).__mro__}:  # FSDP2 gives a layer a class of its own
             inside.update(module.modules())
             yield name, module, True
         elif any(parameter is not None for parameter in module._parameters.values()):
@@ -63,11 +63,12 @@ class HalfForward:
 
     module: nn.Module
     rounded: list[tuple[nn.Module, str]]  # (module, name of its parameter)
+    run: Callable[..., Any] | None = None  # instead of the `forward` of the module's class, such as a compiled one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own `forward`, whose arguments are its own."""
         with self.weights_in_half() as held, self.nothing_kept(held):
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return (self.run or type(self.module).forward)(self.module, *args, **kwargs)
 
     @contextmanager
     def weights_in_half(self) -> Iterator[dict[int, Tensor]]:

@@ -1,6 +1,8 @@
 """Loads the tokenizer, the config, the model and its stop ids from `model.path`, and explains why it cannot."""
 
 import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 
 from rlgen.errors import SetupError
@@ -147,36 +150,44 @@ def load_model(
     attention: str,
     device: torch.device,
     quantization: str | None = None,
+    divide: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """Loads a causal language model in evaluation mode: no dropout, so that a forward pass depends only on ids and weights.
 
     Args:
         quantization: holds the linear layers except the head as `nf4` or `int8`, frozen.
+        divide: called with the model on the meta device. It may shard it: of each DTensor only this process's shard is read. What
+            it leaves whole is read to the CPU, and not moved to `device`.
 
     Raises:
         SetupError: missing files, an unknown architecture, or weights that are not safetensors, incomplete or not finite; for
             `quantization`, no GPU or no bitsandbytes.
     """
-    packed = None if quantization is None else quantized(quantization, dtype, device)
+    extra: dict[str, Any] = {} if quantization is None else quantized(quantization, dtype, device)
+    if divide is not None:
+        extra["distributed_config"] = DistributedConfig()
     try:
         config = load_config(location, revision)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            location,
-            revision=revision,
-            dtype=dtype,
-            attn_implementation=attention_of(config, attention),
-            use_safetensors=True,  # pickled weights are never opened
-            trust_remote_code=False,
-            output_loading_info=True,
-            **({} if packed is None else packed),
-        )
+        with nullcontext() if divide is None else before_values(divide):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                location,
+                revision=revision,
+                dtype=dtype,
+                attn_implementation=attention_of(config, attention),
+                use_safetensors=True,  # pickled weights are never opened
+                trust_remote_code=False,
+                output_loading_info=True,
+                **extra,
+            )
     except (OSError, ValueError, ImportError) as error:
         hint = f"; if it has pickled weights only, {CONVERT}" if "safetensors" in str(error) else ""
         said = " ".join(str(error).split()).partition(" Model type should be one of")[0]
         raise SetupError(f"model.path: {location} cannot be loaded: {said[:500]}{hint}") from error
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
-    if packed is None:
+    if divide is not None:
+        del model.config.distributed_config
+    elif quantization is None:
         model = model.to(device)
     if name := non_finite(own_tensors(model).items()):
         raise SetupError(
@@ -184,6 +195,25 @@ def load_model(
             " another model, or an earlier checkpoint"
         )
     return model.eval()
+
+
+@contextmanager
+def before_values(work: Callable[[PreTrainedModel], None]) -> Iterator[None]:
+    """Makes `from_pretrained(distributed_config=...)` inside the block call `work` with the model on the meta device.
+
+    That is where transformers shards a model by its own plans, which few architectures have and which leave out the head that
+    rlgen computes itself.
+    """
+
+    def distribute(kind: type[PreTrainedModel], model: PreTrainedModel, *_: object) -> PreTrainedModel:
+        work(model)
+        return model
+
+    PreTrainedModel.maybe_distribute_model = classmethod(distribute)
+    try:
+        yield
+    finally:
+        del PreTrainedModel.maybe_distribute_model  # the inherited one is in its place again
 
 
 def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

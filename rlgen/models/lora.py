@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -20,11 +21,15 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlgen.errors import CheckpointError, SetupError
-from rlgen.recipe.models import LoraRecipe
+from rlgen.models.parts import whole
+
+if TYPE_CHECKING:
+    from rlgen.recipe.models import LoraRecipe
 
 ALL_LINEAR = "all-linear"
 NAME = "default"  # the adapter's name within peft's layers
@@ -37,7 +42,7 @@ PACKED = {"Params4bit": "nf4", "Int8Params": "int8"}  # classes of bitsandbytes
 # --- putting it in -----------------------------------------------------------------------------------------------------------
 
 
-def add_adapter(model: PreTrainedModel, recipe: LoraRecipe, seed: int, revision: str | None = None) -> None:
+def add_adapter(model: PreTrainedModel, recipe: "LoraRecipe", seed: int, revision: str | None = None) -> None:
     """Freezes `model` and adds a new adapter to it, in place.
 
     The adapter is float32 whatever the dtype of the model. Its initial values depend only on `seed`; no global random state is
@@ -77,7 +82,7 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     assert isinstance(config.target_modules, list | set)
     wanted = set(config.target_modules)
     devices = list(range(torch.cuda.device_count()))
-    with torch.random.fork_rng(devices), warnings.catch_warnings():
+    with torch.random.fork_rng(devices), warnings.catch_warnings(), as_if_whole(model):
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it for transposed layers and warns
         inject_adapter_in_model(config, model, NAME)
     adapted = {name.removesuffix(".weight") for name in adapted_layers(model)}
@@ -89,6 +94,27 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
         for factor in factors(layer):
             factor.data = factor.data.float()
             factor.requires_grad_(True)
+
+
+@contextmanager
+def as_if_whole(model: PreTrainedModel) -> Iterator[None]:
+    """Puts tensors of whole shape, without memory, in the place of sharded weights inside the block: peft would make adapters for
+    the shards.
+    """
+    sharded = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+    try:
+        for module, name, parameter in sharded:
+            empty = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+            module._parameters[name] = nn.Parameter(empty.expand(parameter.shape), requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
 
 
 def targets(model: PreTrainedModel, chosen: str | Sequence[str]) -> list[str]:
@@ -212,9 +238,9 @@ def merged_weight(layer: LoraLayer) -> Tensor:
 
 
 def base_weight(layer: LoraLayer) -> Tensor:
-    """Returns W, dequantised if bitsandbytes holds it quantised."""
+    """Returns W, dequantised if bitsandbytes holds it quantised; gathered if it is sharded, by all processes together."""
     weight: Tensor = dequantize_module_weight(layer.get_base_layer()).detach()
-    return weight
+    return whole(weight)
 
 
 def is_packed(weight: object) -> bool:
@@ -254,8 +280,8 @@ def describe(model: PreTrainedModel) -> str:
     layers = adapted_layers(model)
     rank = next(iter(layers.values())).r[NAME]
     trained = sum(tensor.numel() for tensor in adapter_tensors(model).values())
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    text = f"rank {rank} in {len(layers)} linear layers, {trained:,} of {whole:,} parameters are trained"
+    all_of_them = sum(parameter.numel() for parameter in model.parameters())
+    text = f"rank {rank} in {len(layers)} linear layers, {trained:,} of {all_of_them:,} parameters are trained"
     others = [name for name in linear_layers(model) if not in_adapter(f"{name}.") and not name.endswith(".base_layer")]
     left_out = [f"{len(others)} linear layers"] if others else []
     left_out += [f"{len(experts)} packed tensors of experts"] if (experts := packed_experts(model)) else []

@@ -56,6 +56,8 @@ class Plan:
     adapter_rank: int | None  # of LoRA; None: all weights are trained
     processes: int  # number of trainer processes
     sharded: bool  # whether weights, gradients and moments are sharded over the processes
+    shard: int | None = None  # processes that share the weights among them; None: all
+    defer_sync: bool = False  # whether sharded training adds up whole gradients
     engine: str  # colocated, beside (a server on the same GPU), transformers, or elsewhere
     engine_bytes: int  # bytes per weight of the engine
     sequences: int  # decoded at the same time
@@ -79,6 +81,9 @@ HOW = {
     "Adam moments": "8 bytes a trained parameter",
     "gradients": "4 bytes a trained parameter",
     "buckets to send": "4 bytes a trained parameter: DDP's copy of the gradients",
+    "gathered tensor": "2 x bytes of the trainer's dtype x elements of the largest tensor: a forward pass of eight tokens, which"
+    " gathers it through a buffer of its size",
+    "whole gradients": "4 bytes a parameter: what processes.defer_sync adds up until the last micro-batch",
     "gathered layers": "8 bytes a parameter of a layer: one in use and one on its way (assumed)",
     "activations": "what autograd keeps of a micro-batch of rows x length tokens (counted on fake tensors); with gradient"
     " checkpointing what it keeps then, and a layer that is computed again (its share of all layers)",
@@ -146,8 +151,17 @@ def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> 
 
 
 def cache_elements(config: PreTrainedConfig) -> int:
-    """Returns the KV-cache elements per token: 2 * kv_heads * head_dim of each layer with attention. Ignores sliding windows."""
+    """Returns the KV-cache elements per token: 2 * kv_heads * head_dim of each layer with attention. Ignores sliding windows.
+
+    Raises:
+        SetupError: the config does not say how many layers there are.
+    """
     text = config.get_text_config()
+    if not getattr(text, "num_hidden_layers", None):
+        raise SetupError(
+            f"model.path: {type(config).__name__} does not say how many layers the model has (num_hidden_layers), from which the"
+            " size of vLLM's KV cache follows; set engine.kind to transformers"
+        )
     # In some models (Gemma 4) the sizes differ by layer, and only the layers' own configs have them.
     return sum(layer_elements(layer) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
 
@@ -240,14 +254,18 @@ def as_if_real() -> Iterator[None]:
 
 def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
     """Returns the peak bytes on one device, by phase of a step and by part."""
-    shards = plan.processes if plan.sharded else 1
+    shards = (plan.shard or plan.processes) if plan.sharded else 1
     adapters = counts.sides * (plan.adapter_rank or 0)
-    trained = (adapters or counts.parameters) // shards
-    base = {"trainer weights": FLOAT32 * (counts.parameters + adapters) // shards}
+    trained = adapters or counts.parameters // shards
+    base = {"trainer weights": FLOAT32 * counts.parameters // shards + FLOAT32 * adapters}  # adapters are whole everywhere
+    load = dict(base)
     if plan.reference and not adapters:  # adapters are switched off for it
         base["reference"] = FLOAT32 * counts.parameters // shards
-    base["Adam moments"] = ADAM * FLOAT32 * trained
+    if plan.sharded:  # otherwise the reference is copied later
+        load = base | {"gathered tensor": 2 * plan.trainer_bytes * counts.largest}
+    base = base | {"Adam moments": ADAM * FLOAT32 * trained}
     gradients = {"gradients": FLOAT32 * trained}
+    added_up = {"whole gradients": FLOAT32 * counts.parameters} if plan.sharded and plan.defer_sync and not adapters else {}
     if plan.sharded:
         gradients["gathered layers"] = 2 * FLOAT32 * counts.parameters // counts.layers
     elif plan.processes > 1:
@@ -255,10 +273,11 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
     engine = engine_parts(counts, plan)
     training = base | gradients | ({} if plan.sleeps else engine)
     found = {
+        "load": load,
         "generate": base | engine,
         "reference": base | ({} if plan.sleeps else engine) | reference_parts(counts, plan),
-        "forward": training | forward_parts(counts, plan),
-        "backward": training | backward_parts(counts, plan),
+        "forward": training | added_up | forward_parts(counts, plan),
+        "backward": training | added_up | backward_parts(counts, plan),
         "optimizer": training,
         "sync": base | engine | ({"tensor to load": plan.engine_bytes * counts.largest} if engine else {}),
     }
@@ -380,6 +399,9 @@ def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[
         half = plan.rows // 2
         why = "smaller micro-batches, more of them: the same result"
         hint(f"optim.micro_batch_tokens={half * plan.length}", why, replace(plan, rows=half), smaller)
+    if plan.sharded and plan.defer_sync:
+        why = "gradients are sent after each micro-batch, and none is held whole"
+        hint("processes.defer_sync=false", why, replace(plan, defer_sync=False))
     if plan.engine in ("colocated", "beside"):
         if plan.engine == "colocated" and not plan.sleeps:
             why = "the engine's weights and cache are gone while the trainer works"

@@ -1,6 +1,5 @@
 """Computes log-probs and entropies of a completion's tokens with a causal language model."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -11,9 +10,10 @@ from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
 from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores
-from rlgen.models.decoder import decoder_of
+from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.lora import without_adapter
+from rlgen.models.packing import Rows, pack
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Batch
 
@@ -32,14 +32,12 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Head":
-        """Returns the head of a model. Raises SetupError if the model computes its logits in a way that rlgen does not know."""
+        """Returns the head of a model as its config describes it, see `check_head`."""
         config = model.config.get_text_config()
         scale = prod(getattr(config, name, None) or 1.0 for name in MULTIPLIERS)
         scale /= prod(getattr(config, name, None) or 1.0 for name in DIVISORS)
         softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-        head = cls(model, float(scale), softcap)
-        check_head(model, head)
-        return head
+        return cls(model, float(scale), softcap)
 
     @property
     def weight(self) -> Tensor:
@@ -88,8 +86,9 @@ def check_head(model: PreTrainedModel, head: Head) -> None:
         raise SetupError(
             f"model.path: {name} cannot be run on ids of text alone ({one_line(error)}); take a model that needs nothing else"
         ) from error
-    bound = 1e-4 if model.dtype == torch.float32 else 0.1
-    gap = (head.logits(hidden[0], fp32=model.dtype == torch.float32) - own[0]).abs().max().item()
+    precise = hidden.dtype == torch.float32
+    bound = 1e-4 if precise else 0.1
+    gap = (head.logits(hidden[0], fp32=precise) - own[0]).abs().max().item()
     if not gap <= bound * max(1.0, own.abs().max().item()):
         raise SetupError(f"model.path: {name} computes its logits in a way rlgen does not know (they differ by {gap:.2g})")
     later = (hidden[:, :5].float() - fewer.float()).abs().max().item()
@@ -122,18 +121,38 @@ class Policy(nn.Module):
         model: a causal language model; its weights keep their own dtype (float32 for the one that is trained).
         dtype: of the forward pass's activations.
         fp32_head: whether logits are computed in float32 whatever `dtype`.
-        adapter: whether the model's adapter, if it has one, is used. Without it an adapted model is its own frozen reference.
+
+    Raises:
+        SetupError: rlgen does not know how the model computes its logits. Of a model without values (on the meta device) `check`
+            finds that out.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool, adapter: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool) -> None:
         super().__init__()
         self.model = model
         self.head = Head.of(model)
         self.dtype = dtype
         self.fp32_head = fp32_head
-        self.adapter = adapter
+        self.packed = False
+        self.unpacked: str | None = None  # why its rows are padded, though they could be packed here
+        if model.device.type != "meta":
+            self.check()
         if dtype == HALF:
             compute_in_half(model)
+
+    def check(self) -> None:
+        """Raises SetupError if the model computes its logits in a way that rlgen does not know."""
+        check_head(self.model, self.head)
+
+    def pack(self) -> str | None:
+        """Makes the policy compute the rows of a batch without padding. Returns None, or why its model cannot do that."""
+        self.unpacked = pack(self.model)
+        self.packed = self.unpacked is None
+        return self.unpacked
+
+    def positions(self, batch: Batch) -> int:
+        """Returns the number of positions that a forward pass of `batch` computes, padding included."""
+        return sum(batch.lengths) if self.packed else batch.input_ids.numel()
 
     def forward(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
         """Computes log-probs of the completion's tokens, and entropies of the distributions that they were sampled from.
@@ -157,8 +176,26 @@ class Policy(nn.Module):
 
     def hidden(self, batch: Batch) -> Hidden:
         """Computes the hidden states from which the head predicts the N sampled tokens."""
-        with nullcontext() if self.adapter else without_adapter(self.model):
-            hidden_BSH = decoder_of(self.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        rows, columns = batch.mask.nonzero(as_tuple=True)
-        # The logits at a position predict the next id: the only shift by one in rlgen.
-        return Hidden(hidden_BSH[rows, batch.prompt_lengths[rows] - 1 + columns].to(self.dtype), rows, columns)
+        with one_sequence_a_row():
+            decoder, (rows, columns) = decoder_of(self.model), batch.places
+            # The logits at a position predict the next id: the only shift by one in rlgen.
+            predicting = batch.prompt_lengths[rows] - 1 + columns
+            if self.packed:
+                packed = Rows(batch.lengths, batch.input_ids.device)
+                states_NH = packed.hidden(decoder, batch.input_ids)[packed.starts[rows] + predicting]
+            else:
+                states_NH = decoder(input_ids=batch.input_ids, use_cache=False).last_hidden_state[rows, predicting]
+        return Hidden(states_NH.to(self.dtype), rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class BasePolicy:
+    """The frozen model under the adapter of a policy, without a copy: computes as the policy does with its adapter off."""
+
+    policy: Policy
+
+    def __call__(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
+        """Computes what `Policy.forward` does. Goes through the policy itself, which gathers its weights if it is sharded."""
+        with without_adapter(self.policy.model):
+            scores: PolicyScores = self.policy(batch, temperatures, entropy)
+        return scores

@@ -1,29 +1,106 @@
-"""Shards a policy over the processes (FSDP2): each process holds a shard of every tensor and of its gradient."""
+"""Shards a policy over the processes (FSDP2): each process holds a shard of every tensor and of its gradient.
+
+The policy is sharded before its model has values. transformers then reads only this process's slice of each tensor, so that no
+process ever holds the whole model: its peak is its shards, and the largest tensor where one is gathered or converted.
+"""
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
+from rlgen.errors import ProcessError
 from rlgen.models.half import HALF, compute_as_held
+from rlgen.models.parts import part
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 
 
-def shard(policy: Policy, processes: Processes) -> None:
-    """Shards the policy in place: each layer, then the rest (embedding, last norm and head).
+def mesh_of(processes: Processes, count: int | None) -> DeviceMesh:
+    """Returns the processes as a mesh: [shard], or [replicate, shard] where `count` processes of neighbouring ranks hold the
+    weights once. All processes must call this together.
+
+    Raises:
+        ProcessError: the processes cannot be divided into groups of `count`.
+    """
+    kind, world = processes.device.type, processes.world
+    if count is None or count == world:
+        return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+    if world % count:
+        raise ProcessError(
+            f"processes.shard {count} needs a multiple of {count} processes, but {world} run: start them with `torchrun"
+            f" --nproc-per-node {count}`, or set processes.shard to a divisor of {world}"
+        )
+    return init_device_mesh(kind, (world // count, count), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(policy: Policy, mesh: DeviceMesh) -> None:
+    """Shards the policy in place: each layer, an embedding that is not tied, then the rest (last norm and head).
 
     A tied head shares its embedding's parameter. A layer's tensors are gathered only while it computes: every process must run
-    the same number of forward passes. Outside of `forward` and `logits` all parameters are DTensors. A forward pass in bfloat16
-    gathers them in bfloat16. Gradients are averaged over the processes, in float32.
+    the same number of forward passes. Outside of `forward`, `logits` and `check` all parameters are DTensors. A forward pass in
+    bfloat16 gathers them in bfloat16. Gradients are sums over the processes, in float32.
     """
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if policy.dtype == HALF:
         compute_as_held(policy.model)
         precision = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh(processes.device.type, (processes.world,))
-    layers = set(policy.model._no_split_modules or ())
+    layers, embedding = set(policy.model._no_split_modules or ()), policy.model.get_input_embeddings()
+    tied = embedding.weight is policy.model.get_output_embeddings().weight
     for module in list(policy.modules()):
-        if type(module).__name__ in layers:
+        if type(module).__name__ in layers or (module is embedding and not tied):
             fully_shard(module, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # losses have global denominators
+            module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(policy, "logits")
+    register_fsdp_forward_method(policy, "check")
+
+
+def send_gradients(policy: Policy, now: bool, defer: bool) -> None:
+    """Sets whether the next backward pass is the last one of an update, after which the gradients must have been sent.
+
+    Groups of processes that hold the same shards add their gradients up after the last one only.
+
+    Args:
+        defer: nothing is sent before, and each process adds up whole gradients. Otherwise each backward pass sends the other
+            processes of the group their shards.
+    """
+    if isinstance(policy, FSDPModule):
+        if defer:
+            policy.set_requires_gradient_sync(now)
+        else:
+            policy.set_requires_all_reduce(now)
+
+
+def move_buffers(policy: Policy) -> None:
+    """Moves the buffers, which are whole in each process and were read to the CPU, to the device of the shards."""
+    device = next(part(parameter).device for parameter in policy.parameters())
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
+def read_by_slices(model: PreTrainedModel, count: int) -> bool:
+    """Returns whether a slice of each weight of `model` can be read from slices of the checkpoint, when `count` processes share
+    each tensor.
+
+    Most mixtures of experts are stacked while they are loaded, and a process reads its experts only. Other conversions need whole
+    tensors, and so does a stack of which a process would hold no expert.
+    """
+    converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
+    by_slices = all(keeps_rows(step) for converter in converters for step in converter.operations)
+    stacks = [len(parameter) for parameter in model.parameters() if parameter.ndim == 3] if converters else []
+    # torch gives each process as many rows, rounded up, and the last ones what is left.
+    return by_slices and all((count - 1) * -(-rows // count) < rows for rows in stacks)
+
+
+def keeps_rows(step: ConversionOps) -> bool:
+    """Returns whether a slice of the first dimension of what a conversion makes needs only that slice of what it takes."""
+    if isinstance(step, MergeModulelist):
+        return bool(step.dim == 0)
+    return isinstance(step, Concatenate) and bool(step.dim > 0)

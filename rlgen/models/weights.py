@@ -9,12 +9,13 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 
 import torch
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -27,6 +28,7 @@ from transformers.core_model_loading import (
 
 from rlgen.models.factors import FIRST, SCALE, SECOND
 from rlgen.models.lora import adapted_layers, base_name, factors, in_adapter, is_packed, merged_weight, scale
+from rlgen.models.parts import Stored, first_copy, part, whole
 from rlgen.processes import Processes
 
 
@@ -57,10 +59,16 @@ def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def base_digest(model: PreTrainedModel) -> str:
-    """Returns the SHA-256 over names and bytes of `own_tensors`: for an adapted model, of its frozen base."""
+def base_digest(model: PreTrainedModel, gather: bool = True) -> str:
+    """Returns the SHA-256 over names and bytes of `own_tensors`: for an adapted model, of its frozen base.
+
+    Args:
+        gather: of a sharded model, digest the whole tensors, gathered one by one by all processes, which must call this together;
+            otherwise this process's shards, without the others.
+    """
     digest = hashlib.sha256()
-    for name, tensor in own_tensors(model).items():
+    for name, held in own_tensors(model).items():
+        tensor = whole(held) if gather else part(held)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -70,9 +78,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Returns whether every value of the tensors, or of this process's shards of them, is finite. Allocates no large tensors."""
     held = [tensor for tensor in (part(tensor.detach()) for tensor in tensors) if tensor.numel()]
     # A sum is finite only if all its terms are, and takes a tenth of the time; finite terms may still overflow it.
-    if not held or bool(torch.stack([tensor.sum().double().cpu() for tensor in held]).isfinite().all()):
+    if not held or bool(torch.stack([tensor.sum().double() for tensor in held]).isfinite().all()):
         return True
-    largest = [vector_norm(tensor, torch.inf).double().cpu() for tensor in held]
+    largest = [vector_norm(tensor, torch.inf).double() for tensor in held]
     return bool(torch.stack(largest).isfinite().all())
 
 
@@ -93,7 +101,8 @@ def bits(model: PreTrainedModel, processes: Processes) -> str:
     Its purpose is to notice after every step that weights differ in any bit; it is not secure against deliberate changes.
     """
     trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    own = [bit_sum(part(tensor)) for tensor in trained.values()]
+    # Of equal shards in several processes only one counts.
+    own = [bit_sum(part(tensor)) * first_copy(tensor) for tensor in trained.values()]
     sums = [torch.stack(own).cpu()] if own else []
     if any(isinstance(tensor, DTensor) for tensor in trained.values()):
         sums = processes.gather(sums)
@@ -110,25 +119,6 @@ def bit_sum(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1).view(integers[tensor.itemsize])
     even = tensor.itemsize == 4 and tensor.dim() > 1 and tensor.shape[-1] % 2 == 0 and flat.storage_offset() % 2 == 0
     return (flat.view(torch.int64) if even else flat).sum(dtype=torch.int64)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Returns a sharded tensor gathered from all processes, all of which must call this; returns any other tensor unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def part(tensor: Tensor) -> Tensor:
-    """Returns this process's part of a tensor, sharing its memory: its shard, or the whole tensor if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def part_like(full: Tensor, tensor: Tensor) -> Tensor:
-    """Returns the part of `full` that this process would hold if it were sharded as `tensor` is."""
-    if not isinstance(tensor, DTensor):
-        return full
-    mesh, placements = tensor.device_mesh, tensor.placements
-    # Every process has `full`, so nothing is sent.
-    return distribute_tensor(full.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
 
 
 def layer_of(name: str) -> str:
@@ -192,10 +182,11 @@ def gone_through(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
             pass
 
 
-def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
     """Converts names and tensors of a checkpoint to those of `model`: the inverse of `checkpoint_tensors`.
 
-    A tensor with an unknown name is yielded unchanged.
+    A tensor with an unknown name is yielded unchanged. A slice of a file (safetensors' `get_slice`) is yielded unread, unless it
+    is converted: then the tensors that make one tensor of the model are read together.
     """
     conversions = model._weight_conversions or []
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
@@ -209,6 +200,12 @@ def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]])
             yield own_name, tensor
         else:
             converter = packed.setdefault(own_name, copy.deepcopy(by_pattern[pattern]))
-            converter.add_tensor(own_name, name, pattern, tensor)
+            converter.add_tensor(own_name, name, pattern, tensor if isinstance(tensor, Tensor) else partial(read, tensor))
     for own_name, converter in packed.items():
         yield from converter.convert(own_name, model=model, config=model.config).items()
+
+
+def read(stored: Stored) -> Tensor:
+    """Returns all of a tensor, read from its file if it has not been."""
+    tensor: Tensor = stored[...]
+    return tensor

@@ -1,7 +1,10 @@
 """Opens the tokenizer and the prompts before any weights are loaded: this is cheap, so that errors in them are reported first."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +15,7 @@ from rlgen.recipe import Recipe
 from rlgen.recipe.evaluation import data_of, seed_of
 from rlgen.recipe.models import EvalRecipe
 from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
+from rlgen.tools.box import schemas_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +53,17 @@ def open_data(recipe: Recipe) -> Data:
         DataError: there are no rows, or not enough for a step.
     """
     location = locate(recipe.model.path)
-    tokenizer = load_tokenizer(location, recipe.model.revision)
+    tokenizer = open_tokenizer(recipe, location)
     positions = check_model(location, recipe.model.revision, tokenizer)
     limit = prompt_limit(recipe, positions)
     rows = load_rows(recipe.data, recipe.run.seed)
-    prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed, limit)
+    tools = schemas_of(recipe.tools, recipe.scoring)
+    prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed, limit, tools)
+    if tools and prompts.chats < prompts.counts["used"]:
+        raise DataError(
+            f"tools: the prompts of {rows.source} are texts, but the chat template shows the model what tools there are; set"
+            " data.chat to true, or take a column of messages"
+        )
     found = fitted(recipe, positions, prompts.longest, prompts.counts["used"])
     if (used := prompts.counts["used"]) < found.rollout.prompts_per_step:
         raise DataError(
@@ -62,7 +72,7 @@ def open_data(recipe: Recipe) -> Data:
         )
     held_out = None
     if recipe.eval is not None:
-        held_out = open_held_out(found, recipe.eval, positions, tokenizer, prompts)
+        held_out = open_held_out(found, recipe.eval, positions, tokenizer, prompts, tools)
         found = found.model_copy(update={"eval": held_out.settings})
     said = cached_model(location, recipe.model.revision), cached_rows(rows, recipe.data.revision)
     return Data(
@@ -81,12 +91,34 @@ def open_data(recipe: Recipe) -> Data:
     )
 
 
+def open_tokenizer(recipe: Recipe, location: str) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer, with the chat template of the recipe.
+
+    Raises:
+        SetupError: there is no tokenizer, or it cannot be loaded.
+        DataError: the file of the template cannot be read.
+    """
+    tokenizer = load_tokenizer(location, recipe.model.revision)
+    if recipe.data.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(recipe.data.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.chat_template: {recipe.data.chat_template} cannot be read: {error}") from error
+    return tokenizer
+
+
 def open_held_out(
-    recipe: Recipe, settings: EvalRecipe, positions: int | None, tokenizer: PreTrainedTokenizerBase, training: PromptStream
+    recipe: Recipe,
+    settings: EvalRecipe,
+    positions: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    training: PromptStream,
+    tools: Sequence[dict[str, Any]],
 ) -> HeldOut:
     """Reads the prompts of evaluations, and counts those that are trained on.
 
     Args:
+        tools: schemas that the chat template shows to the model.
         recipe: with the sizes of training.
         positions: of the model; None: it does not say.
 
@@ -97,7 +129,7 @@ def open_held_out(
     data, limit = data_of(recipe, settings), eval_prompt_limit(recipe, settings, positions)
     try:
         rows = load_rows(data, seed_of(recipe))
-        prompts = build_prompts(data, rows, tokenizer, seed_of(recipe), limit)
+        prompts = build_prompts(data, rows, tokenizer, seed_of(recipe), limit, tools)
     except (DataError, SetupError) as error:
         error.args = (of_eval(str(error)),)
         raise

@@ -9,6 +9,7 @@ from typing import Any
 from rlgen.models.lora import load_adapter
 from rlgen.models.weights import base_digest
 from rlgen.opening.data import Data, HeldOut, open_data
+from rlgen.opening.dialogue import open_dialogue
 from rlgen.opening.pair import Pair, open_pair
 from rlgen.opening.probe import probe_of
 from rlgen.processes import Processes
@@ -17,6 +18,7 @@ from rlgen.recipe.evaluation import rewards_of, seed_of, temperature_of
 from rlgen.recipe.models import EvalRecipe
 from rlgen.recipe.trainers import GRPORecipe
 from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rollout.conversations import Dialogue
 from rlgen.run.best import Best
 from rlgen.run.manifest import check_model_files
 from rlgen.run.rollouts import RolloutWriter
@@ -41,7 +43,7 @@ def completion_tokens(recipe: Recipe, settings: EvalRecipe) -> int:
     return settings.max_completion_tokens or recipe.rollout.max_completion_tokens
 
 
-def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: Path | None) -> Scorer:
+def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: Path | None, answers: Path | None) -> Scorer:
     """Returns the rewards of evaluations, checked against the columns of their data.
 
     They have processes of their own: those of the training may score the next step meanwhile, as with `rollout.ahead`, or when
@@ -50,6 +52,7 @@ def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: 
     Args:
         output: file for what the functions print.
         failures: folder for samples whose reward failed.
+        answers: folder for what judges say.
 
     Raises:
         DataError, RewardError: as `open_scorer` raises them.
@@ -57,11 +60,19 @@ def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: 
     settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)
     answer = settings.columns.answer if settings.columns else recipe.data.columns.answer
     columns = {*held_out.rows.columns, "answer"} if answer else set(held_out.rows.columns)
-    return open_scorer(rewards_of(recipe, settings), columns, longest, recipe.scoring, output, failures)
+    rewards, size, turns = rewards_of(recipe, settings), settings.group_size, bool(recipe.tools)
+    return open_scorer(rewards, columns, longest, recipe.scoring, output, failures, turns, answers, size)
 
 
 def build_evaluator(
-    recipe: Recipe, pair: Pair, held_out: HeldOut, scorer: Scorer, watch: Watch, folder: Path | None, best: Best | None
+    recipe: Recipe,
+    pair: Pair,
+    held_out: HeldOut,
+    scorer: Scorer,
+    watch: Watch,
+    folder: Path | None,
+    best: Best | None,
+    dialogue: Dialogue | None = None,
 ) -> Evaluator:
     """Returns the object that evaluates the policy of `pair`.
 
@@ -69,10 +80,11 @@ def build_evaluator(
         watch: compares log-probs, unless completions come from a part of the distribution.
         folder: for the samples; None: they are not written.
         best: follows which evaluation is the best; None: nobody asks.
+        dialogue: how conversations of several turns are led; None: a completion is one turn.
     """
     sampling, processes = sampling_of_eval(recipe, held_out, pair.sampling), pair.processes
     comparable = sampling.regex is None and sampling.top_p == 1
-    writer = None if folder is None else writer_of(folder, pair, held_out, processes)
+    writer = None if folder is None else writer_of(folder, pair, held_out, processes, dialogue is not None)
     return Evaluator(
         settings=held_out.settings,
         steps=recipe.run.steps,
@@ -88,10 +100,11 @@ def build_evaluator(
         budget=recipe.optim.micro_batch_tokens,
         writer=writer,
         best=best,
+        dialogue=dialogue,
     )
 
 
-def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes) -> RolloutWriter:
+def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes, turns: bool) -> RolloutWriter:
     """Returns the object that writes the samples of evaluations. The journal takes nothing from these files."""
     return RolloutWriter(
         folder=folder,
@@ -105,6 +118,7 @@ def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes)
         needed=lambda: 0,
         stamp=lambda rollout: {},
         on_disk=lambda step, path: None,
+        turns=turns,
     )
 
 
@@ -148,8 +162,11 @@ def evaluate_model(
     for line in (*data.notices, *(f"warning: {warning}" for warning in data.held_out.warnings)):
         say(line)
     with ExitStack() as open_parts:
-        scorer = open_eval_scorer(recipe, data.held_out, logs / "rewards.log", None)
+        scorer = open_eval_scorer(recipe, data.held_out, logs / "rewards.log", None, None)
         open_parts.callback(scorer.close)
+        dialogue = open_dialogue(data, logs / "tools.log")
+        if dialogue is not None:
+            open_parts.callback(dialogue.turns.close)
         pair = open_pair(recipe, data, None, processes, logs, say)
         open_parts.callback(pair.close)
         model = pair.learner.policy.model
@@ -165,6 +182,6 @@ def evaluate_model(
             rest=lambda: None,
             say=say,
         )
-        evaluator = build_evaluator(recipe, pair, data.held_out, scorer, watch, out, None)
+        evaluator = build_evaluator(recipe, pair, data.held_out, scorer, watch, out, None, dialogue)
         open_parts.callback(evaluator.close)
         return Evaluated(data=data, metrics=evaluator(step))

@@ -5,8 +5,8 @@ import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from rlgen.rewards.process import Printer
 from rlgen.run.console import OUTPUTS
+from rlgen.workers.process import Printer
 
 
 class Hidden:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlgen.engines.base import Facts
 from rlgen.errors import UsageError
 from rlgen.files import write_json
 from rlgen.opening.data import Data, HeldOut
@@ -94,12 +95,14 @@ def record_attempt(
     rewards: Mapping[str, str | None],
     rungs: Sequence[Rung],
     notices: Sequence[str],
+    engine: Facts,
 ) -> None:
     """Appends the facts of this attempt to `provenance.json`. `rewards`: as `reward_files` returns them."""
     data, rows = pair.data, pair.data.rows
-    facts = {
+    entry = {
         **provenance(),
         "launcher": launched_by(),
+        "engine": {"version": engine.engine, "runner": engine.runner, "dtype": engine.settings.dtype},
         "model": data.location,
         "weights": pair.learner.began_with,
         **ids_of(data),
@@ -110,4 +113,4 @@ def record_attempt(
         "from_step": pair.position.step,
         "notices": list(notices),
     }
-    write_json(directory.provenance, [*directory.attempts(directory.path), facts])
+    write_json(directory.provenance, [*directory.attempts(directory.path), entry])

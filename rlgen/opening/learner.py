@@ -13,7 +13,7 @@ from transformers import get_scheduler
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for, what_helps
-from rlgen.models.policy import Policy
+from rlgen.models.policy import BasePolicy, Policy
 from rlgen.opening.policy import Policies, build_reference
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
@@ -30,11 +30,12 @@ class Learner:
 
     algorithm: Algorithm
     policy: Policy
-    reference: Policy | None  # None: the algorithm needs none
+    reference: Policy | BasePolicy | None  # None: the algorithm needs none
     optimizer: Optimizer
     schedule: LRScheduler
     sharded: bool  # each process holds a part of every weight
     base: str | None  # digest of the frozen weights under an adapter
+    held: str | None  # digest of this process's shards of them; None: they are not sharded
     began_with: str  # digest of the weights in model.path
 
 
@@ -44,9 +45,8 @@ def open_learner(recipe: Recipe, algorithm: Algorithm, policies: Policies) -> Le
     Raises:
         SetupError: the memory does not suffice for the reference.
     """
-    policy, reference = policies.policy, policies.reference
-    if algorithm.reference != "none" and reference is None:
-        reference = build_reference(recipe, policy)
+    policy, needed = policies.policy, algorithm.reference != "none"
+    reference = (policies.reference or build_reference(recipe, policy)) if needed else None
     optimizer, schedule = open_optimizer(recipe, policy)
     return Learner(
         algorithm=algorithm,
@@ -56,6 +56,7 @@ def open_learner(recipe: Recipe, algorithm: Algorithm, policies: Policies) -> Le
         schedule=schedule,
         sharded=policies.sharded,
         base=policies.base,
+        held=policies.held,
         began_with=policies.weights,
     )
 
@@ -81,7 +82,7 @@ def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes
     if checkpoint is None:
         return Position()
     with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
-        return Checkpoints.load(checkpoint, learner.policy.model, learner.optimizer, learner.schedule, processes)
+        return Checkpoints.load(checkpoint, learner.policy.model, learner.optimizer, learner.schedule, processes, learner.base)
 
 
 def build_windows(
@@ -99,6 +100,7 @@ def build_windows(
         reference=learner.reference,
         temperature=sampling.logp_temperature,
         budget=recipe.optim.micro_batch_tokens,
+        packed=learner.policy.packed,
     )
 
 
@@ -107,6 +109,7 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
     return Updater(
         processes=processes,
         sharded=learner.sharded,
+        defer_sync=recipe.processes.defer_sync,
         policy=learner.policy,
         optimizer=learner.optimizer,
         algorithm=learner.algorithm,

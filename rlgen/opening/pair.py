@@ -54,8 +54,7 @@ def open_pair(
 
     The order follows from memory. On a GPU vLLM starts only if its share of the memory is free. With only the policy loaded, this
     holds for a resumed run as for a fresh one: a whole reference and the optimizer's state are allocated after the engine. A
-    sharded reference is made before it, because a policy can be copied only while it is whole; it takes only a part of one
-    policy's memory.
+    sharded reference is loaded as the policy is, right after it; it takes only a part of one policy's memory.
 
     The order also keeps the ranks in step: each makes the same calls, and all build their engines at the same time, since
     they wait for each other inside vLLM.
@@ -72,7 +71,9 @@ def open_pair(
     engine_share = engine_share_of(recipe, processes)
     algorithm = build_algorithm(recipe.trainer)
     say(f"model: loading {recipe.model.path} …")
-    policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with)
+    policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with, say)
+    if policies.policy.unpacked:
+        say(f"optim.packing: not here, rows are padded: {policies.policy.unpacked}")
     say(f"engine: {STARTS[recipe.engine.kind]} …")
     engine = build_engine(recipe, data.location, processes, logs, say)
     with ExitStack() as undo:

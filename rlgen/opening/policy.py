@@ -1,19 +1,24 @@
 """Loads the model that is trained, and the frozen reference that it is compared with."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import SetupError, UsageError
+from rlgen.models.compiled import compile_layers
+from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.load import load_model
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.memory_errors import memory_for, what_helps
-from rlgen.models.policy import Policy
-from rlgen.models.sharding import shard
+from rlgen.models.packing import kernel_for
+from rlgen.models.policy import BasePolicy, Policy
+from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
 from rlgen.models.weights import base_digest, bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
@@ -25,29 +30,43 @@ class Policies:
     """The models of the trainer, before anything else is allocated."""
 
     policy: Policy
-    reference: Policy | None  # None: the algorithm needs none, or it is copied after the engine is open
+    reference: Policy | None  # None: the algorithm needs none, or it needs no loading: see `build_reference`
     sharded: bool  # each process holds a part of every weight
     base: str | None  # digest of the frozen weights under an adapter
+    held: str | None  # digest of this process's shards of them; None: they are not sharded
     weights: str  # digest of the weights in model.path
 
 
 def open_policies(
-    recipe: Recipe, location: str, algorithm: Algorithm, checkpoint: Path | None, processes: Processes, began_with: str | None
+    recipe: Recipe,
+    location: str,
+    algorithm: Algorithm,
+    checkpoint: Path | None,
+    processes: Processes,
+    began_with: str | None,
+    say: Callable[[str], None],
 ) -> Policies:
-    """Loads the policy from model.path. If it is to be sharded, its reference is made too, since a sharded policy cannot be
-    copied.
+    """Loads the policy from model.path. If it is sharded, its reference is loaded too, since a sharded policy cannot be copied.
 
     Args:
         location: of the model: folder or hub id.
         checkpoint: the one to resume from; checked here so that one of another model is refused early.
         began_with: digest of the weights that were in model.path when the run began; None: not known.
+        say: receives a message where the model cannot be read by shards.
 
     Raises:
         SetupError: the memory does not suffice.
+        ProcessError: the processes cannot be divided as `processes.shard` says.
         CheckpointError: `checkpoint` is of another model or trainer.
         UsageError: the reference would differ from the one that the run began with.
     """
-    policy = processes.agreed(lambda: build_policy(recipe, location, processes.device))
+    sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
+    mesh = mesh_of(processes, recipe.processes.shard) if sharded else None
+    policy = (
+        processes.agreed(lambda: build_policy(recipe, location, processes.device))
+        if mesh is None
+        else open_shards(recipe, location, mesh, processes, True, say)
+    )
     if checkpoint:
         processes.agreed(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
     needs_reference, reference = algorithm.reference != "none", None
@@ -55,12 +74,24 @@ def open_policies(
     weights = base or bits(policy.model, processes)
     if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
         processes.agreed(lambda: same_reference(location, weights, began_with))
-    sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
-    if sharded:
-        reference = build_reference(recipe, policy) if needs_reference else None
-        for one in [policy] if reference is None else [policy, reference]:
-            shard(one, processes)
-    return Policies(policy=policy, reference=reference, sharded=sharded, base=base, weights=weights)
+    if mesh is not None and needs_reference and base is None:
+        reference = open_shards(recipe, location, mesh, processes, False, say)
+    held = None if base is None or not sharded else base_digest(policy.model, gather=False)
+    return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
+
+
+def open_shards(
+    recipe: Recipe, location: str, mesh: DeviceMesh, processes: Processes, trained: bool, say: Callable[[str], None]
+) -> Policy:
+    """Loads this process's shards of the model, and checks that rlgen knows how it computes logits.
+
+    Args:
+        trained: whether it is the policy; otherwise its frozen reference.
+    """
+    policy = processes.agreed(lambda: build_shards(recipe, location, mesh, trained, say))
+    with memory_for("a forward pass of eight tokens", what_helps(recipe, "load"), SetupError):
+        processes.agreed(policy.check, waits_for_others=True)
+    return policy
 
 
 def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
@@ -77,13 +108,66 @@ def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
             add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
-    return Policy(model, dtype, settings.fp32_head)
+    policy = Policy(model, dtype, settings.fp32_head)
+    compile_and_pack(recipe, policy)
+    return policy
 
 
-def build_reference(recipe: Recipe, policy: Policy) -> Policy:
+def compile_and_pack(recipe: Recipe, policy: Policy) -> None:
+    """Compiles the layers and leaves out padding, as far as the recipe says and the device can. Raises SetupError."""
+    wanted, compiled, device = recipe.optim.packing, recipe.model.compile, policy.model.device
+    if compiled:
+        with memory_for("compiling the model", what_helps(recipe, "forward"), SetupError):
+            compile_layers(policy.model)
+    if wanted or (wanted is None and not compiled and kernel_for(device, policy.dtype)):
+        if device.type == "cuda" and not kernel_for(device, policy.dtype):
+            raise SetupError("optim.packing: torch packs bfloat16 on this GPU only, or nothing: remove it, or set model.dtype")
+        reason = policy.pack()
+        if reason and wanted:
+            raise SetupError(f"optim.packing: {reason}; remove it: the result is the same, with padding")
+
+
+def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool, say: Callable[[str], None]) -> Policy:
+    """Loads this process's shards of the policy, in the dtypes of `build_policy`; with `trained` False of its frozen reference.
+
+    Under an adapter the frozen weights are sharded, and each process holds the whole adapter.
+    """
+    settings, made = recipe.model, list[Policy]()
+    dtype = getattr(torch, settings.dtype)
+    held = torch.float32 if settings.lora is None else dtype
+
+    def sharded(model: PreTrainedModel) -> Policy:
+        if settings.gradient_checkpointing:
+            checkpoint_activations(model)
+        policy = Policy(model.requires_grad_(trained and settings.lora is None), dtype, settings.fp32_head)
+        shard(policy, mesh)
+        return policy
+
+    def divide(model: PreTrainedModel) -> None:
+        if read_by_slices(model, mesh["shard"].size()):
+            made.append(sharded(model))
+
+    with memory_for("the model" if trained else "the reference", what_helps(recipe, "load"), SetupError):
+        model = load_model(location, settings.revision, held, settings.attention, torch.device("cpu"), divide=divide)
+        if not made:
+            say(
+                f"model: {type(model).__name__} is converted from whole tensors: each process reads all of them into its"
+                " machine's memory, and keeps its shards"
+            )
+        policy = made[0] if made else sharded(model)
+        move_buffers(policy)
+        if settings.lora is not None:
+            add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
+            if dtype == HALF:
+                compute_in_half(model)  # rounds the adapter, which FSDP2 does not hold
+    compile_and_pack(recipe, policy)
+    return policy
+
+
+def build_reference(recipe: Recipe, policy: Policy) -> Policy | BasePolicy:
     """Returns the frozen model in its present state: a copy of the policy; under an adapter its base, which needs no copy."""
     if recipe.model.lora is not None:
-        return Policy(policy.model, policy.dtype, policy.fp32_head, adapter=False)
+        return BasePolicy(policy)
     with memory_for("the reference, a copy of the model", what_helps(recipe, "load"), SetupError):
         return copy.deepcopy(policy).requires_grad_(False)
 

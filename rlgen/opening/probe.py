@@ -22,6 +22,7 @@ TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the window of `toy_gradient`; tokens of i
 def probe_of(recipe: Recipe, pair: Pair) -> Probe:
     """Returns the probe that compares both sides of `pair` at their present weights."""
     policy, dtypes = pair.learner.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
+    quantized = pair.engine.facts().quantization is not None
     return Probe(
         trainer=TrainerSide(policy=policy, budget=recipe.optim.micro_batch_tokens, processes=pair.processes),
         engine=pair.engine,
@@ -33,9 +34,10 @@ def probe_of(recipe: Recipe, pair: Pair) -> Probe:
             vocab_size=policy.head.weight.shape[0],
         ),
         tokenizer=pair.data.tokenizer,
+        template=pair.data.tokenizer.chat_template if recipe.data.chat_template is not None else None,
         prompts=pair.data.prompts.take(0, PROMPTS),
         sampling=pair.sampling,
-        bounds=bounds_for(dtypes, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
+        bounds=bounds_for(dtypes, quantized, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
         seed=recipe.run.seed,
         version=pair.position.step,
     )

@@ -19,10 +19,11 @@ from rlgen.run.launch import launched_by, restarted
 # Exit codes after which a launcher's restart is useless: a requested stop, and errors in the input.
 FINAL = (2, 3, 4, 5, 7, 8, 75)
 # What may change between the attempts of one run. Steps: only with a constant schedule, which does not depend on their number.
-# Micro-batches and checkpointed activations affect only memory and speed: a run that ran out of memory can resume with others.
+# Micro-batches, their padding and checkpointed activations affect only memory and speed: a run that ran out of memory can resume
+# with others.
 STEPS = "run.steps"
 MAY_CHANGE = (
-    *("optim.micro_batch_tokens", "model.gradient_checkpointing"),
+    *("optim.micro_batch_tokens", "optim.packing", "model.gradient_checkpointing"),
     *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
     *("eval.every", "eval.at_start", "eval.best"),
     *("checkpoint.", "rollouts.", "sentinel.", "engine.", "processes.", "scoring.", "health.", "sinks"),

@@ -99,7 +99,7 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
         say(notice)
     torch.set_num_threads(past.attempt_of(step).get("threads", torch.get_num_threads()))
     recorder = Recorder(past=past, say=say)
-    learner, at = open_at(past, changed, start, processes)
+    learner, at = open_at(past, changed, start, processes, say)
     own, first_off = Side.of(past.recipe, learner, processes), None
     if at.step + 1 < step:
         say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
@@ -164,7 +164,7 @@ def replayable(past: Past) -> list[int]:
     return found
 
 
-def open_at(past: Past, changed: Recipe | None, start: Choice, processes: Processes) -> tuple[Learner, Position]:
+def open_at(past: Past, changed: Recipe | None, start: Choice, processes: Processes, say: Say) -> tuple[Learner, Position]:
     """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of the recipes needs it.
 
     Raises:
@@ -174,7 +174,7 @@ def open_at(past: Past, changed: Recipe | None, start: Choice, processes: Proces
     algorithms = [build_algorithm(one.trainer) for one in (recipe, changed) if one is not None]
     needing = next((one for one in algorithms if one.reference != "none"), algorithms[0])
     location = locate(recipe.model.path)
-    policies = open_policies(recipe, location, needing, start.path, processes, None)
+    policies = open_policies(recipe, location, needing, start.path, processes, None, say)
     began_with = past.attempts[0].get("weights") if past.attempts else None
     if (start.path is None or needing.reference != "none") and began_with not in (None, policies.weights):
         needed = "the step is computed from them" if start.path is None else "they are the reference"
@@ -219,6 +219,7 @@ class Recorder:
             table=replace(table, replaced=replaced),
             samples=samples,
             dropped=0,
+            counts=None,
             prompts=max(recipe.rollout.prompts_per_step, len(groups)),  # fewer groups: all samples of some were too old
             epoch=at.prompts / used,
         )
@@ -237,7 +238,7 @@ class Recorder:
         if not is_whole(samples, tokens):
             raise UsageError(
                 f"step {step}: neither rollouts nor journal in {self.past.path} hold all that was sampled"
-                f" ({samples.completion_ids.offsets[-1]} of {tokens} tokens): a file is missing or damaged, or the data has"
+                f" ({samples.sampled_tokens.sum()} of {tokens} tokens): a file is missing or damaged, or the data has"
                 " changed; bring it back, or replay a step after a later checkpoint"
             )
         return samples
@@ -277,7 +278,7 @@ class Recorder:
 
 def is_whole(samples: Samples, tokens: int | None) -> bool:
     """Returns whether the samples are all of a step, which sampled so many tokens; None: not known."""
-    return tokens is None or int(samples.completion_ids.offsets[-1]) == tokens
+    return tokens is None or int(samples.sampled_tokens.sum()) == tokens
 
 
 def differences(recorded: Record, metrics: Record) -> dict[str, tuple[Any, Any]]:

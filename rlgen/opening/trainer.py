@@ -12,6 +12,7 @@ from rlgen.files import write_text
 from rlgen.models.lora import describe
 from rlgen.models.weights import bits
 from rlgen.opening.data import Data, open_data
+from rlgen.opening.dialogue import open_dialogue
 from rlgen.opening.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.opening.inputs import record_attempt, reward_files, same_inputs
 from rlgen.opening.largest import try_largest
@@ -22,6 +23,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.best import Best
@@ -77,6 +79,10 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
             undo.callback(judge.close)
         recipe = data.recipe
         attempt = replace(attempt, recipe=recipe)
+        tools_log = attempt.directory.logs / (f"tools.rank{processes.rank}.log" if processes.rank else "tools.log")
+        dialogue = processes.agreed(lambda: open_dialogue(data, tools_log))
+        if dialogue is not None:
+            undo.callback(dialogue.turns.close)
         processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
         began_with = None
         if attempt.checkpoint:
@@ -93,10 +99,13 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(pair.learner.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")
-        processes.on_main(lambda: record_attempt(attempt.directory, pair, reward_files(scorer, judge), rungs, attempt.notices))
+        engine = pair.engine.facts()
+        processes.on_main(
+            lambda: record_attempt(attempt.directory, pair, reward_files(scorer, judge), rungs, attempt.notices, engine)
+        )
         if recipe.run.probe_max:
             console.say(try_memory(recipe, pair))
-        trainer = build_trainer(attempt, pair, scorer, judge, probe)
+        trainer = build_trainer(attempt, pair, scorer, judge, probe, dialogue)
         undo.pop_all()
     return trainer, pair.position
 
@@ -130,8 +139,8 @@ def open_judge(attempt: Attempt, data: Data) -> Scorer | None:
         return None
     attempt.console.say(f"eval: {words_of(data.recipe, held_out)}")
     output = directory.logs / f"rewards.eval.rank{processes.rank}.log"
-    failures = directory.failed_rewards / "eval"
-    return processes.agreed(lambda: open_eval_scorer(data.recipe, held_out, output, failures))
+    failures, answers = directory.failed_rewards / "eval", directory.judge / "eval"
+    return processes.agreed(lambda: open_eval_scorer(data.recipe, held_out, output, failures, answers))
 
 
 def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
@@ -139,7 +148,8 @@ def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int)
     columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
     output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
     longest, failures = recipe.rollout.max_completion_tokens, directory.failed_rewards
-    return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures)
+    size, turns = recipe.rollout.group_size, bool(recipe.tools)
+    return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures, turns, directory.judge, size)
 
 
 def agree(probe: Probe, between: Callable[[], None]) -> list[Rung]:
@@ -164,19 +174,23 @@ def try_memory(recipe: Recipe, pair: Pair) -> str:
     return tried
 
 
-def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | None, probe: Probe) -> Trainer:
+def build_trainer(
+    attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | None, probe: Probe, dialogue: Dialogue | None
+) -> Trainer:
     """Builds the training loop from the parts that are open."""
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
     learner, done = pair.learner, pair.position.step
-    journal = open_journal(attempt, pair, scorer)
+    journal = open_journal(attempt, pair, scorer, dialogue)
     early = EarlyScoring(scorer)
-    sampler = build_sampler(attempt, pair, journal, early)
+    sampler = build_sampler(attempt, pair, journal, early, dialogue)
     watch = build_watch(attempt, pair, probe, sampler)
-    checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind)
+    checkpoints = Checkpoints(
+        directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind, learner.held
+    )
     evaluate = None
     if judge is not None and pair.data.held_out is not None:
         best = processes.on_main(lambda: Best(directory.read_metrics())) if pair.data.held_out.settings.best else None
-        evaluate = build_evaluator(recipe, pair, pair.data.held_out, judge, watch, directory.evals, best)
+        evaluate = build_evaluator(recipe, pair, pair.data.held_out, judge, watch, directory.evals, best, dialogue)
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(learner.policy.model, processes)
     watch.means.extend(processes.agreed(lambda: journal.starts_from(done, weights, ())))
@@ -209,21 +223,22 @@ def build_trainer(attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | 
             directory=directory,
             health=Health(rules_of(recipe), directory.read_metrics() if done and processes.is_main else ()),
             console=attempt.console,
-            writer=build_writer(attempt, pair, journal, checkpoints, sinks),
+            writer=build_writer(attempt, pair, journal, checkpoints, sinks, dialogue is not None),
             sinks=sinks,
         ),
         evaluate=evaluate,
     )
 
 
-def open_journal(attempt: Attempt, pair: Pair, scorer: Scorer) -> Journal:
+def open_journal(attempt: Attempt, pair: Pair, scorer: Scorer, dialogue: Dialogue | None) -> Journal:
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
     judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
-    return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, [pair.learner.base])
+    beside = [pair.learner.base, *([] if dialogue is None else [dialogue.digest])]
+    return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside)
 
 
-def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlyScoring) -> Sampler:
+def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlyScoring, dialogue: Dialogue | None) -> Sampler:
     """Returns the object that samples the prompts of each step."""
     recipe, prompts = attempt.recipe, pair.data.prompts
     count, steps = recipe.rollout.prompts_per_step, recipe.run.steps
@@ -244,10 +259,13 @@ def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlySc
         say=attempt.console.say,
         # Beside an engine that needs the cores of this machine, rewards would only slow it down.
         group_finished=early.add if abilities.elsewhere and pair.engine_share.first else None,
+        dialogue=dialogue,
     )
 
 
-def build_writer(attempt: Attempt, pair: Pair, journal: Journal, checkpoints: Checkpoints, sinks: Sinks) -> RolloutWriter:
+def build_writer(
+    attempt: Attempt, pair: Pair, journal: Journal, checkpoints: Checkpoints, sinks: Sinks, turns: bool
+) -> RolloutWriter:
     """Returns the object that writes the samples of each step, and tells the journal and the sinks when they are on disk."""
     recipe, processes = attempt.recipe, attempt.processes
 
@@ -267,6 +285,7 @@ def build_writer(attempt: Attempt, pair: Pair, journal: Journal, checkpoints: Ch
         needed=checkpoints.oldest,
         stamp=lambda rollout: journal.stamp(rollout, pair.sampling),
         on_disk=on_disk,
+        turns=turns,
     )
 
 

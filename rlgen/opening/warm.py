@@ -4,6 +4,7 @@ RL needs a model that succeeds now and then, and a random one never does. A tiny
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,10 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlgen.data import build_prompts, load_rows
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import CheckpointError, SetupError
-from rlgen.models.load import load_model, load_tokenizer, locate, stop_ids
+from rlgen.models.load import load_model, locate, stop_ids
+from rlgen.opening.data import open_tokenizer
+from rlgen.opening.dialogue import open_turns
 from rlgen.recipe import Recipe
 from rlgen.rollout.batch import pad_rows
+from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.sample import rollout
+from rlgen.rollout.tools import ToolTurns
+from rlgen.tools.box import schemas_of
 from rlgen.types import Prompt, Sampling
 
 BATCH = 64  # rows of a step
@@ -41,25 +47,35 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
         CheckpointError: the folder cannot be written.
     """
     location = locate(recipe.model.path)
-    tokenizer = load_tokenizer(location, recipe.model.revision)
-    learn, test = (build_prompts(recipe.data, load_rows(recipe.data, seed), tokenizer, seed) for seed in (TRAIN_SEED, TEST_SEED))
+    tokenizer = open_tokenizer(recipe, location)
+    tools = schemas_of(recipe.tools, recipe.scoring)
+    learn, test = (
+        build_prompts(recipe.data, load_rows(recipe.data, seed), tokenizer, seed, tools=tools) for seed in (TRAIN_SEED, TEST_SEED)
+    )
     model = load_model(location, recipe.model.revision, torch.float32, "sdpa", torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     ends = stop_ids(tokenizer, location, recipe.model.revision)
     sampling = Sampling(max_tokens=recipe.rollout.max_completion_tokens, temperature=1.0, stop_ids=ends)
     tested, right, step = test.take(0, TESTED), 0.0, 0
-    while right < accuracy:
-        if step == MOST_STEPS:
-            raise SetupError(f"{right:.0%} of the answers are right after {step} steps, not {accuracy:.0%}; lower --accuracy")
-        loss = supervised_loss(model, tokenizer, learn.take(step * BATCH, BATCH))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        if step % EVERY == 0:
-            right = share_right(model, tokenizer, tested, sampling)
-            say(f"step {step}  loss {loss.item():.3f}  right {right:.2f}")
+    with ExitStack() as opened:
+        turns = dialogue = None
+        if tools:
+            turns = open_turns(recipe, tokenizer, ends, None)
+            opened.callback(turns.close)
+            said = recipe.rollout
+            dialogue = Dialogue(turns=turns, max_turns=said.max_turns, reply_timeout=said.reply_timeout)
+        while right < accuracy:
+            if step == MOST_STEPS:
+                raise SetupError(f"{right:.0%} of the answers are right after {step} steps, not {accuracy:.0%}; lower --accuracy")
+            loss = supervised_loss(model, tokenizer, learn.take(step * BATCH, BATCH), turns)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % EVERY == 0:
+                right = share_right(model, tokenizer, tested, sampling, dialogue)
+                say(f"step {step}  loss {loss.item():.3f}  right {right:.2f}")
     try:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
@@ -68,23 +84,34 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     return right
 
 
-def supervised_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> torch.Tensor:
-    """Returns the mean cross entropy of the answers' ids, the end of the turn among them."""
+def supervised_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], turns: ToolTurns | None = None
+) -> torch.Tensor:
+    """Returns the mean cross entropy of the answers' ids, the ends of turns among them.
+
+    Args:
+        turns: tools; the first of them is asked the question before, and what it says is no answer's.
+    """
     rows, labels = [], []
-    for prompt in prompts:
+    asked = [([], [])] * len(prompts) if turns is None else turns.demonstrated([prompt.columns["prompt"] for prompt in prompts])
+    for prompt, (call, reply) in zip(prompts, asked, strict=True):
         answer = [*tokenizer(prompt.columns["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        rows.append(torch.tensor([*prompt.prompt_ids, *answer]))
-        labels.append(torch.tensor([-100] * len(prompt.prompt_ids) + answer))
+        rows.append(torch.tensor([*prompt.prompt_ids, *call, *reply, *answer]))
+        labels.append(torch.tensor([-100] * len(prompt.prompt_ids) + call + [-100] * len(reply) + answer))
     logits = model(input_ids=pad_rows(rows, 0), use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1), pad_rows(labels, -100)[:, 1:].flatten())
 
 
 def share_right(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], sampling: Sampling
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    dialogue: Dialogue | None,
 ) -> float:
     """Returns the share of prompts whose sampled answer is the task's."""
     engine = TransformersEngine(model=model, fp32_head=True, max_num_seqs=TESTED)
-    groups = rollout(engine, prompts, sampling, 1, 0, engine.weight_version, tokenizer)
+    groups = rollout(engine, prompts, sampling, 1, 0, engine.weight_version, tokenizer, dialogue)
     model.requires_grad_(True)  # the engine has frozen it
     right = [group.samples[0].completion == group.prompt.columns["answer"] for group in groups]
     return sum(right) / len(right)

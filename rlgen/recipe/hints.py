@@ -66,7 +66,8 @@ OTHER_TOOLS = {
     **dict.fromkeys(("n_gpus", "n_gpus_per_node", "num_processes", "world_size"), "renamed to `processes.count`"),
     "micro_batch_size": "micro-batches follow from optim.micro_batch_tokens",
     "tokenizer": "it is that of `model.path`",
-    "judge": "a function of `rewards` that asks it",
+    "judge": "say `rewards: [{use: judge, args: {url: ..., model: ...}}]`",
+    "reward_model": "say `rewards: [{use: reward_model, args: {path: ...}}]`",
     "reward": "say `rewards: [{use: exact_match}]`",
 }
 

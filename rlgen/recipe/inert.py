@@ -28,6 +28,12 @@ def inert(recipe: Recipe) -> list[Finding]:
         paths = ["rollout.max_staleness", "sentinel.probe_every"]
         for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
             found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
+    if not recipe.tools:
+        found.append(Finding("data.tool_format", "data.tool_format has no effect without tools", "remove it, or add tools"))
+        for path in ("rollout.max_turns", "rollout.reply_timeout"):
+            found.append(
+                Finding(path, f"{path} has no effect without tools: a completion is one turn", "remove it, or add tools")
+            )
     found += _inert_in_health(recipe)
     task = recipe.task
     found += _inert_of_source("data", data.source)
@@ -37,6 +43,9 @@ def inert(recipe: Recipe) -> list[Finding]:
     if task and not (data.chat or data.system):
         why = "data.template_args has no effect: the prompts of a task are texts, and no template is applied"
         found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
+        found.append(
+            Finding("data.chat_template", why.replace("template_args", "chat_template"), "remove it, or set data.chat to true")
+        )
     if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.url is not None:
         # All but dtype, which states what the server is expected to have.
         for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "servers", "host", "port", "start_timeout", "devices"]:
@@ -51,6 +60,10 @@ def inert(recipe: Recipe) -> list[Finding]:
         why = "without model.lora" if model.lora is None else "with engine.transfer nccl: all weights are sent, merged"
         found.append(Finding("engine.lora", f"engine.lora has no effect {why}", "remove it"))
     found += _inert_in_rewards(recipe.rewards, "rewards")
+    if recipe.processes.strategy == "ddp":
+        for path in ("processes.shard", "processes.defer_sync"):
+            why = f"{path} has no effect with processes.strategy ddp: each process holds all weights, and sends gradients once"
+            found.append(Finding(path, why, "remove it, or set processes.strategy to fsdp"))
     if not recipe.rollouts.every:
         for place in range(len(recipe.sinks)):
             path, why = (

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
 from rlgen.recipe.inert import inert
+from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.messages import UNIONS, plain, suggest, translate
 from rlgen.recipe.models import BUILT_IN_REWARDS, TASKS, Recipe
 from rlgen.recipe.notices import notices, warnings
@@ -131,8 +132,9 @@ def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> 
     of_eval = held.get("source", training.get("source"))
     if "options" in held or held.get("source") is not None:
         problems += _look_up_task(of_eval, held.get("options", {}), "eval", data, places, path)
-    problems += _look_up_rewards(data.get("rewards"), ("rewards",), places, path)
-    return problems + _look_up_rewards(held.get("rewards"), ("eval", "rewards"), places, path)
+    problems += _look_up_rewards(data.get("rewards"), ("rewards",), data, places, path)
+    problems += _look_up_rewards(held.get("rewards"), ("eval", "rewards"), data, places, path)
+    return problems + _look_up_rewards(data.get("tools"), ("tools",), data, places, path)
 
 
 def _look_up_task(
@@ -155,19 +157,41 @@ def _look_up_task(
     return problems
 
 
-def _look_up_rewards(rewards: Any, section: yaml.Path, places: dict[yaml.Path, str], path: Path) -> list[Problem]:
-    """Checks the names of rewards. Returns the problems."""
+def _look_up_rewards(
+    rewards: Any, section: yaml.Path, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
+) -> list[Problem]:
+    """Checks the names of rewards, or of tools, and the `args` of rewards that ask a model. Returns the problems."""
     problems: list[Problem] = []
+    built_in = [] if section == ("tools",) else [*BUILT_IN_REWARDS, *MODEL_REWARDS]
     for index, entry in enumerate(rewards if isinstance(rewards, list) else []):
         use = entry.get("use") if isinstance(entry, dict) else None
         where = yaml.place_of(places, (*section, index, "use")) or str(path)
         if isinstance(use, str) and "://" in use:
             what = f"`{yaml.shortened(use)}` is code of another place, which is never run"
             problems.append(Problem(where, what, "read it, put it beside the recipe, and say file.py:function"))
-        elif isinstance(use, str) and use not in BUILT_IN_REWARDS and not re.fullmatch(REWARD_PLACE, use):
-            hint = _reward_place(use) or suggest(use, list(BUILT_IN_REWARDS), "built-in rewards")
-            use = yaml.shortened(use)
-            problems.append(Problem(where, f"`{use}` is no built-in reward, file.py:function or pkg.mod:function", hint))
+        elif isinstance(use, str) and use in built_in and use in MODEL_REWARDS:
+            problems += _look_up_args(use, entry.get("args", {}), (*section, index, "args"), data, places, path)
+        elif isinstance(use, str) and use not in built_in and not re.fullmatch(REWARD_PLACE, use):
+            hint = _reward_place(use) or (suggest(use, built_in, "built-in rewards") if built_in else None)
+            kinds = "built-in reward, file.py:function" if built_in else "file.py:function"
+            problems.append(Problem(where, f"`{yaml.shortened(use)}` is no {kinds} or pkg.mod:function", hint))
+    return problems
+
+
+def _look_up_args(
+    use: str, args: Any, section: yaml.Path, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
+) -> list[Problem]:
+    """Checks the `args` of a reward that asks a model. Returns the problems."""
+    problems = []
+    try:
+        MODEL_REWARDS[use].model_validate(args if isinstance(args, dict) else {})
+    except ValidationError as error:
+        for details in error.errors():
+            whole = not details["loc"]
+            details["loc"] = (*section, *details["loc"])
+            where = yaml.place_of(places, section) or str(path)
+            said = f"{'.'.join(map(str, section))}: {details['msg'].removeprefix('Value error, ')}"
+            problems.append(Problem(where, said) if whole else translate(details, data, places, path, MODEL_REWARDS[use]))
     return problems
 
 

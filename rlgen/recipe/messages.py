@@ -68,7 +68,9 @@ def translate(
             where = yaml.place_of(places, (*loc, "kind")) or where
         hint = NULL if value is None else VALUES.get((name, str(value).lower())) or suggest(str(value), options, None)
         return Problem(where, f"{name}: {short(value)} is not one of {', '.join(options)}", hint)
-    what = PLAIN_WORDS.get(kind) or details["msg"].replace("Input should", "must").replace("String should", "must")
+    what = PLAIN_WORDS.get(kind) or details["msg"].removeprefix("Value error, ").replace("Input should", "must").replace(
+        "String should", "must"
+    )
     return Problem(where, f"{name}: {what}, not {short(value)}", _instead(_general(name), kind, value))
 
 

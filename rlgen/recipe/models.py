@@ -14,6 +14,9 @@ from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
 
 ASSUMED_PROMPT = 512  # tokens
 
+# Forms in which models write calls of tools, by the names of families that do (`rlgen.tools.formats`).
+ToolFormat = Literal["hermes", "qwen_xml", "glm", "llama", "mistral", "deepseek", "kimi", "phi", "lfm", "gemma", "harmony"]
+
 
 class RunRecipe(Strict):
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
@@ -60,6 +63,8 @@ class ModelRecipe(Strict):
     """Attention of the trainer."""
     gradient_checkpointing: StrictBool = False
     """Compute activations again in the backward pass instead of keeping them."""
+    compile: StrictBool = False
+    """Compile the layers of the trainer's model (`torch.compile`), when the run begins."""
     lora: LoraRecipe | None = None
     """Train low-rank adapters and leave the model itself as it is. None: train all weights."""
     quantization: Literal["nf4", "int8"] | None = None
@@ -88,8 +93,12 @@ class DataRecipe(Strict):
     """Put a text prompt into the chat template, as the user's message."""
     system: Text | None = None
     """System message before the user's; implies `chat`."""
+    chat_template: Text | None = None
+    """File with a chat template (Jinja). None: the tokenizer's own."""
     template_args: dict[StrictStr, Scalar] = {}
     """Arguments of the chat template, such as enable_thinking."""
+    tool_format: ToolFormat | None = None
+    """Form in which the model writes calls of tools. None: what the chat template shows."""
     max_prompt_tokens: Count | None = None
     """Longest prompt, template included. None: the longest of the data, as far as the model's positions leave room for it."""
     overlong: Literal["filter", "error"] = "filter"
@@ -164,13 +173,13 @@ BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "ov
 
 class RewardRecipe(Strict):
     use: Text
-    """Built-in name, file.py:function, or pkg.mod:function."""
+    """Built-in name, reward_model, judge, file.py:function, or pkg.mod:function."""
     weight: Number = 1.0
     """Factor of this reward in the sum of the rewards."""
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     """Name in metrics and rollouts; the function's unless said."""
     args: dict[StrictStr, Any] = {}
-    """Further arguments of the function, by name."""
+    """Further arguments of the function, by name; of reward_model and judge their settings, see `rlgen docs judges`."""
     timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 30.0
     """Seconds that a call may take; then its process is killed."""
     on_error: Literal["fail", "skip", "zero"] = "fail"
@@ -184,8 +193,26 @@ class RewardRecipe(Strict):
         return self.name or self.use.rpartition(":")[2]
 
 
+class ToolRecipe(Strict):
+    use: Text
+    """file.py:function, or pkg.mod:function, with types and a docstring, from which the model learns how to call it."""
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$", max_length=64)] | None = None
+    """Name by which the model calls it; the function's unless said."""
+    args: dict[StrictStr, Any] = {}
+    """Arguments that the model neither sees nor sets, by name."""
+    timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
+    """Seconds that a call may take; then its process is killed, and the model is told."""
+    max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
+    """Longest answer, which is cut with a mark; it takes at most half of what the completion has left, too."""
+
+    @property
+    def label(self) -> str:
+        """Returns the name of the tool: `name`, or the function's name."""
+        return self.name or self.use.rpartition(":")[2]
+
+
 class ScoringRecipe(Strict):
-    """Settings of the processes that run rewards."""
+    """Settings of the processes that run rewards and tools."""
 
     workers: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Most processes; more than one are started when calls wait. None: one for each core, at most 8."""
@@ -213,7 +240,12 @@ class RolloutRecipe(Strict):
     group_size: Count = 8
     """Completions of each prompt."""
     max_completion_tokens: Count = 512
-    """Longest completion; sampling stops there. Unless said, less where the model has fewer positions."""
+    """Longest completion, with all its turns and replies; sampling stops there. Unless said, less where the model has fewer
+    positions."""
+    max_turns: Annotated[StrictInt, Field(ge=1, le=1000)] = 8
+    """Most turns of the model in a conversation with tools. After a call in the last one the completion counts as truncated."""
+    reply_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 600.0
+    """Seconds that all calls of a turn may take together, with the wait for a free process; then the completion is truncated."""
     temperature: Temperature = 1.0
     """0 is greedy, which no trainer learns from; otherwise 0.01 or more."""
     ahead: Literal[0, 1] = 0
@@ -281,7 +313,7 @@ class VllmRecipe(Strict):
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
     """Code of the model: vLLM's own, that of transformers inside vLLM, or the first of these that there is."""
     quantization: Text | None = None
-    """Quantization of the engine's weights by vLLM. None: none."""
+    """How vLLM quantizes the weights of the engine, such as fp8, when it gets them (GPU only). None: not at all."""
     enforce_eager: StrictBool | None = None
     """No graph capture. None: eager on the CPU, graphs on a GPU."""
     extra: dict[StrictStr, Any] = {}
@@ -408,6 +440,9 @@ class OptimRecipe(Strict):
     micro_batch_tokens: Count = 16384
     """Most tokens that go through the model together, padding included. Changes memory and speed, never the result. Unless said,
     more where a row is longer."""
+    packing: StrictBool | None = None
+    """Compute the rows of a micro-batch end to end, without padding; the result is the same. None: where torch has a kernel for
+    it, in bfloat16 on a GPU, if the model allows it."""
     max_nonfinite: Annotated[StrictInt, Field(ge=0, le=10**6)] = 3
     """Steps in a row whose update may be skipped for a number that is not finite; one more ends the run. 0: the first does."""
 
@@ -500,6 +535,12 @@ class HealthRecipe(Strict):
 class ProcessesRecipe(Strict):
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """What each process holds: all weights (ddp), or its share of them and of the optimizer's state (fsdp)."""
+    shard: Count | None = None
+    """fsdp: processes that share the weights among them, of neighbouring ranks, such as those of one machine; the others hold the
+    same shards again. None: all processes."""
+    defer_sync: bool = False
+    """fsdp: add up whole gradients in each process, and send them once after the last micro-batch of an update, instead of shards
+    after each: less to send, and 4 bytes more a parameter."""
     count: Count | None = None
     """Processes that must run; None: as many as are started. torchrun or accelerate starts them."""
     timeout: Annotated[float, Field(strict=True, ge=1, le=86400)] = 600.0
@@ -521,7 +562,9 @@ class Recipe(Strict):
     rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)]
     """What completions are worth: functions, whose results are multiplied by their weights and added up."""
     scoring: ScoringRecipe = ScoringRecipe()
-    """The processes that run rewards."""
+    """The processes that run rewards and tools."""
+    tools: Annotated[list[ToolRecipe], Field(max_length=100)] = []
+    """Functions that the model may call between its turns."""
     rollout: RolloutRecipe = RolloutRecipe()
     """What a step samples."""
     engine: EngineRecipe = ColocatedEngineRecipe()

@@ -4,13 +4,17 @@ import errno
 import os
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeVar
 
 from rlgen.errors import Problem
 from rlgen.recipe import yaml
+from rlgen.recipe.judges import LOCAL_ARGS, MODEL_REWARDS
 from rlgen.recipe.messages import short
-from rlgen.recipe.models import Recipe, RewardRecipe
+from rlgen.recipe.models import Recipe, RewardRecipe, ToolRecipe
 from rlgen.recipe.rules import is_local_model, is_local_source
 from rlgen.recipe.source import file_of
+
+Function = TypeVar("Function", RewardRecipe, ToolRecipe)
 
 
 def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> tuple[Recipe, list[Problem]]:
@@ -38,14 +42,23 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
     if is_local_source(data.source):
         data = data.model_copy(update={"source": absolute(data.source, ("data", "source"), True)})
 
-    def in_place(rewards: list[RewardRecipe], section: yaml.Path) -> list[RewardRecipe]:
+    if data.chat_template is not None:
+        data = data.model_copy(update={"chat_template": absolute(data.chat_template, ("data", "chat_template"), True)})
+
+    def in_place(functions: list[Function], section: yaml.Path) -> list[Function]:
         found = []
-        for index, reward in enumerate(rewards):
-            file, _, function = reward.use.rpartition(":")
+        for index, one in enumerate(functions):
+            file, _, name = one.use.rpartition(":")
             if file.endswith(".py"):
-                use = f"{absolute(file, (*section, index, 'use'), True)}:{function}"
-                reward = reward.model_copy(update={"use": use})
-            found.append(reward)
+                one = one.model_copy(update={"use": f"{absolute(file, (*section, index, 'use'), True)}:{name}"})
+            if one.use in MODEL_REWARDS:
+                named = {name: text for name in LOCAL_ARGS if isinstance(text := one.args.get(name), str)}
+                local = {
+                    name: absolute(text, (*section, index, "args", name), LOCAL_ARGS[name] or is_local_model(text))
+                    for name, text in named.items()
+                }
+                one = one.model_copy(update={"args": {**one.args, **local}})
+            found.append(one)
         return found
 
     held = recipe.eval
@@ -53,7 +66,8 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
         held = held.model_copy(update={"source": absolute(held.source, ("eval", "source"), True)})
     if held is not None and held.rewards is not None:
         held = held.model_copy(update={"rewards": in_place(held.rewards, ("eval", "rewards"))})
-    changes = {"model": model, "data": data, "rewards": in_place(recipe.rewards, ("rewards",)), "eval": held}
+    changes: dict[str, object] = {"model": model, "data": data, "rewards": in_place(recipe.rewards, ("rewards",)), "eval": held}
+    changes["tools"] = in_place(recipe.tools, ("tools",))
     return recipe.model_copy(update=changes), problems
 
 
@@ -90,13 +104,18 @@ def like(path: str) -> str | None:
 
 
 def outside(recipe: Recipe, folder: Path) -> list[str]:
-    """Returns a notice for each reward file outside the recipe's folder. Such files run all the same, because the recipe names
-    them.
+    """Returns a notice for each file of rewards or tools outside the recipe's folder. Such files run all the same, because the
+    recipe names them.
     """
     rewards = recipe.rewards if recipe.eval is None else [*recipe.rewards, *(recipe.eval.rewards or ())]
-    files = {file for reward in rewards if (file := reward.use.rpartition(":")[0]).endswith(".py")}
+    files = {
+        (section, file)
+        for section, entries in (("rewards", rewards), ("tools", recipe.tools))
+        for entry in entries
+        if (file := entry.use.rpartition(":")[0]).endswith(".py")
+    }
     return [
-        f"rewards: {file} lies outside of the recipe's folder; its hash goes into provenance.json"
-        for file in sorted(files)
+        f"{section}: {file} lies outside of the recipe's folder; its hash goes into provenance.json"
+        for section, file in sorted(files)
         if not Path(file).is_relative_to(folder)
     ]

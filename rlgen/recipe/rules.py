@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from rlgen.recipe.evaluation import data_of
+from rlgen.recipe.evaluation import data_of, rewards_of
+from rlgen.recipe.judges import pairwise_places
 from rlgen.recipe.models import (
     RESERVED_ENGINE_ARGUMENTS,
     TASKS,
@@ -55,7 +56,11 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         *_eval_contradictions(recipe),
         *_process_contradictions(recipe),
         *_sink_contradictions(recipe),
+        *_tool_contradictions(recipe),
     ]
+    if recipe.tools and isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1:
+        what = "engine.tensor_parallel_size above 1 with tools: processes that share an engine would all have to call each tool"
+        found.append(Finding("engine.tensor_parallel_size", what, "set it to 1, or engine.kind to server"))
     if isinstance(engine, VllmRecipe):
         found += _engine_contradictions(recipe, engine)
     if isinstance(engine, ServerEngineRecipe):
@@ -156,6 +161,20 @@ def _model_contradictions(recipe: Recipe) -> list[Finding]:
             )
         )
     engine, model = recipe.engine, recipe.model
+    for key, meets in (
+        ("optim.packing", recipe.optim.packing is True),
+        ("processes.strategy", recipe.processes.strategy == "fsdp"),
+        ("model.quantization", model.quantization is not None),
+    ):
+        if model.compile and meets:
+            value = {"optim.packing": "true", "processes.strategy": "fsdp"}.get(key, model.quantization)
+            found.append(
+                Finding(
+                    "model.compile",
+                    f"model.compile compiles whole layers and padded rows, which {key} {value} has not",
+                    f"remove model.compile, or {key}",
+                )
+            )
     if isinstance(engine, ServerEngineRecipe) and engine.lora == "adapter":
         for key, differs in (
             ("model.quantization", model.quantization),
@@ -195,7 +214,30 @@ def _eval_contradictions(recipe: Recipe) -> list[Finding]:
     if held.temperature == 0 and held.group_size > 1:
         what = f"eval.temperature is 0: all {held.group_size} completions of a prompt are then equal"
         found.append(Finding("eval.temperature", what, "remove it, or set eval.group_size to 1"))
+    if held.group_size == 1 and (places := pairwise_places(rewards_of(recipe, held))):
+        section = "rewards" if held.rewards is None else "eval.rewards"
+        what = f"{section}.{places[0]} is pairwise: it compares completions of a prompt, and eval.group_size is 1"
+        found.append(Finding("eval.group_size", what, "set eval.group_size to 2 or more, or other rewards in eval.rewards"))
     return found if held.rewards is None else found + _reward_contradictions(held.rewards, "eval.rewards")
+
+
+def _tool_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns contradictions of the `tools` section."""
+    if not recipe.tools:
+        return []
+    found: list[Finding] = []
+    labels = [tool.label for tool in recipe.tools]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            hint = f"set tools.{index}.name to another name"
+            found.append(Finding(f"tools.{index}", f"two tools are called `{label}`", hint))
+    if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
+        what = "tools are shown to the model by the chat template, but the prompts of a task are texts"
+        found.append(Finding("tools", what, "set data.chat to true"))
+    if recipe.structured_regex is not None:
+        what = "engine.structured_regex restricts each turn to one expression, and calls of tools are others"
+        found.append(Finding("engine.structured_regex", what, "remove it, or tools"))
+    return found
 
 
 def _task_contradictions(recipe: Recipe) -> list[Finding]:
@@ -219,9 +261,15 @@ def _process_contradictions(recipe: Recipe) -> list[Finding]:
     """Returns contradictions of the `processes` section."""
     processes, engine = recipe.processes, recipe.engine
     found: list[Finding] = []
-    if processes.strategy == "fsdp" and recipe.model.lora is not None:
-        what = "processes.strategy fsdp shards what is trained, and model.lora trains little: its base stays whole"
-        found.append(Finding("processes.strategy", what, "set processes.strategy to ddp"))
+    if processes.strategy == "fsdp" and recipe.model.quantization is not None:
+        what = "processes.strategy fsdp cannot shard weights that bitsandbytes packs"
+        found.append(Finding("processes.strategy", what, "remove model.quantization, or set processes.strategy to ddp"))
+    if processes.strategy == "fsdp" and processes.shard == 1:
+        what = "processes.shard 1 leaves all weights in each process"
+        found.append(Finding("processes.shard", what, "set processes.shard to 2 or more, or processes.strategy to ddp"))
+    if processes.count is not None and processes.shard is not None and processes.count % processes.shard:
+        what = f"processes.shard {processes.shard} does not divide processes.count {processes.count}"
+        found.append(Finding("processes.shard", what, f"set processes.shard to a divisor of {processes.count}, or remove it"))
     if processes.strategy == "fsdp" and processes.count == 1:
         what = "processes.strategy fsdp shards the model over several processes, but processes.count is 1"
         found.append(Finding("processes.strategy", what, "set processes.strategy to ddp, or processes.count to 2 or more"))

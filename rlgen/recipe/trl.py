@@ -34,6 +34,7 @@ RENAMED = {
     "model.attention": "attn_implementation",
     "model.fp32_head": "cast_lm_head_to_fp32",
     "model.gradient_checkpointing": "gradient_checkpointing",
+    "model.compile": "torch_compile",
     "model.lora": "use_peft peft_config",
     "model.lora.rank": "lora_r",
     "model.lora.alpha": "lora_alpha",
@@ -120,8 +121,8 @@ DIFFERS = {
     "train_sampling_strategy": "true is random, false is sequential",
     "max_length": "prompt and completion have a limit each",
     "reward_funcs": "a list: `[{use: exact_match}, {use: 'rewards.py:mine'}]`; functions written for TRL work as they are",
-    "reward_model_name_or_path": "a function of yours that calls the model",
-    "reward_model_path": "a function of yours that calls the model",
+    "reward_model_name_or_path": "an entry of the list: `{use: reward_model, args: {path: ...}}`",
+    "reward_model_path": "an entry of the list: `{use: reward_model, args: {path: ...}}`",
     "use_vllm": "colocated, the default, and server are vLLM; transformers is without",
     "vllm_mode": "colocate is called colocated",
     "vllm_server_host": "together with the port, like http://127.0.0.1:8000; `rlgen serve RECIPE` prints it",
@@ -218,7 +219,7 @@ NOT_SUPPORTED = {
     "model.dtype is bfloat16 or float32": "fp16 half_precision_backend",
     "torch's own precision is kept": "tf32",
     "layers are checkpointed whole: model.gradient_checkpointing": "gradient_checkpointing_kwargs",
-    "the trainer runs uncompiled": "torch_compile torch_compile_backend torch_compile_mode",
+    "model.compile takes torch's own backend and mode": "torch_compile_backend torch_compile_mode",
     "noise would make the trainer score what nobody sampled": "neftune_noise_alpha",
     "the optimizer is AdamW with torch's betas and epsilon; see the section optim": (
         "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"

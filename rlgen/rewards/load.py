@@ -1,42 +1,22 @@
-"""Imports the function that the `use` of an entry of `rewards` names, and collects what the trainer must know about it. Runs in a
-worker.
-"""
+"""Imports the function that an entry of `rewards` names, or loads its model, and checks what it returns. Runs in a worker."""
 
-import hashlib
-import importlib
-import importlib.util
-import inspect
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from difflib import get_close_matches
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlgen.errors import RewardError
 from rlgen.rewards.builtin import BUILTIN
-from rlgen.rewards.failures import described, user_line
+from rlgen.workers.failures import Failed, failure_of, shortened
+from rlgen.workers.find import facts_of, find
+from rlgen.workers.source import FunctionFacts, Trade
 
-FILE_MODULE = "rlgen_reward_"  # and a hash: module name under which a user's file is imported
+if TYPE_CHECKING:  # a worker of functions does without pydantic
+    from rlgen.recipe.judges import JudgeArgs, RewardModelArgs
 
-
-@dataclass(frozen=True, slots=True)
-class RewardSource:
-    """One reward that a worker imports: its `use`, and the seconds that a call of it may take."""
-
-    use: str
-    timeout: float
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionFacts:
-    """The signature and origin of a reward function, which the trainer itself never imports."""
-
-    parameters: tuple[tuple[str, str, bool], ...]  # name, kind as in `inspect`, whether it has no default
-    is_async: bool
-    file: str | None  # source file of the function, for the line in error messages
-    sha256: str | None  # of the user's code
+REWARDS = Trade("rewards", "reward", RewardError)
+TEXTS = "a completion is a text here, not a list of messages: take `completion`, not completion[0]['content']"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,102 +27,108 @@ class LoadedReward:
     facts: FunctionFacts
     timeout: float
 
+    def value(self, answer: Any, size: int | None) -> list[float | None] | Failed:
+        """Returns the values of a call as a list, or why they are none. `size`: values of a group; None: a single one."""
+        return values_of(answer, size)
 
-def load(source: RewardSource) -> LoadedReward:
-    """Imports the function that `source.use` names.
-
-    Raises:
-        RewardError: there is no such module or function, its import fails, or it cannot be called by name.
-    """
-    function, sha256 = find(source.use)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-        file = inspect.getsourcefile(inspect.unwrap(function))
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"rewards: {source.use} is not a function that can be called by name: {error}") from error
-    facts = FunctionFacts(
-        parameters=tuple((p.name, p.kind.name, p.default is p.empty) for p in parameters),
-        is_async=inspect.iscoroutinefunction(function),
-        file=file,
-        sha256=sha256,
-    )
-    return LoadedReward(function, facts, source.timeout)
+    def failure(self, error: BaseException) -> Failed:
+        """Returns the record of an exception that the function raised, with a hint for a mistake that many make."""
+        failed = failure_of(error, self.facts.file)
+        if isinstance(error, TypeError) and "string ind" in str(error):
+            failed = replace(failed, message=f"{failed.message}; {TEXTS}")
+        return failed
 
 
-def find(use: str) -> tuple[Callable[..., Any], str | None]:
-    """Returns the function that `use` names, and the hash of its code; None instead of the hash for built-in rewards and if the
-    file is unknown.
+@dataclass(frozen=True, slots=True)
+class RewardSource:
+    """One reward that a worker imports: its `use`, and the seconds that a call of it may take."""
 
-    Raises:
-        RewardError: there is no such module or function.
-    """
-    if use in BUILTIN:
-        return BUILTIN[use], None
-    source, _, name = use.rpartition(":")
-    written: str | None = None
-    if source.endswith(".py"):
-        path = Path(source)
-        if not path.is_file():
-            raise RewardError(f"rewards: {path} does not exist; a path in a recipe starts at the recipe's folder")
-        written, name_of_module = source, FILE_MODULE + file_hash(path)[:16]
-        module = run_module(source, lambda: load_file(path, name_of_module))
+    use: str
+    timeout: float
+    # Of a reward that asks a model:
+    settings: "RewardModelArgs | JudgeArgs | None" = None
+    name: str = ""  # which its files in `answers` have
+    answers: Path | None = None  # folder of the run for what judges say; None: it is kept in memory only
+    memory: int = 0  # bytes that it may use besides the model
+    trade: ClassVar[Trade] = REWARDS
+
+    def load(self) -> LoadedReward:
+        """Imports the function, or loads the model.
+
+        Raises:
+            RewardError: there is none, its import fails, it cannot be called by name, or what a judge needs is not there.
+            CheckpointError: what a judge has said before cannot be read.
+        """
+        if self.settings is not None:
+            return load_model(self, self.settings)
+        function, sha256 = (BUILTIN[self.use], None) if self.use in BUILTIN else find(self.use, REWARDS)
+        return LoadedReward(function, facts_of(self.use, function, sha256, REWARDS), self.timeout)
+
+
+def load_model(source: RewardSource, settings: "RewardModelArgs | JudgeArgs") -> LoadedReward:
+    """Loads the model that `settings` name, or prepares the requests to it. Raises as `RewardSource.load` does."""
+    from rlgen.recipe.judges import RewardModelArgs
+
+    function: Callable[..., Any]
+    sha256: str | None
+    if isinstance(settings, RewardModelArgs):
+        from rlgen.rewards.reward_model import RewardModel
+
+        model = RewardModel(settings, source.memory)
+        function, sha256 = model.score, model.sha256
     else:
-        module = run_module(source, lambda: importlib.import_module(source))
-        written = inspect.getsourcefile(module) if module.__file__ else None
-    function = vars(module).get(name)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        close = get_close_matches(name, functions, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(functions) or 'none'}"
-        raise RewardError(f"rewards: {source} has no function `{name}`; {hint}")
-    return function, None if written is None else code_hash(Path(written))
+        from rlgen.rewards.judge import Judge, digest_of
+
+        judge = Judge(settings, source.timeout, source.answers, source.name)
+        function, sha256 = judge.compare if settings.pairwise else judge.rate, digest_of(settings)
+    return LoadedReward(function, facts_of_model(settings, sha256), source.timeout)
 
 
-def code_hash(file: Path) -> str:
-    """Returns the SHA-256 of a reward's file. If modules of its folder have been imported by now, it covers their hashes too.
+def facts_of_model(settings: "RewardModelArgs | JudgeArgs", sha256: str | None = None) -> FunctionFacts:
+    """Returns what a reward that asks a model is called with, without asking it. Raises RewardError if its question is not there.
 
-    Installed packages are left out. Modules that a function imports only when it is called are not covered.
+    Args:
+        sha256: of the model's files, or of the question's; None: not known.
     """
-    import sysconfig
+    from rlgen.recipe.judges import RewardModelArgs
 
-    folder = file.resolve().parent
-    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
-    imported = {
-        Path(path).resolve()
-        for name, module in list(sys.modules.items())
-        if not f"{name}.".startswith(("rlgen.", FILE_MODULE))
-        and isinstance(module, ModuleType)
-        and isinstance(path := vars(module).get("__file__"), str)
-    }
-    beside = {path for path in imported if path.is_relative_to(folder) and not any(map(path.is_relative_to, installed))}
-    hashes = [file_hash(path) for path in (file, *sorted(beside - {file.resolve()})) if path.is_file()]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    if isinstance(settings, RewardModelArgs):
+        from rlgen.rewards.reward_model import PARAMETERS
+
+        return FunctionFacts(PARAMETERS, is_async=False, file=None, sha256=sha256)
+    from rlgen.rewards.judge import parameters_of
+
+    return FunctionFacts(parameters_of(settings), is_async=True, file=None, sha256=sha256)
 
 
-def file_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file's bytes, in hex."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def values_of(answer: Any, of_group: int | None) -> list[float | None] | Failed:
+    """Checks what a function returned, and returns it as a list: one value, or `of_group` values. Returns Failed if it is
+    malformed.
+    """
+    if of_group is None:
+        values: Any = [answer]
+    elif not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != of_group:
+        return Failed("error", f"returned {shown(answer)}, not a list of {of_group} rewards")
+    else:
+        values = answer
+    numbers = [None if value is None else as_number(value) for value in values]
+    for value, number in zip(values, numbers, strict=True):
+        if number is not None and not math.isfinite(number):
+            return Failed("error", f"returned {shown(value)}; a reward is a finite number, or None: does not apply")
+    return numbers
 
 
-def load_file(path: Path, name: str) -> ModuleType:
-    """Imports a file as a module called `name`, once per process."""
-    if name in sys.modules:  # another reward of the same file has imported it
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a file whose name ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # as for any module: dataclasses and pickles look it up
+def as_number(value: Any) -> float:
+    """Returns a reward as a float; NaN for a string and for anything that is not a number."""
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+        return math.nan if isinstance(value, str) else float(value)
+    except Exception:  # user-defined types may raise anything
+        return math.nan
 
 
-def run_module(source: str, load_it: Callable[[], ModuleType]) -> ModuleType:
-    """Runs an import of user code. Raises RewardError with the user's line if it fails in any way."""
+def shown(value: Any) -> str:
+    """Returns the repr of a value in at most 80 characters; the type's name if its repr fails."""
     try:
-        return load_it()
-    except BaseException as error:
-        raise RewardError(f"rewards: {source} cannot be imported: {described(error)} {user_line(error, source)}") from error
+        return shortened(repr(value), 80)
+    except Exception:
+        return f"a {type(value).__name__}"

@@ -6,13 +6,15 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from rlgen.errors import DataError, RewardError
+from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.models import RewardRecipe
-from rlgen.rewards.load import FunctionFacts
+from rlgen.workers.source import FunctionFacts
 
 # Arguments that rlgen passes to a reward besides the data set's columns: for one sample, or as lists for a group.
-OF_EITHER = frozenset({"prompt_ids", "completion_ids", "finish_reason", "max_completion_tokens", "step"})
+OF_EITHER = frozenset({"prompt_ids", "completion_ids", "finish_reason", "max_completion_tokens", "step", "prompt_messages"})
 SAMPLE_NAMES = OF_EITHER | {"prompt", "completion"}
 GROUP_NAMES = OF_EITHER | {"prompts", "completions", "finish_reasons"}
+MESSAGES = "messages"  # with tools only: data sets often have a column of this name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +56,15 @@ def resolve(entry: RewardRecipe, facts: FunctionFacts, columns: Collection[str])
     of_group = bool({"completions", "prompts"} & set(named))
     given = (GROUP_NAMES if of_group else SAMPLE_NAMES) | set(columns)
     where = f"rewards: {entry.use}"
+    args = {} if entry.use in MODEL_REWARDS else entry.args  # of those they are the settings
     if positional := [name for name, kind, _ in facts.parameters if kind == "POSITIONAL_ONLY"]:
         raise RewardError(f"{where}: `{positional[0]}` is positional-only, but parameters are filled by name; remove the `/`")
-    if unknown := sorted(set(entry.args) - set(named)) if not takes_all else []:
+    if unknown := sorted(set(args) - set(named)) if not takes_all else []:
         raise RewardError(f"{where} has no parameter `{unknown[0]}`; it has {', '.join(named)}")
-    if both := sorted(set(entry.args) & given):
+    if both := sorted(set(args) & given):
         raise RewardError(f"{where}: `{both[0]}` in args is given by rlgen or a column of the data already; rename it")
     required = {name for name, must in named.items() if must}
-    if missing := sorted(required - given - set(entry.args)):
+    if missing := sorted(required - given - set(args)):
         close = get_close_matches(missing[0], given, n=1)
         hint = f"did you mean `{close[0]}`? " if close else ""
         raise DataError(
@@ -75,7 +78,7 @@ def resolve(entry: RewardRecipe, facts: FunctionFacts, columns: Collection[str])
         of_group=of_group,
         is_async=facts.is_async,
         names=None if takes_all else frozenset(named),
-        args=entry.args,
+        args=args,
         file=facts.file,
         sha256=facts.sha256,
         timeout=entry.timeout,

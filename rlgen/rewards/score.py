@@ -5,7 +5,6 @@ not apply.
 import json
 import logging
 import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -18,16 +17,17 @@ import numpy
 
 from rlgen.errors import CheckpointError, RewardError
 from rlgen.files import write_text, written
+from rlgen.recipe.judges import JudgeArgs, RewardModelArgs, settings_of
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.redact import printable_json
-from rlgen.rewards.failures import Failed
 from rlgen.rewards.load import RewardSource
-from rlgen.rewards.pool import Pool, WorkerLimits
-from rlgen.rewards.resolve import RewardFunction, resolve
-from rlgen.rewards.worker import RewardCall, ids_from
-from rlgen.types import Group, Ids, Sample
+from rlgen.rewards.pools import Pools
+from rlgen.rewards.resolve import MESSAGES, RewardFunction, resolve
+from rlgen.types import Group, Ids, Sample, whole_conversation
+from rlgen.workers.failures import Failed
+from rlgen.workers.pool import Pool, WorkerLimits, limits_of
+from rlgen.workers.worker import WorkerCall, ids_from
 
-MOST_WORKERS = 8  # default limit: each worker holds the user's imports in memory
 log = logging.getLogger(__name__)
 
 
@@ -47,8 +47,9 @@ class Scorer:
 
     rewards: tuple[RewardFunction, ...]
     max_completion_tokens: int
-    pool: Pool
+    pool: Pool | Pools
     failures: Path | None  # folder for failed calls: the first of each reward, and the one that ends the run
+    turns: bool = False  # completions are conversations of several turns: rewards may take their messages
     known: set[str] = field(default_factory=set)  # labels of rewards that have failed already
 
     @property
@@ -73,14 +74,14 @@ class Scorer:
         with closing(self.begin(step)) as scoring:
             return scoring.result(groups)
 
-    def calls_of(self, group: Group, step: int, first: int) -> tuple[list[Ask], list[RewardCall]]:
+    def calls_of(self, group: Group, step: int, first: int) -> tuple[list[Ask], list[WorkerCall]]:
         """Returns the calls that a group needs, and the same calls in the form that is sent to a worker, numbered from `first`
         on.
         """
         labels, longest = [reward.label for reward in self.rewards], self.max_completion_tokens
-        asks = [ask for reward in self.rewards for ask in asks_of(reward, group, step, longest)]
+        asks = [ask for reward in self.rewards for ask in asks_of(reward, group, step, longest, self.turns)]
         return asks, [
-            RewardCall(number, labels.index(ask.reward.label), ask.arguments, len(ask.samples) if ask.reward.of_group else None)
+            WorkerCall(number, labels.index(ask.reward.label), ask.arguments, len(ask.samples) if ask.reward.of_group else None)
             for number, ask in enumerate(asks, first)
         ]
 
@@ -197,7 +198,7 @@ class Scoring:
             for outcome in self._stream.outcomes():
                 if outcome.id not in counting:
                     continue
-                ask, result = self._asks[outcome.id], outcome.values
+                ask, result = self._asks[outcome.id], outcome.value
                 label = ask.reward.label
                 if isinstance(result, Failed):
                     spent[label] += 1
@@ -251,44 +252,71 @@ def open_scorer(
     scoring: ScoringRecipe,
     output: Path | None = None,
     failures: Path | None = None,
+    turns: bool = False,
+    answers: Path | None = None,
+    group_size: int | None = None,
 ) -> Scorer:
-    """Starts a worker that imports the functions, and checks that every parameter will be filled.
+    """Starts a worker that imports the functions, one for each model that is asked, and checks that every parameter will be
+    filled.
 
     Args:
         columns: of the data set, `answer` included if the recipe maps it.
         output: file for what the functions print; None: standard error.
         failures: folder for samples whose reward failed; None: they are not kept.
+        turns: completions are conversations, whose messages a function may take.
+        answers: folder of the run for what judges say; None: they are asked anew by the next attempt.
+        group_size: completions of a prompt, by which a pairwise judge compares several groups at once; None: one after the other.
 
     Raises:
         DataError: a function takes what is no column of the data, and nobody else provides.
         RewardError: a function is not there, its import fails or does not end, or it cannot be called by name.
         CheckpointError: the disk is full.
     """
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # trainer processes on this machine: each has its own workers
-    limits = WorkerLimits(
-        workers=scoring.workers or max(1, min(MOST_WORKERS, cores() // beside)),
-        memory=int(scoring.memory_gib * 2**30),
-        import_timeout=scoring.import_timeout,
-        concurrency=scoring.concurrency,
-    )
-    pool = Pool([RewardSource(entry.use, entry.timeout) for entry in entries], limits, output)
+    pool = open_pools(entries, limits_of(scoring), output, answers, group_size)
     try:
         facts = pool.facts()
+        columns = {*columns, MESSAGES} if turns else columns
         rewards = tuple(resolve(entry, fact, columns) for entry, fact in zip(entries, facts, strict=True))
     except BaseException:
         pool.close()
         raise
-    return Scorer(rewards=rewards, max_completion_tokens=max_completion_tokens, pool=pool, failures=failures)
+    return Scorer(rewards=rewards, max_completion_tokens=max_completion_tokens, pool=pool, failures=failures, turns=turns)
+
+
+def open_pools(
+    entries: Sequence[RewardRecipe], limits: WorkerLimits, output: Path | None, answers: Path | None, group_size: int | None
+) -> Pool | Pools:
+    """Returns the processes of rewards, not started yet: one pool for all functions, and one for each reward that asks a model.
+    For the arguments see `open_scorer`.
+    """
+    functions = [entry for entry in entries if settings_of(entry) is None]
+    if len(functions) == len(entries):
+        return Pool([RewardSource(entry.use, entry.timeout) for entry in entries], limits, output)
+    pools = [Pool([RewardSource(entry.use, entry.timeout) for entry in functions], limits, output)] if functions else []
+    places: list[tuple[int, int]] = []
+    for entry in entries:
+        if (settings := settings_of(entry)) is None:
+            places.append((0, functions.index(entry)))
+            continue
+        places.append((len(pools), 0))
+        memory = limits.memory or 0
+        source = RewardSource(entry.use, entry.timeout, settings, entry.label, answers, memory)
+        pools.append(Pool([source], limits_of_model(settings, limits, group_size), output))
+    return Pools(pools, places)
+
+
+def limits_of_model(settings: RewardModelArgs | JudgeArgs, limits: WorkerLimits, group_size: int | None) -> WorkerLimits:
+    """Returns the limits of the one process that asks a model."""
+    if isinstance(settings, RewardModelArgs):  # it limits itself once the model is loaded
+        return replace(limits, workers=1, memory=None, import_timeout=settings.load_timeout)
+    # The timeout of a call covers its requests, so that they must not wait behind those of other calls.
+    requests = 1 if not settings.pairwise else settings.concurrency if group_size is None else group_size * (group_size - 1)
+    return replace(limits, workers=1, concurrency=max(1, settings.concurrency // max(1, requests)))
 
 
 def shown_as(value: Any) -> Any:
     """Converts a value that JSON cannot encode: token ids to a list, anything else to its repr."""
     return value.tolist() if isinstance(value, SentIds) else repr(value)
-
-
-def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def key(sample: Sample) -> tuple[int, int]:
@@ -312,11 +340,15 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
     return totals
 
 
-def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int) -> list[Ask]:
+def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int, turns: bool = False) -> list[Ask]:
     """Returns the calls of one reward for a group, with every argument that the function takes: one call, or one for each
     sample.
+
+    Args:
+        turns: give the messages of each conversation, too.
     """
     prompt = group.prompt
+    messages = [whole_conversation(sample.messages, sample.completion) for sample in group.samples] if turns else []
     if reward.of_group:
         count = len(group.samples)
         available: dict[str, Any] = {
@@ -329,6 +361,8 @@ def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_toke
             "finish_reasons": [sample.finish_reason for sample in group.samples],
             "max_completion_tokens": max_completion_tokens,
             "step": step,
+            "prompt_messages": [prompt.messages] * count,
+            **({MESSAGES: messages} if turns else {}),
         }
         return [Ask(reward, group, group.samples, reward.arguments(available))]
     return [
@@ -346,10 +380,12 @@ def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_toke
                     "finish_reason": sample.finish_reason,
                     "max_completion_tokens": max_completion_tokens,
                     "step": step,
+                    "prompt_messages": prompt.messages,
+                    **({MESSAGES: messages[index]} if turns else {}),
                 }
             ),
         )
-        for sample in group.samples
+        for index, sample in enumerate(group.samples)
     ]
 
 

@@ -2,26 +2,35 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, repeat
+
+import numpy as np
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.types import Completion, Request, Sampling
+from rlgen.types import Completion, Request, Sampling, turns_of
 
 ROUNDING = 1e-6  # a log-prob of a certain token may come out this much above 0
 
 
 def check_answers(
-    requests: Sequence[Request], answers: Sequence[Completion], sampling: Sampling, version: int, oldest: int | None = None
+    requests: Sequence[Request],
+    answers: Sequence[Completion],
+    sampling: Sampling,
+    version: int,
+    oldest: int | None = None,
+    joined: bool = False,
 ) -> None:
     """Checks count, prompts, order, ids, log-probs, stop tokens and weight versions of the answers against the requests.
 
     Args:
         version: of the weights that the trainer holds.
         oldest: oldest version that may have sampled. None: `version` alone.
+        joined: answers may be conversations, with ids between their turns that were not sampled.
 
     Raises:
         SentinelError: an answer does not match its request, or lacks what training needs.
     """
-    if flattened(answers, sampling):
+    if flattened(requests, answers, sampling):
         raise SentinelError(
             Fault.FLATTENED_COMPLETIONS,
             f"every one of {len(answers)} answers to {len(requests)} requests has a single token, and not every one was ended"
@@ -48,7 +57,7 @@ def check_answers(
             " that were not asked, or not so often: a prompt was dropped, repeated or changed",
         )
     for place, answer in enumerate(answers):
-        check_answer(place, answer, sampling)
+        check_answer(place, answer, sampling, joined)
         if not (version if oldest is None else oldest) <= answer.weight_version <= version:
             raise SentinelError(
                 Fault.STALE_ROLLOUTS,
@@ -56,15 +65,23 @@ def check_answers(
             )
 
 
-def flattened(answers: Sequence[Completion], sampling: Sampling) -> bool:
-    """Returns whether every answer has one token, though `max_tokens` allows more and not every one ended with a stop token."""
-    if not answers or sampling.max_tokens == 1 or any(len(answer.token_ids) != 1 for answer in answers):
+def flattened(requests: Sequence[Request], answers: Sequence[Completion], sampling: Sampling) -> bool:
+    """Returns whether every answer has one token, though some may have more tokens and did not end with a stop token."""
+    if not answers or any(len(answer.token_ids) != 1 for answer in answers):
         return False
-    return not all(answer.finish_reason == "stop" and answer.token_ids[0] in sampling.stop_ids for answer in answers)
+    limits = chain(map(sampling.limit_of, requests), repeat(sampling.max_tokens))
+    return not all(
+        limit == 1 or (answer.finish_reason == "stop" and answer.token_ids[0] in sampling.stop_ids)
+        for answer, limit in zip(answers, limits, strict=False)
+    )
 
 
-def check_answer(place: int, answer: Completion, sampling: Sampling) -> None:
-    """Raises SentinelError if an answer lacks its stop token or a log-prob, or its spans cover only a part of its ids."""
+def check_answer(place: int, answer: Completion, sampling: Sampling, joined: bool = False) -> None:
+    """Raises SentinelError if an answer lacks its stop token or a log-prob, or its spans do not cover what was sampled.
+
+    Args:
+        joined: the answer may be a conversation: what its spans leave out has no log-prob.
+    """
     ids, logp = answer.token_ids, answer.logp
     if not len(ids) or (answer.finish_reason == "stop" and sampling.regex is None and ids[-1] not in sampling.stop_ids):
         raise SentinelError(
@@ -72,6 +89,9 @@ def check_answer(place: int, answer: Completion, sampling: Sampling) -> None:
             f"answer {place} was ended by a stop token, says the engine, but its last id is {ids[-1] if len(ids) else 'none'}:"
             " without that token the model never learns to stop; make the engine keep it",
         )
+    if joined and len(turns := turns_of(answer.spans)) > 1:
+        check_turns(place, answer, turns, sampling)
+        return
     scored = int((logp <= ROUNDING).sum())
     if len(logp) != len(ids) or scored != len(ids):
         raise SentinelError(
@@ -83,3 +103,33 @@ def check_answer(place: int, answer: Completion, sampling: Sampling) -> None:
         raise SentinelError(
             Fault.STALE_ROLLOUTS, f"answer {place} has {len(ids)} ids, and the engine says of {named} which weights sampled them"
         )
+
+
+def check_turns(place: int, answer: Completion, turns: Sequence[tuple[int, int]], sampling: Sampling) -> None:
+    """Raises SentinelError unless exactly the turns of a conversation have log-probs, and all but the last end by a stop token.
+
+    Args:
+        turns: start and stop of each, see `turns_of`.
+    """
+    ids, logp = answer.token_ids, answer.logp
+    sampled = np.zeros(len(ids), dtype=bool)
+    for start, stop in turns:
+        sampled[start:stop] = True
+    if not sampled[-1] or sum(stop - start for start, stop in turns) != sampled.sum():
+        raise SentinelError(
+            Fault.STALE_ROLLOUTS,
+            f"answer {place} has {len(ids)} ids, and the turns that its spans name overlap or do not reach its end: {turns}",
+        )
+    if len(logp) != len(ids) or not np.array_equal(logp <= ROUNDING, sampled) or not np.array_equal(np.isnan(logp), ~sampled):
+        raise SentinelError(
+            Fault.MISSING_LOGPROBS,
+            f"answer {place} has {int(sampled.sum())} ids in {len(turns)} turns and {int((logp <= ROUNDING).sum())} log-probs:"
+            " each sampled id needs the one that it was sampled with, and what stands between turns has none",
+        )
+    for _, stop in turns[:-1]:
+        if sampling.regex is None and ids[stop - 1] not in sampling.stop_ids:
+            raise SentinelError(
+                Fault.DROPPED_STOP_TOKEN,
+                f"answer {place} goes on after a turn whose last id is {ids[stop - 1]}, which is no stop token: without that"
+                " token the model never learns to end a turn; keep it when turns are joined",
+            )

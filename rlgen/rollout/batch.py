@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlgen.losses.inputs import onto
 from rlgen.types import Batch, Samples
 
 # Fixed cost of a micro-batch, in tokens: one more micro-batch must save more padding than that. For large windows it is a
@@ -16,8 +18,10 @@ LAUNCH_TOKENS = 48
 LAUNCH_SHARE = 0.005
 
 
-def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
+def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, packed: bool = False) -> list[list[int]]:
     """Splits rows into micro-batches that minimise padding plus the fixed cost of each micro-batch.
+
+    Packed rows have no padding: their micro-batches are filled one after the other, the longest rows first.
 
     The loss uses denominators of the whole window, so the gradient does not depend on this split.
 
@@ -31,6 +35,17 @@ def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int) ->
     """
     if not units:
         return []
+    if packed:
+        filled: list[list[int]] = []
+        room = 0
+        for unit in sorted(units, key=lambda unit: -sum(lengths[row] for row in unit)):
+            tokens = sum(lengths[row] for row in unit)
+            if not filled or tokens > room:
+                filled.append([])
+                room = budget
+            filled[-1] += unit
+            room -= tokens
+        return filled
     size = len(units[0])
     ordered = sorted(units, key=lambda unit: max(lengths[row] for row in unit))
     width = np.array([max(lengths[row] for row in unit) for unit in ordered])
@@ -50,21 +65,23 @@ def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int) ->
     return micro_batches
 
 
-def deal(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int) -> list[list[list[int]]]:
+def deal(
+    units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int, packed: bool = False
+) -> list[list[list[int]]]:
     """Returns the micro-batches of each of `world` processes; each unit goes to one process, and all get about as many tokens.
 
     All processes get the same number of micro-batches, padded with empty ones, because with sharded weights every forward pass is
     a collective. The result depends on the arguments only: each process computes the plans of all.
 
     Args:
-        units, lengths, budget: as in `plan`.
+        units, lengths, budget, packed: as in `plan`.
     """
     by_length = sorted(range(len(units)), key=lambda unit: -sum(lengths[row] for row in units[unit]))
     hands: list[list[int]] = [[] for _ in range(world)]
     for place, unit in enumerate(by_length):
         turn, hand = divmod(place, world)
         hands[hand if turn % 2 == 0 else world - 1 - hand].append(unit)  # directions alternate, to balance the tokens
-    plans = [plan([units[unit] for unit in sorted(hand)], lengths, budget) for hand in hands]
+    plans = [plan([units[unit] for unit in sorted(hand)], lengths, budget, packed) for hand in hands]
     most = max(map(len, plans))
     return [[*mine, *([] for _ in range(most - len(mine)))] for mine in plans]
 
@@ -75,20 +92,45 @@ def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Batc
         return Batch(
             rows=(),
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
+            lengths=(2,),
             prompt_lengths=torch.ones(1, dtype=torch.long, device=device),
             completion_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
             mask=torch.zeros(1, 1, dtype=torch.bool, device=device),
+            places=torch.zeros(2, 0, dtype=torch.long, device=device),
             sampler_logp=torch.zeros(1, 1, device=device),
         )
     whole = [np.concatenate([samples.prompt_ids[row], samples.completion_ids[row]]) for row in rows]
+    mask = pad_rows([torch.from_numpy(samples.mask_of(row)) for row in rows], False)
     return Batch(
         rows=tuple(rows),
-        input_ids=pad_rows([torch.from_numpy(ids) for ids in whole], 0).to(device).long(),
-        prompt_lengths=torch.from_numpy(samples.prompt_ids.lengths[list(rows)]).to(device),
-        completion_ids=pad_rows([torch.from_numpy(samples.completion_ids[row]) for row in rows], 0).to(device).long(),
-        mask=pad_rows([torch.from_numpy(samples.mask_of(row)) for row in rows], False).to(device),
-        sampler_logp=pad_rows([torch.from_numpy(samples.sampler_logp[row]) for row in rows], 0.0).to(device),
+        input_ids=onto(pad_rows([torch.from_numpy(ids) for ids in whole], 0), device).long(),
+        lengths=tuple(map(len, whole)),
+        prompt_lengths=onto(torch.from_numpy(samples.prompt_ids.lengths[list(rows)]), device),
+        completion_ids=onto(pad_rows([torch.from_numpy(samples.completion_ids[row]) for row in rows], 0), device).long(),
+        mask=onto(mask, device),
+        places=onto(torch.from_numpy(np.stack(mask.numpy().nonzero())), device),
+        sampler_logp=onto(pad_rows([torch.from_numpy(samples.sampler_logp[row]) for row in rows], 0.0), device),
     )
+
+
+def unpad(padded: Sequence[tuple[Sequence[int], Tensor]], offsets: NDArray[np.int64]) -> Tensor:
+    """Brings values of micro-batches from their device to the CPU, all at once, and takes off the padding.
+
+    Args:
+        padded: the rows of each micro-batch, and their values [B, T].
+        offsets: where the values of each row begin in the result, and its length [rows + 1].
+
+    Returns:
+        [N] float32, row after row; 0 for rows that are in no micro-batch.
+    """
+    flat = torch.zeros(int(offsets[-1]))
+    if not padded:
+        return flat
+    values = torch.cat([values.flatten() for _, values in padded]).float().cpu()
+    for (rows, _), own in zip(padded, values.split([values.numel() for _, values in padded]), strict=True):
+        for row, line in zip(rows, own.view(len(rows), -1), strict=True):
+            flat[offsets[row] : offsets[row + 1]] = line[: offsets[row + 1] - offsets[row]]
+    return flat
 
 
 def pad_rows(rows: Sequence[Tensor], value: float) -> Tensor:

@@ -23,13 +23,17 @@ class DataColumns:
     types: Mapping[str, pa.DataType | None]  # by name in the data set; None: JSON text
 
     @classmethod
-    def of(cls, prompt_at: Callable[[int], Prompt]) -> "DataColumns":
-        """Derives names and types from the first `LOOKED_AT` prompts of the data order."""
+    def of(cls, prompt_at: Callable[[int], Prompt], taken: frozenset[str] = FIXED) -> "DataColumns":
+        """Derives names and types from the first `LOOKED_AT` prompts of the data order.
+
+        Args:
+            taken: names of the file's own columns.
+        """
         rows = [prompt_at(position).columns for position in range(LOOKED_AT)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         arrays = {name: typed([row.get(name) for row in rows], None) for name in names}
         types = {name: None if array is None else array.type for name, array in arrays.items()}
-        return cls({name: free_name(name, names) for name in names}, types)
+        return cls({name: free_name(name, names, taken) for name in names}, types)
 
     def arrays(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, pa.Array]:
         """Returns the columns of some rows as Arrow arrays, by name in the file."""
@@ -46,12 +50,12 @@ class DataColumns:
         return pa.array([as_text(value) for value in values], pa.string())
 
 
-def free_name(name: str, names: Sequence[str]) -> str:
+def free_name(name: str, names: Sequence[str], taken: frozenset[str] = FIXED) -> str:
     """Returns the name of a column in the file: a data column `step` becomes `data_step`, because the file has its own `step`."""
-    if name not in FIXED:
+    if name not in taken:
         return name
     named = f"data_{name}"
-    while named in FIXED or named in names:
+    while named in taken or named in names:
         named = f"data_{named}"
     return named
 

@@ -31,6 +31,7 @@ def digest_of(judge: str, group: Group, samples: Sequence[Sample]) -> str:
     shape = [(s.sample_index, len(s.prompt_ids), len(s.completion_ids), s.finish_reason) for s in samples]
     made = hashlib.sha256(repr((judge, columns_digest(group.prompt), shape)).encode())
     for sample in samples:
+        made.update(sample.messages.encode())
         made.update(sample.prompt_ids.astype("<i4", copy=False).tobytes())
         made.update(sample.completion_ids.astype("<i4", copy=False).tobytes())
     return made.hexdigest()[:16]

@@ -37,6 +37,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     finish_reason: FinishReason
     spans: list[tuple[int, int, int]]
     cached_tokens: int
+    messages: str = ""  # of a conversation, as of `Completion`
+    counts: dict[str, int] = {}
 
     def completion(self, prompt_ids: Ids) -> Completion:
         """Returns the answer as the engine gave it; `prompt_ids` are not stored and come from the request."""
@@ -47,6 +49,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
             spans=tuple(Span(*span) for span in self.spans),
             prompt_ids=prompt_ids,
             cached_tokens=self.cached_tokens,
+            messages=self.messages,
+            counts=self.counts,
         )
 
 

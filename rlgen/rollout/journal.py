@@ -11,7 +11,8 @@ checksum; a record whose checksum does not match is ignored. Once the rollouts o
 and the journal files of that step are removed (`retire`).
 
 An answer is reused only if it was given to the same request (prompt, seed, sampling settings) by an engine of the same kind,
-version and settings with bit-identical weights. Every other answer is sampled again, and a message says how many and why. A step
+version and settings with bit-identical weights. A conversation of several turns is one answer, written when it has ended, and is
+reused only with the same tools. Every other answer is sampled again, and a message says how many and why. A step
 is read on demand; each process reads its own rows from the files of all processes that wrote the step.
 """
 
@@ -146,6 +147,8 @@ class Journal:
             finish_reason=c.finish_reason,
             spans=[(int(span.start), int(span.stop), int(span.version)) for span in c.spans],
             cached_tokens=int(c.cached_tokens),
+            messages=c.messages,
+            counts=dict(c.counts),
         )
         self.append(step, answer)
 
@@ -381,6 +384,8 @@ def answers_in(samples: Samples, stamp: Stamp, wanted: frozenset[Place]) -> Iter
             finish_reason=sample.finish_reason,
             spans=[(span.start, span.stop, span.version) for span in sample.spans],
             cached_tokens=sample.cached_tokens,
+            messages=sample.messages,
+            counts=dict(sample.counts),
         )
 
 

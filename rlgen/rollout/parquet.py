@@ -6,7 +6,7 @@ compress well. Pages carry checksums. The file's metadata holds what the journal
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,15 @@ FIXED = frozenset(
         *("weight_version", "spans", "seed", "cached_tokens"),
     ]
 )
+# Columns that every file of a run with tools has besides.
+OF_TURNS = frozenset(["messages", "tool_counts"])
+
+
+def has_turns(names: Container[str]) -> bool:
+    """Returns whether a file with these columns is of a run with tools; else a column `messages` is one of the data set."""
+    return "tool_counts" in names
+
+
 DERIVED = frozenset(["prompt", "completion", "policy_logp", "loss_mask"])  # columns that the journal does not read
 
 
@@ -186,9 +195,10 @@ def checksum(samples: Samples, stamp: Stamp) -> int:
     said = sorted((key, value) for key, value in stamp.items() if key != "crc32")
     rewards = np.where(np.isnan(samples.rewards), np.nan, samples.rewards)
     reward = np.where(np.isnan(samples.reward), np.nan, samples.reward)
-    crc = zlib.crc32(
-        repr((json.dumps(said), samples.labels, [sorted(errors.items()) for errors in samples.reward_errors])).encode()
-    )
+    texts: list[object] = [json.dumps(said), samples.labels, [sorted(errors.items()) for errors in samples.reward_errors]]
+    if any(samples.messages) or any(samples.counts):
+        texts += [samples.messages, [sorted(counts.items()) for counts in samples.counts]]
+    crc = zlib.crc32(repr(tuple(texts)).encode())
     for ragged in (samples.prompt_ids, samples.completion_ids, samples.sampler_logp):
         crc = zlib.crc32(np.ascontiguousarray(ragged.offsets).data, crc)
         crc = zlib.crc32(np.ascontiguousarray(ragged.values).data, crc)
@@ -219,7 +229,8 @@ def read_part(part: Path) -> tuple[Samples, Stamp] | None:
         return None
     try:
         with pq.ParquetFile(part, page_checksum_verification=True) as file:
-            names = [name for name in file.schema_arrow.names if name in FIXED - DERIVED]
+            wanted = (FIXED | OF_TURNS if stamp.get("turns") else FIXED) - DERIVED
+            names = [name for name in file.schema_arrow.names if name in wanted]
             samples = samples_of(file.read(columns=names))
         return (samples, stamp) if stamp["crc32"] == checksum(samples, stamp) else None
     except UNREADABLE:
@@ -240,10 +251,13 @@ def samples_of(columns: pa.Table) -> Samples:
         offsets = array.offsets.to_numpy().astype(np.int64)
         return Ragged(array.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0])
 
+    names = columns.column_names
+    messages = [last_left_out(text) for text in column("messages").to_pylist()] if "messages" in names else []
+    counts = [dict(pairs) for pairs in column("tool_counts").to_pylist()] if "tool_counts" in names else []
     spans = column("spans")
     edges = spans.offsets.to_numpy()
     fields = [field.to_numpy()[edges[0] : edges[-1]].astype(np.int64) for field in spans.values.flatten()]
-    rewards = column("rewards") if "rewards" in columns.column_names else None
+    rewards = column("rewards") if "rewards" in names else None
     labels = tuple(field.name for field in rewards.type) if rewards is not None else ()
     single = [one.to_numpy(zero_copy_only=False).astype(np.float64) for one in rewards.flatten()] if rewards is not None else []
     return Samples(
@@ -260,4 +274,12 @@ def samples_of(columns: pa.Table) -> Samples:
         rewards=np.stack(single, axis=1) if single else np.zeros((len(columns), 0)),
         reward=numbers("reward", np.float64),
         reward_errors=tuple(dict(errors) for errors in column("reward_errors").to_pylist()),
+        messages=tuple(messages) if any(messages) else (),
+        counts=tuple(counts) if any(counts) else (),
     )
+
+
+def last_left_out(messages: str) -> str:
+    """Returns the messages of a row as `Completion` holds them: without the last, whose text is the completion."""
+    before = json.loads(messages)[:-1]
+    return json.dumps(before) if before else ""

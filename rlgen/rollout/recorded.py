@@ -129,4 +129,6 @@ def sample_of(answer: Answer, prompt: Prompt, seed: int, rewards: Mapping[str, A
         reward=rewards["reward"],
         cached_tokens=completion.cached_tokens,
         reward_errors=rewards["reward_errors"],
+        messages=completion.messages,
+        counts=completion.counts,
     )

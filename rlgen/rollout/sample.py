@@ -2,12 +2,16 @@
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine
 from rlgen.rollout.answers import check_answers
-from rlgen.types import Completion, FinishReason, Group, Ids, Prompt, Request, Sample, Sampling
+from rlgen.rollout.conversations import Conversations, Dialogue
+from rlgen.types import Completion, Group, Ids, Prompt, Request, Sample, Sampling, Span, turns_of
 
 
 def sample_seed(run_seed: int, group_id: int, sample_index: int) -> int:
@@ -24,11 +28,13 @@ def rollout(
     run_seed: int,
     version: int,
     tokenizer: PreTrainedTokenizerBase,
+    dialogue: Dialogue | None = None,
 ) -> list[Group]:
     """Samples `group_size` completions of each prompt. The engine takes and returns ids; text is decoded only for rewards.
 
     Args:
         version: of the weights that must have sampled.
+        dialogue: how conversations of several turns are led; None: a completion is one turn.
 
     Returns:
         One group per prompt, in the order of the prompts; samples carry the prompt's position as `group_id`.
@@ -38,8 +44,15 @@ def rollout(
         SentinelError: an answer does not match its request.
     """
     requests = requests_for(prompts, group_size, run_seed)
-    completions = engine.generate(requests, sampling)
-    check_answers(requests, completions, sampling, version)
+    if dialogue is None:
+        completions = engine.generate(requests, sampling)
+    else:
+        places = [(prompt, index) for prompt in prompts for index in range(group_size)]
+        talks = Conversations(dialogue, places, requests, sampling, version, version)
+        with closing(talks):
+            engine.generate(requests, sampling, talks.finished, talks.further)
+        completions = talks.result()
+    check_answers(requests, completions, sampling, version, joined=dialogue is not None)
     return groups_of(prompts, requests, completions, sampling.stop_ids, tokenizer)
 
 
@@ -78,17 +91,36 @@ def groups_of(
                 rewards={},
                 reward=None,
                 cached_tokens=completion.cached_tokens,
+                messages=completion.messages,
+                counts=completion.counts,
             )
         )
     return [Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples[prompt.position])) for prompt in prompts]
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop_ids: Sequence[int]) -> str:
-    """Decodes a completion for rewards and people, without the stop token that ended it and without special tokens."""
-    ids = without_stop(completion.token_ids, completion.finish_reason, stop_ids)
-    return tokenizer.decode(ids, skip_special_tokens=True)
+    """Decodes the last turn of a completion for rewards and people, without its stop token and without special tokens."""
+    return tokenizer.decode(last_turn(completion.token_ids, completion.spans, stop_ids), skip_special_tokens=True)
 
 
-def without_stop(ids: Ids, finish_reason: FinishReason, stop_ids: Sequence[int]) -> Ids:
-    """Returns the ids of a completion without the stop token that ended it."""
-    return ids[:-1] if finish_reason == "stop" and len(ids) and ids[-1] in stop_ids else ids
+def turns_apart(sample: Sample) -> list[Sample]:
+    """Returns each turn of a completion as a sample of its own: what comes before it is its prompt, and all of it was sampled."""
+    before = np.concatenate([sample.prompt_ids, sample.completion_ids], dtype=np.int32)
+    first = len(sample.prompt_ids)
+    return [
+        replace(
+            sample,
+            prompt_ids=before[: first + start],
+            completion_ids=sample.completion_ids[start:stop],
+            sampler_logp=sample.sampler_logp[start:stop],
+            spans=tuple(Span(s.start - start, s.stop - start, s.version) for s in sample.spans if start <= s.start < stop),
+        )
+        for start, stop in turns_of(sample.spans)
+    ]
+
+
+def last_turn(ids: Ids, spans: Sequence[Span], stop_ids: Sequence[int]) -> Ids:
+    """Returns the ids of the last turn of a completion, without the stop token that ended it."""
+    turns = turns_of(spans)
+    ids = ids[turns[-1][0] :] if turns else ids
+    return ids[:-1] if len(ids) and ids[-1] in stop_ids else ids

@@ -1,7 +1,7 @@
 """Sampling of a run's rollouts, step by step: when a step needs them, or in the background while the step before trains."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlgen.engines.base import Engine, Finished, Pending, Submit
 from rlgen.errors import SentinelError
 from rlgen.rollout.answers import check_answers
+from rlgen.rollout.conversations import Conversations, Dialogue, Joined
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sample import groups_of, requests_for
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
@@ -22,7 +23,8 @@ class Call:
     requests: Sequence[Request]
     found: Mapping[int, Completion]  # by index into `requests`
     asked: Sequence[int]  # indices into `requests`
-    finished: Finished
+    finished: Finished  # told of each completion, by index into `asked`
+    talks: Conversations | None = None  # of the requests of `asked`; None: their completions are one turn
     pending: Pending | None = None  # the engine's future answers, if it answers in the background
 
 
@@ -53,6 +55,7 @@ class Sampler:
     say: Callable[[str], None]
     # Told of each group of a step when all its answers are there, perhaps in another thread; None: nobody needs them early.
     group_finished: Callable[[int, Group], None] | None = None
+    dialogue: Dialogue | None = None  # how conversations of several turns are led; None: a completion is one turn
     pending: dict[int, Call] = field(default_factory=dict)
 
     def groups(self, step: int, prompts: Sequence[Prompt] | None = None) -> tuple[list[Group], int]:
@@ -68,8 +71,7 @@ class Sampler:
         prompts, version = self.prompts_of(step) if prompts is None else prompts, step - 1
         if self.submit_to is None:
             call = self.call(step, prompts, oldest=version)
-            asked = [call.requests[place] for place in call.asked]
-            answers = self.engine.generate(asked, self.sampling, call.finished) if asked else []
+            answers = self.generate(call) if call.asked else []
             return self.answered(call, answers, version, oldest=version), 0
         if step not in self.pending:
             self.submit(step, self.submit_to)
@@ -110,7 +112,21 @@ class Sampler:
                     answers = [arrived.pop(one) for one in of_group]
                     self.hand_over(step, prompts[which], [requests[one] for one in of_group], answers, oldest)
 
-        return Call(prompts=prompts, requests=requests, found=found, asked=asked, finished=finished)
+        talks = None
+        if self.dialogue is not None and asked:
+            of = [(prompts[place // self.group_size], place % self.group_size) for place in asked]
+            first = [requests[place] for place in asked]
+            talks = Conversations(self.dialogue, of, first, self.sampling, step - 1, oldest, finished)
+        return Call(prompts=prompts, requests=requests, found=found, asked=asked, finished=finished, talks=talks)
+
+    def generate(self, call: Call) -> list[Completion]:
+        """Samples what the journal does not answer, turn by turn where there is a dialogue."""
+        asked = [call.requests[place] for place in call.asked]
+        if call.talks is None:
+            return self.engine.generate(asked, self.sampling, call.finished)
+        with closing(call.talks):
+            self.engine.generate(asked, self.sampling, call.talks.finished, call.talks.further)
+        return call.talks.result()
 
     def hand_over(
         self, step: int, prompt: Prompt, requests: Sequence[Request], answers: Sequence[Completion], oldest: int
@@ -120,7 +136,7 @@ class Sampler:
         Not if one of them is no answer to its request: `answered` raises that when all of the step are there.
         """
         with suppress(SentinelError):
-            check_answers(requests, answers, self.sampling, step - 1, oldest)
+            check_answers(requests, answers, self.sampling, step - 1, oldest, joined=self.dialogue is not None)
             assert self.group_finished is not None
             self.group_finished(step, *groups_of([prompt], requests, answers, self.sampling.stop_ids, self.tokenizer))
 
@@ -130,9 +146,10 @@ class Sampler:
         Raises:
             SentinelError: an answer does not match its request.
         """
-        check_answers([call.requests[place] for place in call.asked], answers, self.sampling, version, oldest)
+        joined = self.dialogue is not None
+        check_answers([call.requests[place] for place in call.asked], answers, self.sampling, version, oldest, joined)
         replayed = [call.requests[place] for place in call.found]
-        check_answers(replayed, list(call.found.values()), self.sampling, version, oldest)
+        check_answers(replayed, list(call.found.values()), self.sampling, version, oldest, joined)
         of_place = {**dict(zip(call.asked, answers, strict=True)), **call.found}
         completions = [of_place[place] for place in range(len(call.requests))]
         return groups_of(call.prompts, call.requests, completions, self.sampling.stop_ids, self.tokenizer)
@@ -143,7 +160,11 @@ class Sampler:
             call = self.call(step, prompts, oldest=0)
             if call.asked:
                 asked = [call.requests[place] for place in call.asked]
-                call = replace(call, pending=submit_to(asked, self.sampling, call.finished))
+                if call.talks is None:
+                    call = replace(call, pending=submit_to(asked, self.sampling, call.finished))
+                else:
+                    sampled = submit_to(asked, self.sampling, call.talks.finished, call.talks.further)
+                    call = replace(call, pending=Joined(sampled, call.talks))
             self.pending[step] = call
 
     def before_sync(self) -> None:

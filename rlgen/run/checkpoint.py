@@ -69,18 +69,26 @@ class Checkpoints:
 
     Args:
         base: digest of the frozen weights under an adapter. They are in no checkpoint, so that they must not change.
+        held: digest of this process's shards of them; None: they are not sharded, and `base` is.
         trainer: kind of the trainer, stored in each manifest.
 
     `pinned` is the step of the checkpoint that is never removed, which changes in the course of a run; None: there is none.
     """
 
     def __init__(
-        self, folder: Path, keep: int, processes: Processes, base: str | None = None, trainer: str | None = None
+        self,
+        folder: Path,
+        keep: int,
+        processes: Processes,
+        base: str | None = None,
+        trainer: str | None = None,
+        held: str | None = None,
     ) -> None:
         self.folder = CheckpointFolder(folder)
         self.keep = keep
         self.processes = processes
         self.base = base
+        self.held = base if held is None else held
         self.trainer = trainer
         self.pinned: int | None = None
         self._room = Room()
@@ -157,7 +165,7 @@ class Checkpoints:
                 facts=self._facts(at, model),
                 draws=draws,
                 adapted=is_adapted(model),
-                sharded=is_sharded(model),
+                sharded=is_sharded(model) and not is_adapted(model),
                 weights=self._room.weights(model, processes.is_main),
                 moments=self._room.moments(moments, processes.is_main),
             )
@@ -172,6 +180,7 @@ class Checkpoints:
             model=model,
             tokenizer=self._tokenizer,
             base=self.base,
+            held=self.held,
             snapshot=copied,
             settle=settle,
         )
@@ -258,9 +267,19 @@ class Checkpoints:
         return None
 
     @staticmethod
-    def load(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, processes: Processes) -> Position:
+    def load(
+        path: Path,
+        model: PreTrainedModel,
+        optimizer: Optimizer,
+        schedule: LRScheduler,
+        processes: Processes,
+        base: str | None = None,
+    ) -> Position:
         """Loads weights, optimizer, schedule and random states from `path`. `choose` has compared its bytes with their hashes
         before.
+
+        Args:
+            base: digest of the frozen weights under an adapter; None: it is computed.
 
         Returns:
             The position of the run: step, data position, and skipped updates in a row.
@@ -268,7 +287,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged, or of another model or version of rlgen.
         """
-        return processes.agreed(lambda: load_parts(path, model, optimizer, schedule, processes.rank))
+        return processes.agreed(lambda: load_parts(path, model, optimizer, schedule, processes.rank, base))
 
 
 def outcome(writer: Writer) -> None:
@@ -277,7 +296,9 @@ def outcome(writer: Writer) -> None:
         writer.result()
 
 
-def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int) -> Position:
+def load_parts(
+    path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int, base: str | None
+) -> Position:
     """Loads the checkpoint at `path` in this process, and returns its position.
 
     Raises:
@@ -288,7 +309,7 @@ def load_parts(path: Path, model: PreTrainedModel, optimizer: Optimizer, schedul
         state = read_json(path / "state" / "state.json")
         at = Position(state["step"], state["position"], state.get("nonfinite", 0))
         if is_adapted(model):
-            load_adapter(path, model, base_digest(model))
+            load_adapter(path, model, base or base_digest(model))
         else:
             load_weights(path, model)
         if (path / "state" / "optimizer").is_dir():

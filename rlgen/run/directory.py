@@ -7,6 +7,7 @@ evals/           step_000012.parquet, the samples of the evaluation after that s
 nonfinite/       step_000012.json, which numbers were not finite in a step whose update was skipped
 sinks/           ids of the run in trackers, and their files, if the recipe has sinks
 journal/         what was sampled and scored since the last checkpoint, see rollout/journal.py
+judge/           what judges have said, so that they are not asked again, see rewards/answers.py
 logs/            of this attempt; those of earlier attempts are under attempt_K
 checkpoints/     step_000020/
 """
@@ -57,6 +58,7 @@ class RunDirectory:
         self.nonfinite = path / "nonfinite"
         self.failed_rewards = path / "failed_rewards"
         self.journal = path / "journal"
+        self.judge = path / "judge"
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
         self.status_file = path / "status.json"

@@ -30,7 +30,7 @@ def evaluation_metrics(table: RowTable, group_size: int, threshold: float) -> di
         Metric.EVAL_REWARD_LOW: mean.low,
         Metric.EVAL_REWARD_HIGH: mean.high,
         Metric.EVAL_REWARD_UNSCORED: int(np.isnan(table.reward).sum()),
-        Metric.EVAL_MEAN_TOKENS: statistics.fmean(table.completion_tokens.tolist()) if len(table) else None,
+        Metric.EVAL_MEAN_TOKENS: statistics.fmean(table.sampled_tokens.tolist()) if len(table) else None,
         Metric.EVAL_TRUNCATED: statistics.fmean(table.truncated.tolist()) if len(table) else None,
         Metric.EVAL_PROMPTS: len(np.unique(table.group_id)),
     }

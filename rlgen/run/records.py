@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def sample_metrics(table: RowTable) -> dict[str, Any]:
 
     `groups/zero_std` is the share of groups with equal rewards, among those with two scored samples or more.
     """
-    lengths: list[int] = table.completion_tokens.tolist()
+    lengths: list[int] = table.sampled_tokens.tolist()
     constant = zero_variance(torch.from_numpy(table.reward), torch.from_numpy(table.group_id)).tolist()
     scored = known(table.reward)
     metrics: dict[str, Any] = {
@@ -57,6 +57,21 @@ def sample_metrics(table: RowTable) -> dict[str, Any]:
         metrics[Family.REWARD_FAILED.of(name)] = failed.total()
         metrics |= {CAUSES[cause].of(name): failed[place] for place, cause in enumerate(FAILED) if failed.total()}
     return metrics
+
+
+def turn_metrics(table: RowTable, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Returns how many turns the conversations of a step have, and what happened in the replies to them.
+
+    Args:
+        counts: of all replies of the step.
+    """
+    turns: list[int] = table.turns.tolist()
+    return {
+        Metric.TURNS_MEAN: _mean(turns),
+        Metric.TURNS_MAX: max(turns, default=None),
+        Metric.TURNS_REPLY_TOKENS: _mean((table.completion_tokens - table.sampled_tokens).tolist()),
+        **{Family.TOOLS.of(name): counts[name] for name in sorted(counts)},
+    }
 
 
 def known(values: NDArray[np.float64]) -> list[float]:

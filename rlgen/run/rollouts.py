@@ -4,6 +4,7 @@ One process writes one file. Several processes write a folder of that name with 
 read as one table. A file is written under a temporary name, flushed and renamed: under its final name it is complete.
 """
 
+import json
 import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,10 +23,10 @@ from rlgen.errors import CheckpointError
 from rlgen.files import flush, written
 from rlgen.rollout.columns import DataColumns
 from rlgen.rollout.digests import columns_digest
-from rlgen.rollout.parquet import Rollout, Stamp, parts_of, write_part
+from rlgen.rollout.parquet import FIXED, OF_TURNS, Rollout, Stamp, parts_of, write_part
 from rlgen.rollout.read import read_rollouts, rollout_steps
-from rlgen.rollout.sample import without_stop
-from rlgen.types import FinishReason, Ids, Prompt, Samples
+from rlgen.rollout.sample import last_turn
+from rlgen.types import Ids, Prompt, Sample, Samples, whole_conversation
 
 WAITING = 2  # steps that may be queued for the disk before `write` blocks
 DECODED = 256  # completions that are decoded in one call
@@ -54,6 +55,7 @@ class RolloutWriter:
     needed: Callable[[], int]  # rollouts of steps after the returned one are never deleted: a resumed run may need them
     stamp: Callable[[Rollout], Stamp]  # metadata of a step's file, which the journal reads when a run is resumed
     on_disk: Callable[[int, Path], None]  # called in the thread when all processes have written their rows of a step
+    turns: bool = False  # completions are conversations of several turns, whose messages are written too
     columns: DataColumns | None = None
     failure: CheckpointError | None = None
     pending: deque["Future[None]"] = field(default_factory=deque)
@@ -113,7 +115,7 @@ class RolloutWriter:
             part.parent.mkdir(parents=True, exist_ok=True)
         rollout = rollout.in_order()
         texts, digests = self._texts(rollout.samples)
-        write_part(part, rollout, texts, {**stamp, "columns": digests})
+        write_part(part, rollout, texts, {**stamp, "columns": digests, **({"turns": True} if self.turns else {})})
         with written(part):
             flush(part.parent)
         self.unfinished.append(rollout.step)
@@ -150,23 +152,33 @@ class RolloutWriter:
     def _texts(self, samples: Samples) -> tuple[dict[str, pa.Array], dict[str, str]]:
         """Returns the columns of text and of the data set, one value per row, and a digest of the data set's columns by group."""
         if self.columns is None:
-            self.columns = DataColumns.of(self.prompts.at)
+            self.columns = DataColumns.of(self.prompts.at, FIXED | OF_TURNS if self.turns else FIXED)
         places = {group: place for place, (group, _) in enumerate(groupby(samples.group_id.tolist()))}
         prompts = [self.prompts.at(group) for group in places]
         row_of = pa.array(np.fromiter((places[group] for group in samples.group_id.tolist()), dtype=np.int64))
-        ended = zip(samples.completion_ids, np.where(samples.truncated, "length", "stop").tolist(), strict=True)
-        ids = [without_stop(row, finish_reason, self.stop_ids) for row, finish_reason in ended]
+        ids = [last_turn(samples.completion_ids[row], samples.spans_of(row), self.stop_ids) for row in range(len(samples))]
         completions = [text for start in range(0, len(ids), DECODED) for text in self._decoded(ids[start : start + DECODED])]
         texts = {
             "prompt": pa.array([sound(prompt.text) for prompt in prompts], pa.string()).take(row_of),
             "completion": pa.array([sound(text) for text in completions], pa.string()),
+            **(self._of_turns(samples, completions) if self.turns else {}),
             **{name: column.take(row_of) for name, column in self.columns.arrays([prompt.columns for prompt in prompts]).items()},
         }
         return texts, {str(prompt.position): columns_digest(prompt) for prompt in prompts}
 
-    def text_of(self, ids: Ids, finish_reason: FinishReason) -> str:
-        """Returns the text of one completion, without the stop token that ended it."""
-        return self._decoded([without_stop(ids, finish_reason, self.stop_ids)])[0]
+    @staticmethod
+    def _of_turns(samples: Samples, completions: Sequence[str]) -> dict[str, pa.Array]:
+        """Returns the columns `OF_TURNS`: all messages after the prompt, as JSON, and what the replies counted."""
+        before, counts = samples.messages or ("",) * len(samples), samples.counts or ({},) * len(samples)
+        messages = [json.dumps(whole_conversation(*row)) for row in zip(before, completions, strict=True)]
+        return {
+            "messages": pa.array(messages, pa.string()),
+            "tool_counts": pa.array([list(one.items()) for one in counts], pa.map_(pa.string(), pa.int64())),
+        }
+
+    def text_of(self, sample: Sample) -> str:
+        """Returns the text of the last turn of a completion, without the stop token that ended it."""
+        return self._decoded([last_turn(sample.completion_ids, sample.spans, self.stop_ids)])[0]
 
     def _decoded(self, ids: Sequence[Ids]) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode([one.tolist() for one in ids], skip_special_tokens=True)

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlgen.models.lora import adapter_tensors, is_adapted
-from rlgen.models.weights import gone_through, own_tensors, part, whole
+from rlgen.models.parts import first_copy, part, whole
+from rlgen.models.weights import gone_through, own_tensors
 from rlgen.run.state import is_sharded
 from rlgen.types import Position
 
@@ -24,7 +25,7 @@ class Snapshot:
     facts: Mapping[str, Any]  # facts for the manifest
     draws: list[dict[str, Tensor]]  # random states by rank
     adapted: bool  # the weights are those of an adapter
-    sharded: bool
+    sharded: bool  # each process writes shards of the optimizer's state
     weights: dict[str, Tensor]  # unsharded, in the main process; {} in others
     moments: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
 
@@ -66,12 +67,17 @@ class Room:
 
         Sharded weights are gathered one tensor at a time, a collective in which all processes take part.
         """
-        if not is_sharded(model):
+        if is_adapted(model) or not is_sharded(model):  # an adapter is whole in each process
             return self.copies(adapter_tensors(model) if is_adapted(model) else own_tensors(model)) if is_main else {}
         tensors = ((name, whole(tensor)) for name, tensor in own_tensors(model).items())
         with gone_through(tensors):
             return {name: self._copy(name, tensor) for name, tensor in tensors} if is_main else {}
 
     def moments(self, moments: Mapping[str, Tensor], is_main: bool) -> dict[str, Tensor]:
-        """Returns copies of the optimizer state that this process writes: its shards; in the main process also whole tensors."""
-        return self.copies({name: tensor for name, tensor in moments.items() if is_main or isinstance(tensor, DTensor)})
+        """Returns copies of the optimizer state that this process writes: its shards, if no earlier process holds equal ones.
+
+        The main process writes whole tensors, too.
+        """
+        sharded = {name for name, tensor in moments.items() if isinstance(tensor, DTensor)}
+        writes = {name: first_copy(tensor) if name in sharded else is_main for name, tensor in moments.items()}
+        return self.copies({name: tensor for name, tensor in moments.items() if writes[name]})

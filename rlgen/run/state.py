@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy
 import torch
 import torch.distributed.checkpoint as sharded
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from rlgen.engines.base import model_shape
 from rlgen.errors import CheckpointError
 from rlgen.models.lora import adapter_tensors, config_of, is_adapted
-from rlgen.models.weights import model_tensors, own_tensors, part, part_like
+from rlgen.models.parts import part, part_like, part_of_stored, shape_of
+from rlgen.models.weights import model_tensors, own_tensors
 
 SHARD_FILE = 64 << 20  # bytes
 
@@ -64,19 +65,25 @@ def is_sharded(model: nn.Module) -> bool:
 def load_weights(path: Path, model: PreTrainedModel) -> None:
     """Copies the weights in `path` into `model`, in place, so that the optimizer keeps its parameters.
 
+    Reads one tensor at a time; of a sharded one only this process's shard, unless it is converted from others.
+
     Raises:
         CheckpointError: a weight is missing or has another shape.
     """
-    files = sorted(path.glob("*.safetensors"))
-    stored = (item for file in files for item in load_file(file).items())
-    saved = dict(model_tensors(model, stored))
-    own = own_tensors(model)
-    if missing := sorted(set(own) - set(saved)):
-        raise CheckpointError(f"{path} has no weights for {missing[0]}: it is a checkpoint of another model")
-    for name, tensor in own.items():
-        if tensor.shape != saved[name].shape:
-            raise CheckpointError(f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model")
-        part(tensor).copy_(part_like(saved[name], tensor))
+    missing = own_tensors(model)
+    with ExitStack() as opened:
+        files = [opened.enter_context(safe_open(file, framework="pt")) for file in sorted(path.glob("*.safetensors"))]
+        slices = [(name, file.get_slice(name)) for file in files for name in file.keys()]  # noqa: SIM118  # no dict
+        for name, stored in model_tensors(model, slices):
+            tensor = missing.pop(name, None)
+            if tensor is None:
+                continue
+            if tensor.shape != shape_of(stored):
+                raise CheckpointError(f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model")
+            converted = isinstance(stored, Tensor)
+            part(tensor).copy_(part_like(stored, tensor) if converted else part_of_stored(stored, tensor))
+    if missing:
+        raise CheckpointError(f"{path} has no weights for {min(missing)}: it is a checkpoint of another model")
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -103,6 +103,7 @@ class Part:
     model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
     tokenizer: PreTrainedTokenizerBase
     base: str | None  # digest of the base of an adapter at the beginning of the run
+    held: str | None  # the same of what this process holds of it: its shards, or the whole
     snapshot: Snapshot
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
 
@@ -164,7 +165,10 @@ class Part:
         """
         if name := non_finite([*self.snapshot.weights.items(), *self.snapshot.moments.items()]):
             raise DivergedError(f"{name} has values that are not finite; nothing was saved, the last checkpoint stands")
-        return same_base(self.model, self.base) if self.snapshot.adapted else ""
+        if not self.snapshot.adapted:
+            return ""
+        now = same_base(self.model, self.held)
+        return now if self.base is None else self.base
 
     def _write_files(self, writer: Writer, base: str) -> list[str]:
         """Writes all files of the main process, and returns the names of its optimizer shards; [] if the state is not sharded."""
@@ -242,12 +246,12 @@ def random_name(rank: int) -> str:
 
 
 def same_base(model: PreTrainedModel, before: str | None) -> str:
-    """Returns the digest of the frozen weights under an adapter.
+    """Returns the digest of the frozen weights under an adapter; of sharded ones, of this process's shards.
 
     Raises:
         SentinelError: it differs from the digest `before`.
     """
-    now = base_digest(model)
+    now = base_digest(model, gather=False)
     if before is not None and now != before:
         raise SentinelError(
             Fault.BASE_CHANGED,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from rlgen.models.lora import adapted_layers, adapter_names, adapter_tensors, base_weight, factors, scale
+from rlgen.models.parts import part, part_like, whole
 from rlgen.models.policy import Policy
-from rlgen.models.weights import own_tensors, part, part_like, whole
+from rlgen.models.weights import own_tensors
 
 NOISE = 0.05  # standard deviation of the noise, relative to the tensor's root mean square
 LEAST = 0.02  # minimum of that root mean square, so that a bias of zeros changes, too

@@ -27,6 +27,7 @@ def contract(probe: Probe) -> Rung:
     facts = probe.engine.facts()
     compare_settings(facts.settings, probe.expected)
     theirs = load_tokenizer(facts.model, facts.revision)
+    theirs.chat_template = probe.template or theirs.chat_template
     compare_tokenizers(theirs, probe.tokenizer, [prompt.text for prompt in probe.prompts[:PROMPTS]])
     if set(facts.stop_ids) - set(probe.sampling.stop_ids):
         raise disagreement(Fault.SPECIAL_TOKENS, "the ids that end a completion", facts.stop_ids, probe.sampling.stop_ids)

@@ -61,6 +61,7 @@ class Probe:
     engine_share: EngineShare
     expected: Settings  # the engine's settings according to the recipe
     tokenizer: PreTrainedTokenizerBase
+    template: str | None = None  # chat template of the recipe, in place of the tokenizer's own; None: it says none
     prompts: Sequence[Prompt]  # `PROMPTS` prompts
     sampling: Sampling  # of the run
     bounds: Bounds

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.metrics import Metric
+from rlgen.rollout.sample import turns_apart
 from rlgen.sentinel.bounds import FLOOR, Bounds
 from rlgen.sentinel.diagnose import Cause, explain
 from rlgen.sentinel.gap import Gap, compare
@@ -114,15 +115,16 @@ class Watch:
         """
         if not samples:
             return {}
+        samples = [turn for sample in samples for turn in turns_apart(sample)]
         logp = self.probe.trainer.logp(samples, self.probe.sampling.logp_temperature)
         gap = compare(samples, logp)
         self.drifted(gap, lambda: worst(samples, logp), step + 1, f"evaluation after step {step}")
         return {Metric.EVAL_DELTA_MEAN: gap.mean_delta, Metric.EVAL_DELTA_MAX: gap.max_delta}
 
     def worst(self, off: Sequence[tuple[float, Sample]]) -> list[Sample]:
-        """Returns the samples that differ most among those of all processes; the same in every process."""
+        """Returns the samples that differ most among those of all processes, turn by turn; the same in every process."""
         found = sorted(self.probe.processes.gather(off), key=lambda pair: -pair[0])
-        return [sample for _, sample in found[:WORST]]
+        return [turn for _, sample in found[:WORST] for turn in turns_apart(sample)]
 
     def drifted(self, gap: Gap, worst: Callable[[], list[Sample]], step: int, where: str) -> bool:
         """Returns whether engine and trainer differ by `gap` on samples of the weights before `step`. Warns or raises if they do.

@@ -1,5 +1,6 @@
 """Collects what a step learns from: completions of its prompts, and their rewards."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ class Collected:
     table: RowTable  # the rows of all processes, including those of groups that were replaced
     samples: Samples  # of this process, in the order of their places in the table
     dropped: int  # samples of all processes that were dropped as too old
+    counts: Mapping[str, int] | None  # of what happened in all replies of the step, by name; None: there are no replies
     prompts: int  # number of prompts taken, in the data's order
     epoch: float  # passes over the data before this step
 
@@ -96,10 +98,17 @@ class Collector:
             wanted, left = len(silent), left - 1
         if self.recipe.ahead:
             self.early.open(step + 1)  # whose groups arrive while this step trains
+        samples, counts = Samples.join(held), None
+        if self.sampler.dialogue is not None:
+            counts = Counter[str]()
+            own = sum(map(Counter, samples.counts), Counter[str]())
+            for others in self.processes.gather([own]):
+                counts.update(others)
         return Collected(
             table=RowTable.join(tables),
-            samples=Samples.join(held),
+            samples=samples,
             dropped=sum(self.processes.gather([too_old])),
+            counts=counts,
             prompts=taken,
             epoch=position / len(self.prompts),
         )

@@ -10,16 +10,18 @@ from transformers import PreTrainedTokenizerBase
 
 from rlgen.data import PromptStream
 from rlgen.engines.base import Engine
+from rlgen.metrics import Metric
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import EvalRecipe
 from rlgen.rewards.score import Scorer
+from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.table import RowTable
 from rlgen.run.best import Best
 from rlgen.run.evaluation import evaluation_metrics
 from rlgen.run.rollouts import Rollout, RolloutWriter
 from rlgen.sentinel.watch import Watch
-from rlgen.types import Group, Ragged, Sample, Samples, Sampling, one_span
+from rlgen.types import Group, Ragged, Sample, Samples, Sampling, Span
 
 COMPARED = 8  # completions of each process whose log-probs are compared with the trainer's
 
@@ -48,6 +50,7 @@ class Evaluator:
     budget: int  # tokens of a row that is compared
     writer: RolloutWriter | None  # None: the samples are not written
     best: Best | None  # None: no checkpoint is pinned
+    dialogue: Dialogue | None = None  # how conversations of several turns are led; None: a completion is one turn
 
     def due(self, step: int) -> bool:
         """Returns whether the weights after `step` are evaluated; those of step 0 are the ones that the run begins with."""
@@ -72,6 +75,8 @@ class Evaluator:
         compared = {} if self.watch is None else self.watch.aside(self.sampling).evaluated(self.compared(groups), step)
         self.processes.agreed(partial(self.write, samples, step), patient=True)
         metrics = {**evaluation_metrics(table, self.settings.group_size, self.settings.threshold), **compared}
+        if self.dialogue is not None:
+            metrics[Metric.EVAL_TURNS_MEAN] = float(table.turns.mean())
         if self.best is not None:
             self.best.look(step, metrics)
         return metrics
@@ -80,7 +85,9 @@ class Evaluator:
         """Samples this engine's share of the prompts, and checks that weights of version `step` gave each answer."""
         places = self.engine_share.share(range(len(self.prompts)))
         prompts = self.prompts.take(places[0], len(places)) if places else []
-        return rollout(self.engine, prompts, self.sampling, self.settings.group_size, self.seed, step, self.tokenizer)
+        return rollout(
+            self.engine, prompts, self.sampling, self.settings.group_size, self.seed, step, self.tokenizer, self.dialogue
+        )
 
     def scored(self, groups: Sequence[Group], step: int) -> Samples:
         """Returns the samples of this process with their rewards; processes that share an engine leave them to the first."""
@@ -120,5 +127,5 @@ def first_tokens(sample: Sample, most: int) -> Sample:
         sample,
         completion_ids=sample.completion_ids[:count],
         sampler_logp=sample.sampler_logp[:count],
-        spans=one_span(count, sample.weight_version),
+        spans=tuple(Span(start, min(stop, count), version) for start, stop, version in sample.spans if start < count),
     )

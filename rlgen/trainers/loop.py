@@ -207,6 +207,8 @@ class Trainer:
         finally:
             try:
                 self.engine.close()
+                if (dialogue := self.collect.sampler.dialogue) is not None:
+                    dialogue.turns.close()  # after the engine, which no longer waits for replies
             finally:
                 if failed := self.checkpoints.close():
                     self.report.console.say(failed)

@@ -15,7 +15,7 @@ from rlgen.run.clock import Clock
 from rlgen.run.console import Console, Example
 from rlgen.run.directory import RunDirectory, finite
 from rlgen.run.health import Checkup, Health
-from rlgen.run.records import sample_metrics, staleness_metrics
+from rlgen.run.records import sample_metrics, staleness_metrics, turn_metrics
 from rlgen.run.rollouts import Rollout, RolloutWriter
 from rlgen.run.sinks.open import Sinks
 from rlgen.trainers.collect import Collected
@@ -94,6 +94,7 @@ class Reporter:
             Metric.STEP: step,
             **measured,
             **sample_metrics(got.table),
+            **({} if got.counts is None else turn_metrics(got.table, got.counts)),
             **staleness_metrics(got.table, step - 1, got.dropped),
             Metric.GROUPS_REPLACED: len(np.unique(got.table.group_id[got.table.replaced])),
             Metric.WEIGHTS_VERSION: version,
@@ -119,7 +120,7 @@ class Reporter:
         return [
             Example(
                 prompt=self.writer.prompts.at(row.group_id).text,
-                completion=self.writer.text_of(row.completion_ids, row.finish_reason),
+                completion=self.writer.text_of(row),
                 reward=row.reward,
             )
             for row in rows

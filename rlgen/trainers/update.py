@@ -3,23 +3,26 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import DivergedError, SetupError
 from rlgen.losses.correction import Mismatch, importance_weight
-from rlgen.losses.inputs import LossInputs, Mean, Stats
+from rlgen.losses.inputs import LossInputs, Mean, Stats, onto
 from rlgen.metrics import Metric
 from rlgen.models.memory_errors import Phase, memory_for
+from rlgen.models.parts import whole
 from rlgen.models.policy import Policy
-from rlgen.models.weights import all_finite, whole
+from rlgen.models.sharding import send_gradients
+from rlgen.models.weights import all_finite
 from rlgen.processes import Processes
 from rlgen.rollout.batch import collate
 from rlgen.run.records import as_text
@@ -41,6 +44,31 @@ class Part:
     with_gradient: frozenset[int]  # indices of the parameters that have a gradient
 
     @classmethod
+    def of(cls, pieces: Sequence["Piece"], with_gradient: frozenset[int]) -> "Part":
+        """Adds up the micro-batches. Waits for the device, once for all of them."""
+        wanted = [value for piece in pieces for value in piece.values() if isinstance(value, Tensor)]
+        fetched = iter(torch.cat([value.double().flatten() for value in wanted]).tolist() if wanted else ())
+        stats: Stats = {}
+        losses: list[float] = []
+        nonfinite: set[int] = set()
+        for piece in pieces:
+            loss = next(fetched)
+            places = {place for place in piece.places if not next(fetched)}
+            # Log-probs are checked by themselves: a capped ratio could keep one that is not finite out of the loss.
+            nonfinite |= places if places or math.isfinite(loss) else set(piece.places)
+            losses.append(loss)
+            for name, stat in piece.stats.items():
+                total, count = (next(fetched) if isinstance(value, Tensor) else value for value in (stat.total, stat.count))
+                stats[name] = stats.get(name, Mean(0.0, 0.0)) + Mean(total, count)
+        return cls(
+            loss=sum(losses),
+            positions=sum(piece.positions for piece in pieces),
+            nonfinite=frozenset(nonfinite),
+            stats=stats,
+            with_gradient=with_gradient,
+        )
+
+    @classmethod
     def sum(cls, parts: Sequence["Part"]) -> "Part":
         stats: Stats = {}
         for part in parts:
@@ -53,6 +81,21 @@ class Part:
             stats=stats,
             with_gradient=frozenset().union(*(part.with_gradient for part in parts)),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one micro-batch has measured. Tensors are left on their device, for which the program need not wait."""
+
+    loss: Tensor  # scalar, detached
+    finite: Tensor  # [B] bool: rows whose log-probs are all finite
+    places: tuple[int, ...]  # [B] of the rows in the step's table
+    positions: int  # tokens, padding included
+    stats: Stats
+
+    def values(self) -> list[Tensor | float]:
+        """Returns all numbers in the order in which `Part.of` reads them."""
+        return [self.loss, self.finite, *(value for stat in self.stats.values() for value in (stat.total, stat.count))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +140,14 @@ class Updater:
     rollout: the trainer's, before any weight changes. Later updates use the same ones. If samples are of earlier weights
     (`rollout.ahead`), the correction accounts for that.
 
-    Each process computes its own micro-batches. With unsharded weights, gradients are all-reduced once, after the last backward
+    Each process computes its own micro-batches. Gradients of unsharded weights are all-reduced once, after the last backward
     pass: forward and backward use no collectives, so that an error in one process can be raised in all. With sharded weights,
-    both use collectives.
+    both use collectives; the last backward pass leaves each process its shards of the sum.
     """
 
     processes: Processes
     sharded: bool
+    defer_sync: bool = False  # of sharded weights: send gradients after the last micro-batch only
     policy: Policy
     optimizer: Optimizer
     algorithm: Algorithm
@@ -202,34 +246,39 @@ class Updater:
     def _run(self, window: Window, update: int) -> Part:
         """Computes the micro-batches of this process, and adds up their gradients. Idle rows only run forward."""
         device, samples = self.processes.device, window.samples
-        parts = [self._backward(window, collate(samples, rows, device), update) for rows in window.micro_batches]
+        pieces, last = [], len(window.micro_batches) - 1
+        for place, rows in enumerate(window.micro_batches):
+            send_gradients(self.policy, place == last, self.defer_sync)
+            pieces.append(self._backward(window, collate(samples, rows, device), update))
         with torch.no_grad():
             for rows in window.idle:
                 batch = collate(samples, rows, device)
                 with memory_for(f"the forward pass of {extent(batch)}", self.less_memory("forward"), SetupError):
-                    parts.append(self._forward(window, batch, update)[1])
-        total = Part.sum(parts)
+                    pieces.append(self._forward(window, batch, update)[1])
         having = frozenset(place for place, parameter in enumerate(self.policy.parameters()) if parameter.grad is not None)
-        return replace(total, with_gradient=having)
+        # An error of the device may show only here, where its numbers are read.
+        with memory_for("the update", self.less_memory("backward"), SetupError):
+            return Part.of(pieces, having)
 
-    def _backward(self, window: Window, batch: Batch, update: int) -> Part:
+    def _backward(self, window: Window, batch: Batch, update: int) -> Piece:
         """Runs forward and backward on one micro-batch."""
         with memory_for(f"the forward pass of {extent(batch)}", self.less_memory("forward"), SetupError):
-            loss, part = self._forward(window, batch, update)
+            loss, piece = self._forward(window, batch, update)
         with memory_for(f"the backward pass of {extent(batch)}", self.less_memory("backward"), SetupError):
-            # FSDP averages gradients over the processes; the loss is a sum.
-            (loss * self.processes.world if self.sharded else loss).backward()
-        return part
+            loss.backward()
+        return piece
 
-    def _forward(self, window: Window, batch: Batch, update: int) -> tuple[Tensor, Part]:
+    def _forward(self, window: Window, batch: Batch, update: int) -> tuple[Tensor, Piece]:
         """Runs the policy on one micro-batch, and returns the loss, ready for backward, and what was measured."""
         loss_temperature = self.algorithm.loss_temperature or self.temperature
         both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
         policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach()
         if not batch.rows:
-            return 0.0 * policy_logp.sum(), Part(
-                loss=0.0, positions=batch.tokens, nonfinite=frozenset(), stats={}, with_gradient=frozenset()
+            nothing = 0.0 * policy_logp.sum()
+            finite = batch.mask.new_ones(0)
+            return nothing, Piece(
+                loss=nothing.detach(), finite=finite, places=(), positions=self.policy.positions(batch), stats={}
             )
         if update == 0:
             window.put("old_logp", batch, policy_logp)
@@ -239,13 +288,13 @@ class Updater:
             gap = Mismatch.of(at_sampling, batch.sampler_logp, inputs.weight, batch.mask, self.algorithm.correction)
             window.mismatches.append(gap)
         loss, stats = self.algorithm.loss(inputs)
-        # Log-probs are checked by themselves: a capped ratio could keep one that is not finite out of the loss.
-        finite = policy_logp.isfinite().all(dim=1).tolist()
-        places = window.rows[list(batch.rows)].tolist()
-        nonfinite = frozenset(place for place, is_finite in zip(places, finite, strict=True) if not is_finite)
-        if not nonfinite and not loss.isfinite():
-            nonfinite = frozenset(places)
-        return loss, Part(loss=loss.item(), positions=batch.tokens, nonfinite=nonfinite, stats=stats, with_gradient=frozenset())
+        return loss, Piece(
+            loss=loss.detach(),
+            finite=policy_logp.isfinite().all(dim=1),
+            places=tuple(window.rows[list(batch.rows)].tolist()),
+            positions=self.policy.positions(batch),
+            stats=stats,
+        )
 
     def _inputs(self, window: Window, batch: Batch, policy_logp: Tensor, entropy: Tensor) -> LossInputs:
         """Returns the inputs of the loss for the rows of a micro-batch."""
@@ -261,10 +310,10 @@ class Updater:
             entropy=entropy,
             mask=batch.mask,
             kept=window.get("kept", batch) if "kept" in window.frozen else batch.mask,
-            advantages=window.advantages[rows].to(device),
+            advantages=window.advantages[rows],
             weight=weight,
-            group_tokens=window.group_tokens[rows].to(device),
-            pair_id=window.pair_id[rows].to(device),
+            group_tokens=onto(window.group_tokens[rows], device),
+            pair_id=window.pair_id[rows],
             totals=window.totals,
             max_tokens=self.max_tokens,
             epoch=window.epoch,
@@ -272,16 +321,15 @@ class Updater:
 
     def _mismatch(self, window: Window, step: int) -> dict[str, Any]:
         """Returns the metrics of the gap between engine and trainer over the whole window, after the sentinel has checked it."""
-        measured: dict[str, Any] = dict(sum(window.mismatches, Mismatch.none()).metrics(self.processes.total))
+        measured: dict[str, Any] = dict(Mismatch.of_window(window.mismatches).metrics(self.processes.total))
         if self.watch is not None and measured[Metric.SAMPLER_DELTA_MEAN] is not None:
             measured[Metric.SENTINEL_DRIFT] = self.watch(window.samples, window.flat("old_at_sampling"), step)
         return measured
 
     def _add_up(self, part: Part) -> Tensor:
-        """All-reduces the gradients, if they are not sharded, and returns their norm over all processes, the same in each."""
+        """All-reduces the gradients that are not sharded, and returns the norm of all over all processes, the same in each."""
         with memory_for("the sum of the gradients", self.less_memory("optimizer"), SetupError):
-            if not self.sharded:
-                self._add_gradients(part.with_gradient)
+            self._add_gradients(part.with_gradient)
             return get_total_norm([parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None])
 
     def _skip(self, part: Part, norm: float | None, update: int) -> Skipped:
@@ -317,10 +365,14 @@ class Updater:
             )
 
     def _add_gradients(self, places: frozenset[int]) -> None:
-        """All-reduces the gradients of the parameters at `places`: those that have a gradient in at least one process."""
+        """All-reduces the gradients of the parameters at `places`: those that have a gradient in at least one process.
+
+        Leaves out those of shards, which the backward pass has added up.
+        """
         if self.processes.world == 1:
             return
         having = [parameter for place, parameter in enumerate(self.policy.parameters()) if place in places]
+        having = [parameter for parameter in having if not isinstance(parameter, DTensor)]
         for parameter in having:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

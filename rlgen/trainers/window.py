@@ -15,13 +15,13 @@ from rlgen.algorithms.base import Algorithm, Signal
 from rlgen.errors import DivergedError
 from rlgen.losses.correction import Mismatch
 from rlgen.losses.entropy import entropy_kept
-from rlgen.losses.inputs import Totals
+from rlgen.losses.inputs import Totals, onto
 from rlgen.losses.kl import reward_kl
 from rlgen.losses.order import quantile
 from rlgen.metrics import Metric
-from rlgen.models.policy import Policy
+from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
-from rlgen.rollout.batch import deal, pad_rows
+from rlgen.rollout.batch import deal, pad_rows, unpad
 from rlgen.rollout.score import score_own
 from rlgen.rollout.table import RowTable
 from rlgen.types import Batch, Samples
@@ -46,7 +46,9 @@ class Window:
     micro_batches: tuple[tuple[int, ...], ...]  # rows of each; empty if other processes have more micro-batches
     # Rows that have no gradient: they run forward for the metrics, and not backward.
     idle: tuple[tuple[int, ...], ...]
-    frozen: dict[str, Tensor] = field(default_factory=dict)  # [N] by name: `old_logp`, `old_at_sampling`, `ref_logp`, `kept`
+    frozen: dict[str, Tensor] = field(default_factory=dict)  # [N] on the CPU, by name: `ref_logp`, `kept`
+    # By name and rows of a micro-batch, [B, T] on the device that computed them: `old_logp`, `old_at_sampling`, `entropy`.
+    computed: dict[str, dict[tuple[int, ...], Tensor]] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)  # of engine and trainer by micro-batch, at the first update
 
     @classmethod
@@ -59,6 +61,7 @@ class Window:
         budget: int,
         processes: Processes,
         learns_without_advantage: bool = True,
+        packed: bool = False,
     ) -> "Window":
         """Assigns the rows that `signal` trains to processes, in micro-batches of at most `budget` tokens, and sends them.
 
@@ -69,6 +72,7 @@ class Window:
             table: rows of the whole step, the same in every process; `signal` has an entry for each of them.
             held: the samples that this process holds, at `table.place`.
             learns_without_advantage: whether a row of advantage 0 has a gradient, for example from a KL in the loss.
+            packed: whether the rows of a micro-batch are computed without padding.
         """
         trained = signal.trained.nonzero()[:, 0].numpy()
         lengths: list[int] = table.lengths.tolist()
@@ -79,8 +83,8 @@ class Window:
                 pairs.setdefault(int(pair_id[row]), []).append(row)
         units = list(pairs.values()) or [[row] for row in trained.tolist()]
         has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (signal.advantages != 0).numpy()
-        hands = deal([unit for unit in units if has_gradient[unit].any()], lengths, budget, processes.world)
-        idle = deal([unit for unit in units if not has_gradient[unit].any()], lengths, budget, processes.world)
+        hands = deal([unit for unit in units if has_gradient[unit].any()], lengths, budget, processes.world, packed)
+        idle = deal([unit for unit in units if not has_gradient[unit].any()], lengths, budget, processes.world, packed)
         trainer = np.full(len(table), -1)
         for rank in range(processes.world):
             trainer[[row for rows in (*hands[rank], *idle[rank]) for row in rows]] = rank
@@ -110,28 +114,27 @@ class Window:
             idle=tuple(tuple(at[row] for row in rows) for rows in idle[processes.rank]),
         )
 
-    def empty(self) -> Tensor:
-        """Returns zeros, [N] float32, one value per token."""
-        return torch.zeros(len(self.samples.completion_ids.values))
-
     def flat(self, name: str) -> Tensor:
-        """Returns the fixed values `name`, [N]; zeros if this process has no rows."""
-        return self.frozen[name] if name in self.frozen else self.empty()
+        """Returns the fixed values `name`, [N] on the CPU; zeros if this process has no rows. Waits for the device."""
+        if name in self.frozen:
+            return self.frozen[name]
+        return unpad(list(self.computed.get(name, {}).items()), self.samples.completion_ids.offsets)
 
     def put(self, name: str, batch: Batch, values: Tensor) -> None:
-        """Stores [B, T] values of the rows of `batch` as fixed values `name`."""
-        flat = self.frozen.setdefault(name, self.flat(name))
-        offsets = self.samples.completion_ids.offsets
-        values = values.detach().cpu()
-        for place, row in enumerate(batch.rows):  # no rows if other processes have more micro-batches
-            first, last = offsets[row], offsets[row + 1]
-            flat[first:last] = values[place, : last - first]
+        """Stores [B, T] values of the rows of `batch` as fixed values `name`, where they are."""
+        if batch.rows:  # none if other processes have more micro-batches
+            self.computed.setdefault(name, {})[batch.rows] = values.detach()
 
     def get(self, name: str, batch: Batch) -> Tensor:
-        """Returns the fixed values `name` of the rows of `batch`, [B, T], padded with 0 or False."""
+        """Returns the fixed values `name` of the rows of `batch`, [B, T], padded with 0 or False.
+
+        Those that were computed are known for the micro-batches that they were computed in.
+        """
+        if name in self.computed:
+            return self.computed[name][batch.rows]
         flat, offsets = self.frozen[name], self.samples.completion_ids.offsets
         rows = [flat[offsets[row] : offsets[row + 1]] for row in batch.rows]
-        return pad_rows(rows, 0).to(batch.input_ids.device)
+        return onto(pad_rows(rows, 0), batch.input_ids.device)
 
     def select_tokens(self, share: float, processes: Processes) -> "Window":
         """Returns a window that trains the `share` of tokens with the highest entropy (`frozen["entropy"]`) of all processes."""
@@ -175,9 +178,10 @@ class WindowBuilder:
     processes: Processes
     algorithm: Algorithm
     weights: Mapping[str, float]  # of the rewards, by label
-    reference: Policy | None
+    reference: Policy | BasePolicy | None
     temperature: float  # of the sampler's log-probs
     budget: int  # tokens of a micro-batch
+    packed: bool = False  # whether the policy computes the rows of a micro-batch without padding
 
     def build(self, table: RowTable, held: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any]]:
         """Returns the window of a step, the signal of its rows, and the metrics that were measured on the way.
@@ -190,7 +194,7 @@ class WindowBuilder:
         kl = self.kl(table, held) if self.algorithm.reference == "reward" else None
         signal = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage
-        window = Window.of(table, held, signal, epoch, self.budget, self.processes, alone)
+        window = Window.of(table, held, signal, epoch, self.budget, self.processes, alone, self.packed)
         if self.algorithm.reference == "loss":
             window.frozen["ref_logp"] = self.reference_logp(window.samples, (*window.micro_batches, *window.idle))
         if kl is None:

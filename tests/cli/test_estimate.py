@@ -38,9 +38,9 @@ def test_a_table_from_a_config_alone(recipe: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "596,049,920 parameters; micro-batches of 21 rows of 1560 tokens" in said
     # 4 and 8 bytes a parameter, and 45 % of the GPU for the engine
-    weights = "trainer weights          2.22     2.22      2.22       2.22   2.22"
-    moments = "Adam moments             4.44     4.44      4.44       4.44   4.44"
-    assert weights in said and moments in said and "KV cache                34.89" in said
+    weights = "trainer weights      2.22      2.22     2.22      2.22       2.22   2.22"
+    moments = "Adam moments                   4.44     4.44      4.44       4.44   4.44"
+    assert weights in said and moments in said and "KV cache                      34.89" in said
     assert "does not fit" in said and "--set model.gradient_checkpointing=true" in said and "--set engine.sleep=true" in said
 
 

@@ -50,7 +50,7 @@ class Probed(Server):
         async def ask(line: Line, place: int) -> None:
             await line.post("/any", str(probes[place]).encode())
 
-        await client.each([self], 9, len(probes), ask)
+        await client.each([self], 9, range(len(probes)), ask)
 
 
 NEVER = 10**9
@@ -154,7 +154,8 @@ def test_more_samples_than_files_may_be_open() -> None:
         requests = {place: Request(prompt_ids=ids_of((place,)), seed=0) for place in range(200)}
         sampling, came = Sampling(temperature=1.0, max_tokens=1, stop_ids=()), {}
         server = Server(sys.argv[1], "token", float(sys.argv[2]))
-        asyncio.run(client.sample([server], requests, sampling, "salt", lambda *_: 0, came.__setitem__, connections()))
+        salt = lambda: "salt"
+        asyncio.run(client.sample([server], requests, sampling, salt, lambda *_: 0, came.__setitem__, connections()))
         print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE), all(came[k].token_ids.tolist() == [k] for k in requests))
     """
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:

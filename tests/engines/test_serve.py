@@ -253,7 +253,7 @@ def test_arrays_and_json_are_the_same_answers(serving: Serving) -> None:
         came: dict[int, Completion] = {}
         labels: list[str] = []
         version_of = lambda label, _: labels.append(label) or 7  # type: ignore[func-returns-value]  # noqa: E731
-        asyncio.run(client.sample([server], requests, sampling, salt, version_of, came.__setitem__, 5))
+        asyncio.run(client.sample([server], requests, sampling, lambda: salt, version_of, came.__setitem__, 5))
         assert len(set(labels)) == 1 and {answer.weight_version for answer in came.values()} == {7}
         return [came[place] for place in requests]
 

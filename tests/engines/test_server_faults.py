@@ -22,11 +22,11 @@ from rlgen.engines import client
 from rlgen.engines import fleet as fleet_module
 from rlgen.engines.base import Receipt, model_shape
 from rlgen.engines.fleet import Fleet, Member, Supervisor
-from rlgen.engines.http import Server
+from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import ServerPlan, new_token
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.transfer import Outbox
-from rlgen.errors import EngineError, RlgenError, ServerLost
+from rlgen.errors import RlgenError, ServerLost
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.types import Completion, Request, Sampling, ids_of
 
@@ -200,14 +200,16 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
     arrived: list[int] = []
     sample = client.sample
 
-    async def killing(servers: Any, requests: Any, sampling: Any, salt: str, version_of: Any, hand_over: Any, most: int) -> None:
+    async def killing(
+        servers: Any, requests: Any, sampling: Any, salt: Any, version_of: Any, hand_over: Any, most: int, more: Any
+    ) -> None:
         def one_more(place: int, answer: Completion) -> None:
             hand_over(place, answer)
             arrived.append(place)
             if len(arrived) == 5:
                 bench.kill()
 
-        await sample(servers, requests, sampling, salt, version_of, one_more, most)
+        await sample(servers, requests, sampling, salt, version_of, one_more, most, more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "sample", killing)
@@ -279,7 +281,7 @@ def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet_module.Outbox, "write", cutting)
         error = failure(lambda: engine.sync(checkpoint_tensors(bench.model), 2), within=10)
-    assert type(error) is EngineError and "bytes, but" in str(error) and "model-00000.safetensors" in str(error)
+    assert isinstance(error, WeightsKept) and "bytes, but" in str(error) and "model-00000.safetensors" in str(error)
     assert engine.weight_version == 1  # the server goes on with the weights it had, and says so
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     proof("half of a file of weights cut off")

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlgen.engines import transfer
 from rlgen.engines.base import Facts, Receipt, Settings, cast_for, module_of
 from rlgen.engines.fleet import Fleet, Member
+from rlgen.engines.http import Server
 from rlgen.engines.transfer import Outbox
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import EngineError
@@ -165,6 +166,9 @@ class Loading:
         self._meeting.wait(HANGS)
         return Receipt(version=version, received={"w": "float32[2]"}, not_loaded=())
 
+    def label(self) -> str:
+        return "default"
+
     def set_label(self, label: str) -> None:
         self.labels.append(label.partition(".")[2])
 
@@ -182,6 +186,59 @@ def test_all_servers_load_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> N
         receipt = fleet.sync([("w", torch.ones(2))], 1)
         assert receipt.received == {"w": "float32[2]"} and fleet.held.version == 1
         assert [server.labels for server in servers] == [["", "1"]] * 3
+    finally:
+        fleet.close()
+
+
+class Refusing:
+    """A server whose workers refuse the second weights, with what they answered."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self._real, self._answers, self.told = Server("http://127.0.0.1:9", "token", 1.0), list(answers), "default"
+
+    @property
+    def url(self) -> str:
+        return self._real.url
+
+    def load(self, folder: str, version: int, hashed: bool) -> Receipt:
+        def call(method: str, route: str, *_: object) -> dict[str, Any]:
+            loaded = {"version": version, "received": {}, "not_loaded": []}
+            return {"results": [loaded] if version == 1 else self._answers}
+
+        self._real.call = call  # type: ignore[method-assign]
+        return self._real.load(folder, version, hashed)
+
+    def label(self) -> str:
+        return self.told
+
+    def set_label(self, label: str) -> None:
+        self.told = label
+
+    def reset_cache(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answers", "kept"),
+    [
+        ([{"error": "cut off", "intact": True}] * 2, True),
+        ([{"error": "cut off", "intact": True}, {"version": 2, "received": {}, "not_loaded": []}], False),
+        ([{"error": "out of memory", "intact": False}], False),
+    ],
+)
+def test_weights_that_are_refused_leave_the_label_of_those_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]], kept: bool
+) -> None:
+    monkeypatch.setattr(Fleet, "_examined", staticmethod(lambda server, shape: FACTS))
+    server = Refusing(*answers)
+    members = [Member(server, None)]  # type: ignore[arg-type]
+    fleet = Fleet(members=members, shape={}, in_flight=False, restarts=0, carrier=Outbox(None), say=print)
+    try:
+        fleet.sync([("w", torch.ones(2))], 1)
+        before = server.told
+        with pytest.raises(EngineError, match=answers[0]["error"]):
+            fleet.sync([("w", torch.ones(2))], 2)
+        assert before.endswith(".1") and server.told == (before if kept else "loading") and fleet.held.version == 1
     finally:
         fleet.close()
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from rlgen.algorithms.base import Algorithm
+from rlgen.models.parts import part, whole
 from rlgen.models.policy import Policy
-from rlgen.models.sharding import shard
-from rlgen.models.weights import part, whole
+from rlgen.models.sharding import mesh_of, shard
 from rlgen.processes import Processes
 from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
@@ -155,16 +155,23 @@ def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], pro
 
 
 def gradients(
-    algorithm: Algorithm, dtype: torch.dtype, window: Window, processes: Processes = ONE, sharded: bool = False
+    algorithm: Algorithm,
+    dtype: torch.dtype,
+    window: Window,
+    processes: Processes = ONE,
+    sharded: bool = False,
+    count: int | None = None,
+    defer_sync: bool = False,
 ) -> Tensor:
-    """[UPDATES, parameters] of each of the updates that the updater makes on the window."""
+    """[UPDATES, parameters] of each of the updates that the updater makes on the window; `count` processes share the weights."""
     policy = copy.deepcopy(policy_of(dtype, seed=0))
     if sharded:
-        shard(policy, processes)
+        shard(policy, mesh_of(processes, count))
     optimizer = UnitStep(policy)
     updater = Updater(
         processes=processes,
         sharded=sharded,
+        defer_sync=defer_sync,
         policy=policy,
         optimizer=optimizer,
         algorithm=algorithm,

@@ -28,9 +28,11 @@ def batch() -> Batch:
     return Batch(
         rows=(0, 1, 2),
         input_ids=ids,
+        lengths=(24, 24, 24),
         prompt_lengths=torch.tensor([8, 8, 8]),
         completion_ids=ids[:, 8:].contiguous(),
         mask=mask,
+        places=mask.nonzero().T,
         sampler_logp=torch.zeros(3, width),
     )
 

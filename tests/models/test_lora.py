@@ -26,7 +26,7 @@ from rlgen.models.lora import (
     targets,
     without_adapter,
 )
-from rlgen.models.policy import Policy
+from rlgen.models.policy import BasePolicy, Policy
 from rlgen.models.tiny import build_tiny, byte_tokenizer
 from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors, own_tensors
 from rlgen.opening.policy import checkpoint_activations
@@ -175,7 +175,7 @@ def batch() -> Any:
     return collate(Samples.of([make_sample(), make_sample(prompt_ids=(9, 8, 7))]), [0, 1], CPU)
 
 
-def gradients(policy: Policy, reference: Policy | None) -> dict[str, torch.Tensor]:
+def gradients(policy: Policy, reference: BasePolicy | None) -> dict[str, torch.Tensor]:
     """Of a loss, with a forward of the reference between the policy's own and its backward pass."""
     logp = policy(batch(), (1.0,)).logp
     if reference is not None:
@@ -189,7 +189,8 @@ def gradients(policy: Policy, reference: Policy | None) -> dict[str, torch.Tenso
 
 def test_the_reference_is_the_base_and_leaves_the_policys_gradient_alone() -> None:
     model = adapted()
-    policy, reference = (Policy(model, torch.float32, True, adapter=flag) for flag in (True, False))
+    policy = Policy(model, torch.float32, True)
+    reference = BasePolicy(policy)
     alone, beside = gradients(policy, None), gradients(policy, reference)
     assert set(alone) == set(adapter_tensors(model)), "the base has no gradient"
     assert set(beside) == set(alone) and all(torch.equal(alone[name], beside[name]) and alone[name].any() for name in alone)

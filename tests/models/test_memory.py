@@ -11,7 +11,7 @@ from conftest import tiny_model
 from helpers.slow import slow_but
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import FalconConfig, Gemma4TextConfig, MambaConfig, Qwen3Config, Qwen3NextConfig
+from transformers import BltConfig, FalconConfig, Gemma4TextConfig, MambaConfig, Qwen3Config, Qwen3NextConfig
 
 from rlgen.engines.base import model_shape
 from rlgen.errors import SetupError
@@ -61,9 +61,11 @@ def batch_of(rows: int, prompt: int, length: int) -> Batch:
     return Batch(
         rows=tuple(range(rows)),
         input_ids=ids,
+        lengths=(length,) * rows,
         prompt_lengths=torch.full((rows,), prompt),
         completion_ids=ids[:, prompt:],
-        mask=torch.ones(rows, length - prompt, dtype=torch.bool),
+        mask=(mask := torch.ones(rows, length - prompt, dtype=torch.bool)),
+        places=mask.nonzero().T,
         sampler_logp=torch.zeros(rows, length - prompt),
     )
 
@@ -108,6 +110,8 @@ def test_the_cache_of_models_that_name_their_heads_otherwise() -> None:
     gemma = Gemma4TextConfig(num_hidden_layers=2, layer_types=kinds, global_head_dim=64, **sizes)
     assert cache_elements(gemma) == 2 * 2 * 32 + 2 * 2 * 64, "heads differ by layer"
     assert model_shape(falcon)["hidden_size"] == 128
+    with pytest.raises(SetupError, match=r"BltConfig does not say how many layers .* set engine\.kind to transformers"):
+        cache_elements(BltConfig())
     two = Gemma4TextConfig(num_hidden_layers=2, layer_types=kinds, attention_k_eq_v=True, num_global_key_value_heads=1, **sizes)
     assert model_shape(two)["num_key_value_heads"] == [2, 1] and model_shape(two)["num_attention_heads"] == 4
     assert keeps_states(Qwen3NextConfig()) and not keeps_states(Qwen3Config())
@@ -244,7 +248,8 @@ HEAD = {"head's states": 2 * 4 * 20 * 10 + 2 * 30 * 10, "chunk of logits": 3 * 4
 def test_each_phase_by_hand() -> None:
     found = needs(COUNTS, PLAN)
     kept = {"activations": 8000, "bfloat16 weights": 2 * 300}
-    assert list(found) == ["generate", "forward", "backward", "optimizer", "sync"]
+    assert list(found) == ["load", "generate", "forward", "backward", "optimizer", "sync"]
+    assert found["load"] == {"trainer weights": 4000, **LAST}
     assert found["generate"] == {**BASE, **ENGINE, **LAST}
     assert found["forward"] == {**BASE, "gradients": 4000, **ENGINE, **kept, **HEAD, **LAST}
     of_backward = {"bfloat16 weights": 2 * 2 * 300, "gradients of states": 8 * 20 * 10, "head's gradient": 4 * 30 * 10}
@@ -287,6 +292,32 @@ def test_processes_and_adapters() -> None:
     lora = needs(COUNTS, replace(PLAN, adapter_rank=2, reference=True))["optimizer"]
     assert (lora["trainer weights"], lora["Adam moments"], lora["gradients"]) == (4 * 1100, 800, 400)
     assert "reference" not in lora
+
+
+def test_what_is_sharded_is_loaded_by_shards() -> None:
+    plan = replace(PLAN, processes=4, sharded=True, reference=True)
+    assert needs(COUNTS, replace(PLAN, processes=4, reference=True))["load"] == {"trainer weights": 4000, **LAST}
+    gathered = {"gathered tensor": 2 * 2 * 300}
+    assert needs(COUNTS, plan)["load"] == {"trainer weights": 1000, "reference": 1000, **gathered, **LAST}
+    by_two = needs(COUNTS, replace(plan, shard=2))
+    assert by_two["load"] == {"trainer weights": 2000, "reference": 2000, **gathered, **LAST}
+    assert by_two["optimizer"]["Adam moments"] == 4000
+    adapted = needs(COUNTS, replace(plan, adapter_rank=2))
+    assert adapted["load"] == {"trainer weights": 1000 + 400, **gathered, **LAST}, "each process holds the whole adapter"
+    assert (adapted["optimizer"]["Adam moments"], adapted["optimizer"]["gradients"]) == (800, 400)
+
+
+def test_deferred_gradients_are_held_whole() -> None:
+    plan = replace(PLAN, processes=4, sharded=True)
+    found = needs(COUNTS, replace(plan, defer_sync=True))
+    assert {phase: parts.get("whole gradients") for phase, parts in found.items()} == {
+        **dict.fromkeys(["load", "generate", "optimizer", "sync"]),
+        **dict.fromkeys(["forward", "backward"], 4000),
+    }
+    assert not any("whole gradients" in parts for parts in needs(COUNTS, plan).values())
+    large = replace(COUNTS, parameters=GIB)
+    found = hints(large, None, replace(plan, defer_sync=True), frozenset())
+    assert [hint.saves for hint in found if hint.setting == "processes.defer_sync=false"] == [4 * GIB]
 
 
 def test_checkpointing_keeps_less_and_computes_a_layer_again() -> None:

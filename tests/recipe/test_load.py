@@ -14,7 +14,7 @@ from rlgen.algorithms.registry import TRAINERS
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.inert import inert
-from rlgen.recipe.models import TASKS, Recipe, RewardRecipe
+from rlgen.recipe.models import TASKS, Recipe, RewardRecipe, ToolRecipe
 from rlgen.recipe.rules import servers
 from rlgen.recipe.yaml import parse, scalar
 
@@ -243,6 +243,10 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("model.quantization=nf4", "holds weights that cannot be trained, without model.lora"),
         ("model.lora={dropout: 0.1}", "a forward is a function of ids and weights, without dropout"),
         ("engine={kind: server, url: 'http://a:1', lora: adapter}", "engine.lora has no effect without model.lora"),
+        ("processes.shard=2", "processes.shard has no effect with processes.strategy ddp"),
+        ("processes={defer_sync: true, count: 2}", "processes.defer_sync has no effect with processes.strategy ddp"),
+        ("processes={strategy: fsdp, shard: 1}", "processes.shard 1 leaves all weights in each process"),
+        ("processes={strategy: fsdp, shard: 4, count: 6}", "processes.shard 4 does not divide processes.count 6"),
         ("model.lora={r: 8}", "did you mean `rank`?"),
         ("model.lora={rank: 0}", "model.lora.rank"),
         ("trainer={kind: online_dpo, correction: {mode: token_truncate}}", "is not one of sequence_mask, none"),
@@ -314,7 +318,8 @@ def plain_types(annotation: Any) -> list[Any]:
 
 
 TASK_NUMBERS = {f"data.options.{key}": f"data.source=task:{task}" for task, model in TASKS.items() for key in numbers(model)}
-NUMBERS = numbers(Recipe) | TASK_NUMBERS
+TOOL_NUMBERS = {f"tools.0.{key}": "tools=[{use: 'tools.py:f'}]" for key in numbers(ToolRecipe)}
+NUMBERS = numbers(Recipe) | TASK_NUMBERS | TOOL_NUMBERS
 
 
 def test_the_walk_finds_the_numbers() -> None:

@@ -11,13 +11,13 @@ from helpers.samples import make_sample
 from helpers.waiting import HANGS
 
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
-from rlgen.rewards import pool, process
-from rlgen.rewards.load import LoadedReward, RewardSource, load
-from rlgen.rewards.pool import Pool
+from rlgen.rewards.load import LoadedReward, RewardSource
 from rlgen.rewards.resolve import RewardFunction, resolve
 from rlgen.rewards.score import Scorer, open_scorer
-from rlgen.rewards.worker import RewardCall
 from rlgen.types import Group, Prompt, ids_of
+from rlgen.workers import pool, process
+from rlgen.workers.pool import Pool
+from rlgen.workers.worker import WorkerCall
 
 Build = Callable[..., Scorer]
 SOME_FAIL = "def f(completion):\n    if completion[0] == 'x':\n        raise ValueError('no ' + completion)\n    return 1.0\n"
@@ -49,7 +49,7 @@ def totals(groups: list[Group]) -> list[list[float | None]]:
 def loaded(use: object, columns: set[str] = frozenset(), **settings: Any) -> tuple[RewardFunction, LoadedReward]:  # type: ignore[assignment]
     """A reward as the trainer sees it and as a worker does, without a worker."""
     entry = RewardRecipe(use=str(use), **settings)
-    one = load(RewardSource(entry.use, entry.timeout))
+    one = RewardSource(entry.use, entry.timeout).load()
     return resolve(entry, one.facts, columns), one
 
 
@@ -81,7 +81,7 @@ def overdue(patch: pytest.MonkeyPatch, late: Callable[[str], float | None]) -> N
     The timeout of the recipe holds for all calls, and on a busy machine a healthy one may exceed it, too.
     """
 
-    def allowed(_: Pool, call: RewardCall) -> float:
+    def allowed(_: Pool, call: WorkerCall) -> float:
         seconds = late(call.arguments["completion"])
         return HANGS if seconds is None else seconds
 

@@ -22,11 +22,11 @@ from scoring import SOME_FAIL, alive, gone, group, opened, overdue, scorer, tota
 from rlgen.errors import CheckpointError, RewardError
 from rlgen.processes import Processes
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
-from rlgen.rewards import pool
 from rlgen.rewards.score import open_scorer
 from rlgen.rollout.table import RowTable
 from rlgen.run.records import sample_metrics
 from rlgen.types import Samples
+from rlgen.workers import pool
 
 __all__ = ["opened", "scorer"]
 
@@ -239,7 +239,7 @@ def test_memory_is_limited(scorer, proof):
 
 @pytest.mark.fault(32)
 def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, monkeypatch, proof):
-    monkeypatch.setattr("rlgen.rewards.process.CLOSING", HANGS)
+    monkeypatch.setattr("rlgen.workers.process.CLOSING", HANGS)
     source = """
         import os, sys
 
@@ -259,8 +259,8 @@ def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, monkeypat
 
 
 def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlgen.rewards.process.LONGEST_LOG", 1000)
-    monkeypatch.setattr("rlgen.rewards.process.CLOSING", HANGS)
+    monkeypatch.setattr("rlgen.workers.process.LONGEST_LOG", 1000)
+    monkeypatch.setattr("rlgen.workers.process.CLOSING", HANGS)
     log = tmp_path / "rewards.log"
     build = scorer("def f(completion):\n    print(completion * 50)\n    return 1.0\n", output=log)
     build.score([group(*"abcdefghijklmnopqrstuvwxyz")], 1)
@@ -303,7 +303,7 @@ def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, monkeypatch, pro
 
 @pytest.mark.fault(32)
 def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(scorer, tmp_path, monkeypatch, proof):
-    monkeypatch.setattr("rlgen.rewards.process.CLOSING", HANGS)
+    monkeypatch.setattr("rlgen.workers.process.CLOSING", HANGS)
     source = """
         import os, subprocess
 
@@ -343,7 +343,7 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
     code = (
         "from rlgen.recipe.models import RewardRecipe, ScoringRecipe\nfrom rlgen.rewards.score import open_scorer\n"
         f"scorer = open_scorer([RewardRecipe(use='{tmp_path}/rewards.py:f')], set(), 20, ScoringRecipe())\n"
-        "from rlgen.rewards.worker import RewardCall\nlist(scorer.pool.run([RewardCall(0, 0, {'completion': ''}, None)]))\n"
+        "from rlgen.workers.worker import WorkerCall\nlist(scorer.pool.run([WorkerCall(0, 0, {'completion': ''}, None)]))\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + HANGS
@@ -430,7 +430,7 @@ def starting(scorer, tmp_path):
 def test_an_import_that_worked_before_is_tried_again(starting, caplog, proof):
     build = starting("ok kill hang ok kill kill ok", workers=1, import_timeout=10.0)
     assert totals(build.score([group("exit", "b", "exit", "c")], 1)) == [[None, 1.0, None, 1.0]]
-    said = [record.getMessage() for record in caplog.records if record.name == "rlgen.rewards.pool"]
+    said = [record.getMessage() for record in caplog.records if record.name == "rlgen.workers.pool"]
     assert len(said) == 4 and "was killed by SIGKILL" in said[0] and "did not end within 10 s" in said[1]
     proof("two starts failed, then one was ready, twice: killed, and hanging in the import")
 

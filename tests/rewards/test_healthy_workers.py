@@ -13,9 +13,9 @@ import pytest
 from helpers.waiting import HANGS, until
 from scoring import group, opened, overdue, scorer, totals
 
-from rlgen.rewards import pool, process
-from rlgen.rewards.pool import Pool
-from rlgen.rewards.process import RewardWorker
+from rlgen.workers import pool, process
+from rlgen.workers.pool import Pool
+from rlgen.workers.process import Worker
 
 __all__ = ["opened", "scorer"]
 
@@ -73,14 +73,14 @@ def test_the_call_that_was_overdue_has_failed_and_not_the_one_after_it(scorer, m
     overdue(monkeypatch, lambda completion: 1.0 if completion == "late" else None)
     build = scorer(source, {"use": "f", "timeout": 1.0, "on_error": "skip", "max_error_fraction": 1.0}, scoring={"workers": 1})
     build.score([group("a")], 1)
-    look = RewardWorker.place_while_it_hangs
+    look = Worker.place_while_it_hangs
 
     def looks(worker, file):
         (tmp_path / "looked").touch()
         until((tmp_path / "next").exists)
         return look(worker, file)
 
-    monkeypatch.setattr(RewardWorker, "place_while_it_hangs", looks)
+    monkeypatch.setattr(Worker, "place_while_it_hangs", looks)
     (scored,) = build.score([group("late", "next", "c")], 2)
     assert totals([scored]) == [[None, 1.0, 1.0]]
     assert scored.samples[0].reward_errors["f"].startswith("timeout: no answer within 1 s")

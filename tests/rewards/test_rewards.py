@@ -112,9 +112,10 @@ def test_functions_are_called_by_parameter_name(file: str) -> None:
     entries = [{"use": f"{file}:{name}"} for name in ("slow", "spread", "everything")]
     entries += [{"use": f"{file}:limited", "args": {"limit": 0}, "weight": 0.5, "name": "long"}]
     scored = score(entries, group("a", "bb", answer="a"))
-    # everything: prompt, answer, prompt_ids, completion_ids, finish_reason, max_completion_tokens, step
-    assert scored[0] == ({"slow": 1.0, "spread": 3.0, "everything": 7.0, "long": 1.0}, 11.5)
-    assert scored[1] == ({"slow": 0.0, "spread": 4.0, "everything": 7.0, "long": 1.0}, 11.5)
+    # everything: prompt, answer, prompt_ids, completion_ids, finish_reason, max_completion_tokens, step,
+    # prompt_messages
+    assert scored[0] == ({"slow": 1.0, "spread": 3.0, "everything": 8.0, "long": 1.0}, 12.5)
+    assert scored[1] == ({"slow": 0.0, "spread": 4.0, "everything": 8.0, "long": 1.0}, 12.5)
 
 
 def test_none_is_not_zero(file: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from helpers.scripted import dialogue
 
 from rlgen.engines.base import Abilities, Facts, Settings
 from rlgen.engines.plan import EnginePlan
@@ -569,8 +570,8 @@ def test_it_costs_little(tmp_path: Path) -> None:
     assert len(got) == 100 and 4 * wrote < dumped and 4 * read < loaded, (wrote, read, dumped, loaded)
 
 
-def journal_of_a_run(folder: Path, base: str | None = None, **engine: object) -> Journal:
-    """As a trainer opens it, with an engine of these settings and an adapter on the weights of this digest."""
+def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = None, **engine: object) -> Journal:
+    """As a trainer opens it, with an engine of these settings, an adapter on the weights of this digest, and such tools."""
     settings = {"kind": "colocated", **engine}
     rest = {"data": {"source": "task:sort"}, "rewards": [{"use": "exact_match"}]}
     recipe = Recipe.model_validate({"run": {"name": "r"}, "model": {"path": "tiny:qwen3"}, "engine": settings, **rest})
@@ -579,7 +580,8 @@ def journal_of_a_run(folder: Path, base: str | None = None, **engine: object) ->
     facts = replace(FACTS, plan=EnginePlan.of(recipe, "m").digest())
     learner, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
     pair = SimpleNamespace(learner=learner, engine=open_engine, position=Position())
-    journal = open_journal(attempt, pair, SimpleNamespace(rewards=[]))  # type: ignore[arg-type]
+    talk = None if tools is None else dialogue(digest=tools)
+    journal = open_journal(attempt, pair, SimpleNamespace(rewards=[]), talk)  # type: ignore[arg-type]
     journal.starts_from(0, "w0", ())
     return journal
 
@@ -589,7 +591,7 @@ def test_answers_of_another_engine_or_base_are_sampled_anew(tmp_path: Path, caps
     first = {"base": "b0", "extra": {"block_size": 16}, "quantization": "fp8"}
     journal_of_a_run(tmp_path, **first).answered(1, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
     others = [{}, {"base": "b1"}, {"base": None}, {"extra": {"block_size": 32}}, {"extra": {}}, {"quantization": None}]
-    others += [{"model_impl": "transformers"}, {"enforce_eager": False}, {"tensor_parallel_size": 2}]
+    others += [{"model_impl": "transformers"}, {"enforce_eager": False}, {"tensor_parallel_size": 2}, {"tools": "t0"}]
     for other in others:
         again = journal_of_a_run(tmp_path, **{**first, **other})
         capsys.readouterr()

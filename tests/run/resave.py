@@ -7,7 +7,7 @@ import torch
 from conftest import save, tiny_model
 
 from rlgen.models.policy import Policy
-from rlgen.models.sharding import shard
+from rlgen.models.sharding import mesh_of, shard
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run.checkpoint import Checkpoints
@@ -17,7 +17,7 @@ from rlgen.types import Position
 def parts(processes: Processes | None = None):  # type: ignore[no-untyped-def]
     policy = Policy(tiny_model("qwen3"), torch.float32, True)
     if processes is not None:
-        shard(policy, processes)
+        shard(policy, mesh_of(processes, None))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     return policy.model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 

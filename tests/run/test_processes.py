@@ -560,7 +560,7 @@ def test_a_stop_asked_of_one_process_is_a_stop_of_all(
         ours, theirs = weights(tmp_path / "run", step), weights(chain["whole"], step)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), step
     assert ended.stderr.count("stopped on request") == 1 and ("exitcode  : 75" in ended.stderr or to == "torchrun")
-    logs = {f"{name}{rank}.log" for name in ("rlgen", "rewards") for rank in ("", ".rank1")}
+    logs = {f"{name}{rank}.log" for name in ("rlgen", "output", "rewards") for rank in ("", ".rank1")}
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == logs
 
 

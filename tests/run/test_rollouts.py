@@ -141,7 +141,7 @@ def test_every_value_comes_back(tmp_path: Path) -> None:
     assert rows[0]["policy_logp"] is None and rows[3]["policy_logp"] == [
         float(np.float32(-0.1 * n) * np.float32(1.5)) for n in (1, 2, 3)
     ]
-    assert [row["completion"] for row in rows] == [TEXT, "", byte_tokenizer().decode([7, 8, 9, 10, 11]), TEXT]
+    assert [row["completion"] for row in rows] == [TEXT, "", byte_tokenizer().decode([11]), TEXT]  # of the last turn
     assert rows[0]["prompt"] == "prompt 2 ?" and rows[2]["prompt_ids"] == [1, 2, 5]
     assert rows[2]["loss_mask"] == [True, True, False, False, True]
     assert rows[2]["spans"] == [{"start": 0, "stop": 2, "version": 3}, {"start": 4, "stop": 5, "version": 4}]

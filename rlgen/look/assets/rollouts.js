@@ -4,6 +4,15 @@ const PAGE = 50; // rollouts of one page of the list
 const BARS = 24; // of the histogram
 const EMPTY = { step: ["", ""], reward: ["", ""], length: ["", ""], finish: "", text: "", sort: "step", down: false };
 
+/** Shows a message of a conversation before its last turn: what the model said, or what it was answered, which is not learned from. */
+function spoken({ role, content, tool_calls, ...others }) {
+  const sampled = role === "assistant";
+  const parts = [others.reasoning_content, content, ...(tool_calls ?? []).map((call) => JSON.stringify(call.function ?? call))].filter(Boolean);
+  const text = parts.map((part) => (typeof part === "string" ? part : JSON.stringify(part))).join("\n");
+  const title = [role, others.name].filter(Boolean).join(" ") + (sampled ? "" : ", not learned from");
+  return [make("h4", {}, visible(title)), make("pre", { class: sampled ? "completion" : "data" }, visible(text))];
+}
+
 /** The browser of rollouts: filters, a histogram, a list, and one rollout token by token. */
 class Rollouts {
   constructor(facts) {
@@ -50,7 +59,7 @@ class Rollouts {
   text(chunk) {
     return (this.texts[chunk] ??= unpackJson(`texts-${chunk}`).then((texts) => {
       const prompts = texts.prompts.map((one) => [one.text, ...Object.values(one.data)].join("\n").toLowerCase());
-      return (this.texts[chunk].now = { ...texts, lower: texts.completions.map((one) => one.toLowerCase()), prompts, whole: texts.prompts });
+      return (this.texts[chunk].now = { ...texts, lower: texts.completions.map((one, row) => (texts.messages ? JSON.stringify(texts.messages[row]) : one).toLowerCase()), prompts, whole: texts.prompts });
     }));
   }
 
@@ -187,6 +196,7 @@ class Rollouts {
       ...errors,
       make("h4", {}, "Prompt"), make("pre", { class: "prompt" }, visible(text)),
       ...Object.entries(data).flatMap(([name, value]) => [make("h4", {}, visible(name)), make("pre", { class: "data" }, visible(typeof value === "string" ? value : JSON.stringify(value)))]),
+      ...(texts.messages ? texts.messages[row].slice(0, -1).flatMap(spoken) : []),
       make("h4", {}, "Completion"), make("pre", { class: "completion" }, visible(texts.completions[row])),
       make("h4", {}, "Token by token"), tokenView(own, this.facts.tokenizer));
     document.body.dataset.chosen = this.key(place);

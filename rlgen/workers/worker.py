@@ -1,4 +1,5 @@
-"""Runs reward functions in a process of their own, which is killed when a call takes too long, and dies with the trainer.
+"""Runs functions of the user, rewards or tools, in a process of their own, which is killed when a call takes too long, and dies
+with the trainer.
 
 The user's code is imported only here: it may hang, hold the interpreter's lock, allocate memory, print, exit or crash, and the
 trainer loses one call. Messages from the trainer are pickled. Messages to the trainer are one JSON object a line, so that the
@@ -6,9 +7,9 @@ trainer never unpickles anything that the user's code made. This module imports 
 
 {"facts": [...]}                              after the imports, or {"refused": "why"}
 {"began": 3}                                  an async call, or the first of a list of calls, has begun: its timeout starts
-{"done": 3, "values": [1.0], "seconds": 0.1}  or with "cause", "message" and "traceback" instead of values
+{"done": 3, "value": [1.0], "seconds": 0.1}  or with "cause", "message" and "traceback" instead of a value
 
-The trainer sends the reward sources first, and then lists of calls. Lists of async calls may arrive while earlier ones run; lists
+The trainer sends the sources first, and then lists of calls. Lists of async calls may arrive while earlier ones run; lists
 of other calls arrive only when the last list is done. Calls of such a list run one after the other, and the answer to one means
 that the next has begun: so the trainer knows during which call a worker has hung or crashed.
 """
@@ -17,7 +18,6 @@ import ctypes
 import faulthandler
 import io
 import json
-import math
 import os
 import pickle
 import resource
@@ -31,24 +31,25 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlgen.errors import RewardError, redacted
-from rlgen.rewards.failures import Failed, failure_of, shortened, user_line
-from rlgen.rewards.load import LoadedReward, RewardSource, load
+from rlgen.errors import RlgenError, redacted
+from rlgen.workers.failures import Failed, user_line
+from rlgen.workers.source import Loaded, Source
 
 LONGEST_LINE = 1 << 16  # characters without a line end after which they are written all the same
 LENGTH = 8  # bytes of the length that precedes each message to a worker
 BLOCK = 1 << 20  # bytes read at a time
 PR_SET_PDEATHSIG = 1
+UNLIMITED = resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True, slots=True)
-class RewardCall:
-    """One call of a reward, as it is sent to a worker."""
+class WorkerCall:
+    """One call of a function, as it is sent to a worker."""
 
     id: int
-    reward: int  # index into the list of sources
+    source: int  # index into the list of sources
     arguments: dict[str, Any]
-    of_group: int | None  # length of the list that it returns; None: a single value
+    size: int | None  # of a group's reward: the values that it returns; of a tool: the most characters; None: a single value
 
 
 def message(record: object) -> bytes:
@@ -60,39 +61,6 @@ def message(record: object) -> bytes:
 def ids_from(data: bytes) -> list[int]:
     """Returns token ids from int32 bytes; `SentIds` unpickles to this list."""
     return array("i", data).tolist()
-
-
-def values_of(answer: Any, of_group: int | None) -> list[float | None] | Failed:
-    """Checks what a function returned, and returns it as a list: one value, or `of_group` values. Returns Failed if it is
-    malformed.
-    """
-    if of_group is None:
-        values: Any = [answer]
-    elif not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != of_group:
-        return Failed("error", f"returned {shown(answer)}, not a list of {of_group} rewards")
-    else:
-        values = answer
-    numbers = [None if value is None else as_number(value) for value in values]
-    for value, number in zip(values, numbers, strict=True):
-        if number is not None and not math.isfinite(number):
-            return Failed("error", f"returned {shown(value)}; a reward is a finite number, or None: does not apply")
-    return numbers
-
-
-def as_number(value: Any) -> float:
-    """Returns a reward as a float; NaN for a string and for anything that is not a number."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except Exception:  # user-defined types may raise anything
-        return math.nan
-
-
-def shown(value: Any) -> str:
-    """Returns the repr of a value in at most 80 characters; the type's name if its repr fails."""
-    try:
-        return shortened(repr(value), 80)
-    except Exception:
-        return f"a {type(value).__name__}"
 
 
 @dataclass(slots=True)
@@ -133,26 +101,26 @@ class Line:
             os._exit(0)
 
 
-def answer(call: RewardCall, outcome: list[float | None] | Failed, start: float) -> dict[str, Any]:
+def answer(call: WorkerCall, outcome: Any, start: float) -> dict[str, Any]:
     """Returns the record with the result of a call that began at `start` (`time.perf_counter`)."""
     record = {"done": call.id, "seconds": time.perf_counter() - start}
-    return record | (asdict(outcome) if isinstance(outcome, Failed) else {"values": outcome})
+    return record | (asdict(outcome) if isinstance(outcome, Failed) else {"value": outcome})
 
 
-def run_in_order(calls: Sequence[RewardCall], loaded: Sequence[LoadedReward], line: Line) -> None:
+def run_in_order(calls: Sequence[WorkerCall], loaded: Sequence[Loaded], line: Line) -> None:
     """Calls functions that are not async one after the other, and sends each result."""
     line.say(began=calls[0].id)
     for call in calls:
-        one, start = loaded[call.reward], time.perf_counter()
-        outcome: list[float | None] | Failed
+        one, start = loaded[call.source], time.perf_counter()
+        outcome: Any
         try:
-            outcome = values_of(one.function(**call.arguments), call.of_group)
-        except BaseException as error:  # user code may raise anything; an error is not a reward of 0
-            outcome = failure_of(error, one.facts.file)
+            outcome = one.value(one.function(**call.arguments), call.size)
+        except BaseException as error:  # user code may raise anything; an error is no answer
+            outcome = one.failure(error)
         line.say(**answer(call, outcome, start))
 
 
-async def run_async(call: RewardCall, one: LoadedReward, line: Line) -> None:
+async def run_async(call: WorkerCall, one: Loaded, line: Line) -> None:
     """Calls an async function, cancels it at its timeout, and sends the result. If the loop is blocked, the trainer kills the
     process.
     """
@@ -160,21 +128,21 @@ async def run_async(call: RewardCall, one: LoadedReward, line: Line) -> None:
 
     line.say(began=call.id)
     start = time.perf_counter()
-    outcome: list[float | None] | Failed
+    outcome: Any
     clock, where = asyncio.timeout(one.timeout), ""
     try:
         async with clock:
             returned = await one.function(**call.arguments)
-        outcome = values_of(returned, call.of_group)
+        outcome = one.value(returned, call.size)
     except BaseException as error:
         where = user_line(error.__cause__ or error, one.facts.file)
-        outcome = failure_of(error, one.facts.file)
+        outcome = one.failure(error)
     if clock.expired():  # true even if the function caught the cancellation
         outcome = Failed("timeout", f"no answer within {one.timeout:g} s {where}".rstrip())
     line.say(**answer(call, outcome, start))
 
 
-async def run_at_once(calls: Sequence[RewardCall], loaded: Sequence[LoadedReward], line: Line) -> list[RewardCall]:
+async def run_at_once(calls: Sequence[WorkerCall], loaded: Sequence[Loaded], line: Line) -> list[WorkerCall]:
     """Runs async calls concurrently, and also those that the trainer sends meanwhile. The trainer limits how many run at once.
 
     Returns:
@@ -183,11 +151,11 @@ async def run_at_once(calls: Sequence[RewardCall], loaded: Sequence[LoadedReward
     import asyncio
 
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-    rest: list[RewardCall] = []
+    rest: list[WorkerCall] = []
 
-    def start(further: Sequence[RewardCall]) -> None:
+    def start(further: Sequence[WorkerCall]) -> None:
         for call in further:
-            tasks.add(task := loop.create_task(run_async(call, loaded[call.reward], line)))
+            tasks.add(task := loop.create_task(run_async(call, loaded[call.source], line)))
             task.add_done_callback(ended)
 
     def ended(task: "asyncio.Task[None]") -> None:
@@ -202,7 +170,7 @@ async def run_at_once(calls: Sequence[RewardCall], loaded: Sequence[LoadedReward
 
     def take() -> None:
         further = line.receive() or ()
-        if further and loaded[further[0].reward].facts.is_async:
+        if further and loaded[further[0].source].facts.is_async:
             start(further)
         else:  # the last call has been answered, or the socket is closed
             loop.remove_reader(line.socket)
@@ -218,18 +186,18 @@ async def run_at_once(calls: Sequence[RewardCall], loaded: Sequence[LoadedReward
 
 
 def serve(line: Line) -> None:
-    """Imports the rewards, reports their facts, and answers calls until the trainer closes the socket."""
-    sources: list[RewardSource] = line.receive() or []
+    """Imports the functions, reports their facts, and answers calls until the trainer closes the socket."""
+    sources: list[Source] = line.receive() or []
     try:
-        loaded = [load(source) for source in sources]
-    except RewardError as error:
+        loaded = [source.load() for source in sources]
+    except RlgenError as error:
         line.say(refused=str(error))
         return
     line.say(facts=[asdict(one.facts) for one in loaded])
     runner: Any = None
-    calls: list[RewardCall] = []
+    calls: list[WorkerCall] = []
     while calls := calls or line.receive() or []:
-        if not loaded[calls[0].reward].facts.is_async:
+        if not loaded[calls[0].source].facts.is_async:
             run_in_order(calls, loaded, line)
             calls = []
             continue
@@ -268,7 +236,7 @@ class Printed(io.TextIOBase):
 
     def _put(self, text: str) -> None:
         unsaid = "\n".join(map(redacted, text.split("\n"))).encode("utf-8", "backslashreplace")
-        with suppress(OSError):  # a full disk loses the output, not the reward
+        with suppress(OSError):  # a full disk loses the output, not the answer
             while unsaid:
                 unsaid = unsaid[os.write(self._descriptor, unsaid) :]
 
@@ -280,15 +248,16 @@ def main(line: int, stack: int, parent: int, memory: int) -> None:
         line: open file: the socket to the trainer.
         stack: open file, in which the process writes its position when it hangs or crashes.
         parent: process id of the trainer.
-        memory: bytes that this process may use.
+        memory: bytes that this process may use; UNLIMITED: a reward limits them after it has loaded its model.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before prctl took effect
             os._exit(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # RLIMIT_DATA, not RLIMIT_AS: libraries reserve address space that they never use.
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    if memory != UNLIMITED:
+        # RLIMIT_DATA, not RLIMIT_AS: libraries reserve address space that they never use.
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     for descriptor in (line, stack):
         os.set_inheritable(descriptor, False)
     # faulthandler writes without the interpreter's lock, which the call may hold.

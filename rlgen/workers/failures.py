@@ -1,4 +1,4 @@
-"""Describes calls that gave no reward: the cause, in messages that hold no secret."""
+"""Describes calls that gave no answer: the cause, in messages that hold no secret."""
 
 import traceback
 from dataclasses import dataclass
@@ -7,10 +7,9 @@ from typing import Literal
 
 from rlgen.errors import redacted
 
-Cause = Literal["error", "timeout", "died", "memory"]
+Cause = Literal["error", "arguments", "timeout", "died", "memory"]
 LONGEST_MESSAGE, LONGEST_TRACEBACK = 2000, 8000  # characters
-TEXTS = "a completion is a text here, not a list of messages: take `completion`, not completion[0]['content']"
-WORKER = str(Path(__file__).with_name("worker.py"))  # the file that calls rewards: tracebacks leave it out
+WORKER = str(Path(__file__).with_name("worker.py"))  # the file that calls functions: tracebacks leave it out
 
 
 def user_line(error: BaseException, file: str | None) -> str:
@@ -43,7 +42,7 @@ def shortened(text: str, longest: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The reason why a call gave no reward."""
+    """The reason why a call gave no answer."""
 
     cause: Cause
     message: str
@@ -56,5 +55,4 @@ def failure_of(error: BaseException, file: str | None) -> Failed:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != WORKER]
     text = "".join(["Traceback (most recent call last):\n", *traceback.format_list(own), described(error)])
-    hint = f"; {TEXTS}" if isinstance(error, TypeError) and "string ind" in str(error) else ""
-    return Failed(cause, f"{described(error)} {user_line(error, file)}".rstrip() + hint, shortened(text, LONGEST_TRACEBACK))
+    return Failed(cause, f"{described(error)} {user_line(error, file)}".rstrip(), shortened(text, LONGEST_TRACEBACK))

@@ -1,4 +1,5 @@
-"""Copies what rewards print to the log, and removes secrets, including those in the output of programs that rewards start.
+"""Copies what functions of the user print to the log, and removes secrets, including those in the output of programs that they
+start.
 
 It runs in a process of its own: in the trainer it would slow down training, and a worker may hang or be killed. It ends when the
 last process that could still print has ended.

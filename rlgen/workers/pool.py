@@ -1,5 +1,5 @@
-"""Runs reward functions in worker processes: a thread sends calls to the workers, collects the results as they arrive, and kills
-workers that hang.
+"""Runs functions of the user in worker processes: a thread sends calls to the workers, collects the results as they arrive, and
+kills workers that hang.
 
 A worker that is killed or dies loses the call that it was running. The other calls that it was sent and had not answered are sent
 to another worker, and the answers that it had already given stay valid. A thread of the trainer serves the workers, so that calls
@@ -7,6 +7,7 @@ run while the trainer samples. While calls run, nothing in that thread waits wit
 """
 
 import logging
+import os
 import selectors
 import socket
 import subprocess
@@ -20,11 +21,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rlgen.errors import RewardError
-from rlgen.rewards.failures import Failed
-from rlgen.rewards.load import FunctionFacts, RewardSource
-from rlgen.rewards.process import CLOSING, Printer, RewardWorker, WorkerLost, ending, start_worker
-from rlgen.rewards.worker import RewardCall
+from rlgen.recipe.models import ScoringRecipe
+from rlgen.workers.failures import Failed
+from rlgen.workers.process import CLOSING, Printer, Worker, WorkerLost, ending, start_worker
+from rlgen.workers.source import FunctionFacts, Source
+from rlgen.workers.worker import WorkerCall
 
 AHEAD = 128  # most calls that a worker is sent at a time
 AHEAD_SECONDS = 0.05  # most time that calls sent together should take, by earlier calls: they wait behind one that hangs
@@ -36,7 +37,8 @@ ENDING = 0.1  # seconds that a worker which has closed its socket has to end, so
 STARTS = 3  # starts of workers that may fail in a row, after imports have worked once, before the run ends
 ATTEMPTS = 3  # workers that may die before they begin any call; then a call that they were sent fails
 STOPPED = 1.0  # seconds of delay that mean that this process was suspended, and perhaps the workers with it
-CLOSED = "the reward workers are closed"
+MOST_WORKERS = 8  # default limit: each worker holds the user's imports in memory
+CLOSED = "the workers are closed"
 log = logging.getLogger(__name__)
 
 
@@ -45,31 +47,47 @@ class WorkerLimits:
     """Limits on the number of worker processes and on what each may use."""
 
     workers: int
-    memory: int  # bytes of each
+    memory: int | None  # bytes of each; None: it limits itself
     import_timeout: float  # seconds
     concurrency: int  # async calls that run at once
 
 
+def limits_of(scoring: ScoringRecipe) -> WorkerLimits:
+    """Returns the limits that a recipe sets."""
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # trainer processes on this machine: each has its own workers
+    return WorkerLimits(
+        workers=scoring.workers or max(1, min(MOST_WORKERS, cores() // beside)),
+        memory=int(scoring.memory_gib * 2**30),
+        import_timeout=scoring.import_timeout,
+        concurrency=scoring.concurrency,
+    )
+
+
+def cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """The result of one call: its values, or why it failed."""
+    """The result of one call: its value, or why it failed."""
 
     id: int
-    values: tuple[float | None, ...] | Failed  # one value a sample
+    value: Any | Failed  # what JSON gives of it; of a reward a list with one value a sample
     seconds: float
 
 
 class CallStream:
-    """Collects the outcomes of one step's calls, which may be added while earlier ones run."""
+    """Collects the outcomes of calls, which may be added while earlier ones run: those of a step, or of a run."""
 
-    def __init__(self, pool: "Pool") -> None:
+    def __init__(self, pool: "Pool", came: "SimpleQueue[CallOutcome | Exception] | None") -> None:
         self._pool = pool
-        self._came: SimpleQueue[CallOutcome | Exception] = SimpleQueue()
-        self._added = 0
+        self._came: SimpleQueue[CallOutcome | Exception] = SimpleQueue() if came is None else came
+        self.added = 0  # number of calls
 
-    def add(self, calls: Sequence[RewardCall]) -> None:
+    def add(self, calls: Sequence[WorkerCall]) -> None:
         """Queues calls, which run as soon as a worker is free. May be called from any thread; after an error it does nothing."""
-        self._added += len(calls)
+        self.added += len(calls)
         self._pool.add(self, calls)
 
     def put(self, what: CallOutcome | Exception) -> None:
@@ -80,13 +98,26 @@ class CallStream:
         """Waits for the outcome of each call that was added, and yields the outcomes in the order in which they arrive.
 
         Raises:
-            RewardError: workers that were started cannot import the functions.
+            RlgenError: workers that were started cannot import the functions.
         """
-        for _ in range(self._added):
-            outcome = self._came.get()
-            if isinstance(outcome, Exception):
-                raise outcome
-            yield outcome
+        return self.next_outcomes(self.added)
+
+    def next_outcomes(self, count: int) -> Iterator[CallOutcome]:
+        """Yields the next outcomes in the queue, those of other pools that share it among them; raises as `outcomes` does."""
+        for _ in range(count):
+            yield self.take()
+
+    def take(self) -> CallOutcome:
+        """Waits for the next outcome.
+
+        Raises:
+            RlgenError: workers that were started cannot import the functions.
+            RuntimeError: the pool was closed.
+        """
+        outcome = self._came.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def close(self) -> None:
         """Cancels the calls that still run, by killing their workers."""
@@ -94,31 +125,32 @@ class CallStream:
 
 
 class Pool:
-    """Holds the reward workers of one trainer process. Workers are started when they are needed, and serve all steps."""
+    """Holds the workers of one trainer process. Workers are started when they are needed, and serve all steps."""
 
-    def __init__(self, sources: Sequence[RewardSource], limits: WorkerLimits, output: Path | None) -> None:
+    def __init__(self, sources: Sequence[Source], limits: WorkerLimits, output: Path | None) -> None:
         """Stores the settings and starts no process.
 
         Args:
             output: file for what the user's code prints; None: standard error.
         """
         self._sources = list(sources)
+        self._trade = sources[0].trade
         self._limits = limits
         self._printer = Printer(output)
-        self._workers: list[RewardWorker] = []
+        self._workers: list[Worker] = []
         self._facts: list[FunctionFacts] | None = None
-        self._seconds: dict[int, float] = {}  # mean seconds of a call by reward, an exponential moving average
+        self._seconds: dict[int, float] = {}  # mean seconds of a call by function, an exponential moving average
         self._failed, self._failed_at = 0, 0.0  # failed starts in a row, and the time of the last one
         self.killed = self.lost = 0  # number of workers since the pool was made
         self._stream: CallStream | None = None
-        self._plain: deque[RewardCall] = deque()  # queued calls of functions that are not async
-        self._async: deque[RewardCall] = deque()
-        self._alone: deque[RewardCall] = deque()  # async calls, one of which may have killed a worker: each runs alone
+        self._plain: deque[WorkerCall] = deque()  # queued calls of functions that are not async
+        self._async: deque[WorkerCall] = deque()
+        self._alone: deque[WorkerCall] = deque()  # async calls, one of which may have killed a worker: each runs alone
         self._attempts: Counter[int] = Counter()  # workers that died before they began a call, by its id
         self._none_waited = 0.0  # last time that no call was queued, or a worker was started
         self._looked = 0.0  # last time that all workers were checked
         # The thread is never replaced: a worker dies with the thread that started it (PR_SET_PDEATHSIG).
-        self._thread = threading.Thread(target=self._serve, name="rewards", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=self._trade.plural, daemon=True)
         self._changed = threading.Condition()  # guards all fields above between the thread and the callers
         self._closed = False
         self._error: Exception | None = None  # of the first imports
@@ -128,29 +160,37 @@ class Pool:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
 
+    def start(self) -> None:
+        """Starts the first worker, unless it has been started, and does not wait for it."""
+        with self._changed:
+            if not self._thread.ident:
+                self._thread.start()
+
     def facts(self) -> list[FunctionFacts]:
         """Returns what the first worker found out about the functions when it imported them. Starts that worker if needed, and
         waits.
 
         Raises:
-            RewardError: an import fails or does not end.
+            RlgenError: an import fails or does not end.
         """
+        self.start()
         with self._changed:
-            if not self._thread.ident:
-                self._thread.start()
             self._changed.wait_for(lambda: self._facts is not None or self._error is not None)
             if self._facts is None:
                 assert self._error is not None
                 raise self._error
             return self._facts
 
-    def open(self) -> CallStream:
+    def open(self, came: "SimpleQueue[CallOutcome | Exception] | None" = None) -> CallStream:
         """Returns a stream for calls. Only one stream is open at a time; closing it early kills the workers of calls that still
         run.
 
-                Raises:
-                    RewardError: an import fails or does not end.
-                    RuntimeError: the pool is closed, or another stream is open.
+        Args:
+            came: queue for the outcomes, which streams of other pools may share; None: one of its own.
+
+        Raises:
+            RlgenError: an import fails or does not end.
+            RuntimeError: the pool is closed, or another stream is open.
         """
         self.facts()
         with self._changed:
@@ -160,20 +200,20 @@ class Pool:
                 raise RuntimeError("the calls of another step are still open")
             self._failed = 0  # each step may try again to start workers
             self._attempts.clear()
-            self._stream = CallStream(self)
+            self._stream = CallStream(self, came)
             return self._stream
 
-    def run(self, calls: Sequence[RewardCall]) -> Generator[CallOutcome, None, None]:
+    def run(self, calls: Sequence[WorkerCall]) -> Generator[CallOutcome, None, None]:
         """Yields the outcome of each call, in the order in which they arrive. Closing the generator early kills what still runs.
 
         Raises:
-            RewardError: workers that were started cannot import the functions.
+            RlgenError: workers that were started cannot import the functions.
         """
         with closing(self.open()) as stream:
             stream.add(calls)
             yield from stream.outcomes()
 
-    def add(self, stream: CallStream, calls: Sequence[RewardCall]) -> None:
+    def add(self, stream: CallStream, calls: Sequence[WorkerCall]) -> None:
         """Queues calls of `stream` until workers are free. Does nothing if `stream` is not the open one."""
         with self._changed:
             if self._stream is not stream:
@@ -215,12 +255,12 @@ class Pool:
         self._wake.close()
         self._woken.close()
 
-    def _queue_of(self, call: RewardCall) -> deque[RewardCall]:
+    def _queue_of(self, call: WorkerCall) -> deque[WorkerCall]:
         return self._async if self._is_async(call) else self._plain
 
-    def _is_async(self, call: RewardCall) -> bool:
+    def _is_async(self, call: WorkerCall) -> bool:
         assert self._facts is not None  # there are no calls before
-        return self._facts[call.reward].is_async
+        return self._facts[call.source].is_async
 
     def _notify(self) -> None:
         """Wakes the thread, whether it waits for the condition or in the selector."""
@@ -292,7 +332,7 @@ class Pool:
         if self._facts is None or self._stream is not None:
             self._hand_out()
 
-    def _exchange(self, worker: RewardWorker, mask: int) -> None:
+    def _exchange(self, worker: Worker, mask: int) -> None:
         """Reads from a worker or writes to it, as `mask` says. Replaces the worker if its connection is lost."""
         try:
             if mask & selectors.EVENT_READ:
@@ -303,19 +343,19 @@ class Pool:
         except WorkerLost as how:
             self._replace_lost(worker, how)
 
-    def _hear(self, worker: RewardWorker) -> None:
+    def _hear(self, worker: Worker) -> None:
         """Reads and handles the records that a worker has sent.
 
         Raises:
             WorkerLost: the worker closed its socket or sent something that is not a valid record.
-            RewardError: the worker could not import the functions, or imported other code than the first one.
+            RlgenError: the worker could not import the functions, or imported other code than the first one.
         """
         for record in worker.read():
             worker.heard = time.monotonic()
             try:
                 if "refused" in record:
                     self._end(worker)
-                    raise RewardError(str(record["refused"]))
+                    raise self._trade.error(str(record["refused"]))
                 if "facts" in record:
                     self._learn(worker, record["facts"])
                 elif "began" in record:
@@ -326,14 +366,14 @@ class Pool:
                     worker.began.pop(call.id, None)
                     if worker.calls and not self._is_async(call):  # its calls run one after the other
                         worker.began[next(iter(worker.calls))] = worker.heard
-                    seconds = self._seconds.setdefault(call.reward, outcome.seconds)
-                    self._seconds[call.reward] = 0.9 * seconds + 0.1 * outcome.seconds
+                    seconds = self._seconds.setdefault(call.source, outcome.seconds)
+                    self._seconds[call.source] = 0.9 * seconds + 0.1 * outcome.seconds
                     self._put(outcome)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise WorkerLost("spoilt its line to the trainer") from error
 
-    def _learn(self, worker: RewardWorker, found: list[dict[str, Any]]) -> None:
-        """Stores the facts that a worker sent after its imports. Raises RewardError if the code's hashes differ from the first
+    def _learn(self, worker: Worker, found: list[dict[str, Any]]) -> None:
+        """Stores the facts that a worker sent after its imports. Raises RlgenError if the code's hashes differ from the first
         worker's.
         """
         worker.ready, self._failed = True, 0
@@ -345,7 +385,8 @@ class Pool:
             self._facts = facts
             self._changed.notify_all()
         elif [fact.sha256 for fact in facts] != [fact.sha256 for fact in self._facts]:
-            raise RewardError("rewards: the code of a reward has changed since the run began; start the run again")
+            one = self._trade.one
+            raise self._trade.error(f"{self._trade.plural}: the code of a {one} has changed since the run began; start it again")
 
     def _put(self, outcome: CallOutcome) -> None:
         """Stores an outcome in the open stream."""
@@ -376,7 +417,7 @@ class Pool:
             self._none_waited = now
             self._start()
 
-    def _send_async(self, worker: RewardWorker) -> None:
+    def _send_async(self, worker: Worker) -> None:
         """Sends async calls to the first worker. All of them go there, because clients that the user's code opened live in its
         event loop.
         """
@@ -388,37 +429,37 @@ class Pool:
             if room:
                 worker.ask([self._async.popleft() for _ in range(room)], takes_more=True)
 
-    def _next_plain(self) -> list[RewardCall]:
+    def _next_plain(self) -> list[WorkerCall]:
         """Returns the call that has waited longest, and further ones as long as all of them should take at most AHEAD_SECONDS."""
         calls, seconds = [self._plain.popleft()], 0.0
         while self._plain and len(calls) < AHEAD:
-            seconds += self._seconds.get(calls[-1].reward, AHEAD_SECONDS)
-            if seconds + self._seconds.get(self._plain[0].reward, AHEAD_SECONDS) > AHEAD_SECONDS:
+            seconds += self._seconds.get(calls[-1].source, AHEAD_SECONDS)
+            if seconds + self._seconds.get(self._plain[0].source, AHEAD_SECONDS) > AHEAD_SECONDS:
                 break
             calls.append(self._plain.popleft())
         return calls
 
     def _start(self) -> None:
-        """Starts a worker and sends it the reward sources. An OSError counts as a failed start, see `_not_started`."""
+        """Starts a worker and sends it the sources. An OSError counts as a failed start, see `_not_started`."""
         try:
             worker = start_worker(self._limits.memory, self._printer)
         except OSError as error:
             hint = "free memory, lower scoring.workers, or raise the limits of processes and open files (ulimit -u, -n)"
-            self._not_started(time.monotonic(), f"rewards: no process can be started: {error}; {hint}")
+            self._not_started(time.monotonic(), f"{self._trade.plural}: no process can be started: {error}; {hint}")
             return
         self._workers.append(worker)
         with suppress(WorkerLost):  # `_look_at` notices its death
             worker.send(self._sources)
         self._selector.register(worker.line, worker.waits_for, worker)
 
-    def _end(self, worker: RewardWorker) -> int:
+    def _end(self, worker: Worker) -> int:
         """Kills a worker, removes it from the pool, and returns its exit status."""
         self._workers.remove(worker)
         with suppress(KeyError):
             self._selector.unregister(worker.line)
         return worker.kill()
 
-    def _look_at(self, worker: RewardWorker, now: float) -> None:
+    def _look_at(self, worker: Worker, now: float) -> None:
         """Replaces a worker that has died without closing its socket, and kills one whose import or call has timed out."""
         try:
             if worker.ended():
@@ -438,30 +479,30 @@ class Pool:
         where = worker.place_while_it_hangs(self._file(worker))
         self._end(worker)
         if overdue is None:
-            failed = Failed("died", f"the process of the reward did not begin within {PATIENCE:g} s {where}".rstrip())
+            failed = Failed("died", f"the process of the {self._trade.one} did not begin within {PATIENCE:g} s {where}".rstrip())
         else:
-            limit = self._sources[worker.calls[overdue].reward].timeout
+            limit = self._sources[worker.calls[overdue].source].timeout
             failed = Failed("timeout", f"no answer within {limit:g} s {where}".rstrip())
         self._settle(worker, failed)
 
-    def _allowed(self, call: RewardCall) -> float:
+    def _allowed(self, call: WorkerCall) -> float:
         """Returns the seconds after which the worker of a call is killed: the call's timeout, and GRACE more for an async
         call.
         """
-        return self._sources[call.reward].timeout + (GRACE if self._is_async(call) else 0.0)
+        return self._sources[call.source].timeout + (GRACE if self._is_async(call) else 0.0)
 
-    def _end_import(self, worker: RewardWorker) -> None:
-        """Kills a worker whose imports have timed out. Raises RewardError where that ends the run, see `_not_started`."""
+    def _end_import(self, worker: Worker) -> None:
+        """Kills a worker whose imports have timed out. Raises RlgenError where that ends the run, see `_not_started`."""
         self.killed += 1
         where = worker.place_while_it_hangs(self._file(worker))
         self._end(worker)
         uses = ", ".join(source.use for source in self._sources)
         limit = f"{self._limits.import_timeout:g} s {where}"
         remedy = "make it shorter, or raise scoring.import_timeout"
-        self._not_started(worker.started, f"rewards: the import of {uses} did not end within {limit}; {remedy}")
+        self._not_started(worker.started, f"{self._trade.plural}: the import of {uses} did not end within {limit}; {remedy}")
 
-    def _replace_lost(self, worker: RewardWorker, lost: WorkerLost) -> None:
-        """Removes a worker that has died, and fails or requeues its calls. Raises RewardError if too many workers died while
+    def _replace_lost(self, worker: Worker, lost: WorkerLost) -> None:
+        """Removes a worker that has died, and fails or requeues its calls. Raises RlgenError if too many workers died while
         importing.
         """
         deadline = time.monotonic() + ENDING
@@ -473,11 +514,11 @@ class Pool:
         how = f"{ending(status) if ended else lost} {where}".rstrip()
         if not worker.ready:
             uses = ", ".join(source.use for source in self._sources)
-            self._not_started(worker.started, f"rewards: the process that imports {uses} {how}")
+            self._not_started(worker.started, f"{self._trade.plural}: the process that imports {uses} {how}")
         else:
-            self._settle(worker, Failed("died", f"the process of the reward {how}"))
+            self._settle(worker, Failed("died", f"the process of the {self._trade.one} {how}"))
 
-    def _settle(self, worker: RewardWorker, failed: Failed) -> None:
+    def _settle(self, worker: Worker, failed: Failed) -> None:
         """Fails the call that an ended worker was running, and queues its other calls again.
 
         If it was running several async calls, any of them may be the cause: each of them runs again, alone in a worker. A call
@@ -501,18 +542,18 @@ class Pool:
         """Counts a worker that failed before it was ready.
 
         Raises:
-            RewardError: no worker has ever been ready, or STARTS have failed in a row and none is left.
+            RlgenError: no worker has ever been ready, or STARTS have failed in a row and none is left.
         """
         if since > self._failed_at:  # workers started at the same time fail for the same reason: count once
             self._failed, self._failed_at = self._failed + 1, time.monotonic()
         if self._facts is None or (self._failed >= STARTS and not self._workers):
-            raise RewardError(why)
+            raise self._trade.error(why)
         log.warning("%s; it has worked before, and the run goes on", why)
 
-    def _file(self, worker: RewardWorker) -> str | None:
+    def _file(self, worker: Worker) -> str | None:
         """Returns the user's file whose lines are preferred when a worker's stack is read; None: not known."""
         if worker.ready and self._facts is not None:
-            return next((self._facts[worker.calls[call].reward].file for call in worker.began), None)
+            return next((self._facts[worker.calls[call].source].file for call in worker.began), None)
         files = (source.use.rpartition(":")[0] for source in self._sources)
         return next((file for file in files if file.endswith(".py")), None)
 
@@ -520,4 +561,4 @@ class Pool:
 def outcome_of(record: dict[str, Any]) -> CallOutcome:
     """Returns the outcome that a worker's record holds. Raises KeyError, TypeError or ValueError if the record is malformed."""
     failed = Failed(record["cause"], record["message"], record["traceback"]) if "cause" in record else None
-    return CallOutcome(record["done"], failed or tuple(record["values"]), float(record["seconds"]))
+    return CallOutcome(record["done"], failed or record["value"], float(record["seconds"]))

@@ -1,4 +1,4 @@
-"""Starts one reward worker process, exchanges records with it, reads its stack when it hangs, and kills it with all its
+"""Starts one worker process, exchanges records with it, reads its stack when it hangs, and kills it with all its
 children.
 """
 
@@ -21,13 +21,14 @@ from typing import IO, Any
 
 from rlgen.errors import CheckpointError
 from rlgen.files import open_log
-from rlgen.rewards.worker import BLOCK, RewardCall, message
+from rlgen.workers.worker import BLOCK, UNLIMITED, WorkerCall, message
 
 # The worker has the trainer's sys.path, so that imports find the same files; -P keeps the working directory out of it.
 START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlgen.rewards.{} import main; main(*map(int, sys.argv[2:]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlgen.workers.{} import main; main(*map(int, sys.argv[2:]))"
 )
-MARK = "RLGEN_REWARD_WORKER"  # environment variable of a worker and of everything that it starts
+MARK = "RLGEN_WORKER"  # environment variable of a worker and of everything that it starts
+NOT_USERS = re.compile("importlib|/rlgen/(workers|rewards|tools)/")  # files that a stack passes before the user's
 TELLING = 0.2  # seconds that a hanging worker has to write its stack
 STACK_ENDS = (b" in <module>\n", b"  ...\n")  # last line of a whole stack, and of one that is cut off after many frames
 CLOSING = 1.0  # seconds that processes have to end by themselves
@@ -39,7 +40,7 @@ class WorkerLost(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class RewardWorker:
+class Worker:
     """One worker process, as the trainer sees it."""
 
     process: subprocess.Popen[bytes]
@@ -48,14 +49,14 @@ class RewardWorker:
     mark: str
     started: float
     ready: bool = False
-    calls: dict[int, RewardCall] = field(default_factory=dict)  # sent and not answered, in the order of sending
+    calls: dict[int, WorkerCall] = field(default_factory=dict)  # sent and not answered, in the order of sending
     began: dict[int, float] = field(default_factory=dict)  # call id -> time at which it began, of the calls that run
     takes_more: bool = False  # whether further async calls may be sent while these run
     heard: float = 0.0  # time of its last record, or of the first call sent while it was idle
     unsent: bytearray = field(default_factory=bytearray)
     unread: bytes = b""
 
-    def ask(self, calls: Sequence[RewardCall], takes_more: bool) -> None:
+    def ask(self, calls: Sequence[WorkerCall], takes_more: bool) -> None:
         """Sends calls and notes that they are unanswered. Raises WorkerLost if the socket fails."""
         if not self.calls:
             self.heard = time.monotonic()
@@ -121,7 +122,7 @@ class RewardWorker:
         """
         written = self._stack().decode("utf-8", "replace")
         frames = re.findall(r'File "(.+?)", line (\d+) in', written)
-        frames = [frame for frame in frames if "importlib" not in frame[0] and "/rlgen/rewards/" not in frame[0]] or frames
+        frames = [frame for frame in frames if not NOT_USERS.search(frame[0])] or frames
         own = [frame for frame in frames if frame[0] == file] or frames
         return f"({own[0][0]}:{own[0][1]})" if own else ""
 
@@ -166,7 +167,7 @@ class RewardWorker:
 
 class Printer:
     """Runs the process that receives what the workers print, removes secrets from it and writes it to a file
-    (`rlgen.rewards.printed`).
+    (`rlgen.workers.printed`).
     """
 
     def __init__(self, output: Path | None) -> None:
@@ -211,11 +212,11 @@ class Printer:
         self.process = None
 
 
-def start_worker(memory: int, printer: Printer) -> RewardWorker:
+def start_worker(memory: int | None, printer: Printer) -> Worker:
     """Starts a worker process.
 
     Args:
-        memory: bytes that it may use.
+        memory: bytes that it may use; None: as many as there are, until it limits itself.
 
     Raises:
         OSError: no process can be started.
@@ -228,7 +229,7 @@ def start_worker(memory: int, printer: Printer) -> RewardWorker:
         ours, theirs = map(undo.enter_context, socket.socketpair())
         files = (theirs.fileno(), stack.fileno())
         process = subprocess.Popen(
-            python("worker", *files, os.getpid(), memory),
+            python("worker", *files, os.getpid(), UNLIMITED if memory is None else memory),
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
@@ -239,7 +240,7 @@ def start_worker(memory: int, printer: Printer) -> RewardWorker:
         undo.pop_all()
     theirs.close()
     ours.setblocking(False)
-    return RewardWorker(process=process, line=ours, stack=stack, mark=mark, started=time.monotonic())
+    return Worker(process=process, line=ours, stack=stack, mark=mark, started=time.monotonic())
 
 
 def python(module: str, *arguments: int) -> list[str]:
@@ -258,7 +259,7 @@ def temporary() -> IO[bytes]:
             undo.pop_all()
             return file
     except OSError as error:
-        raise CheckpointError(f"rewards: no temporary file can be written: {error}; free space, or set TMPDIR") from error
+        raise CheckpointError(f"no temporary file can be written: {error}; free space, or set TMPDIR") from error
 
 
 def marked(mark: str) -> list[int]:

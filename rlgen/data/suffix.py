@@ -1,0 +1,323 @@
+"""Makes the ids between two turns of the model: the rest of its turn's end, the tools' answers, the header of its next turn.
+
+The chat template renders them, as what it puts behind a turn in a conversation that stands for the real one. So no id that the
+model sampled is ever decoded and tokenised again. This works with templates that leave a turn as it is once messages follow it,
+and `Suffixes.open` refuses others.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.errors import SetupError
+from rlgen.recipe.models import DataRecipe
+from rlgen.types import Ids, ids_of
+
+# Words of the conversation that stands for the real one. They are letters, which no template escapes or trims.
+USER, SAID, THOUGHT, VALUE, HOLE = "rlgenuser", "rlgensaid", "rlgenthought", "rlgenvalue", "rlgenhole"
+ODD = 'a "b" \\ c\n{"d": [1, "é"]}'  # an answer that templates may escape
+EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
+KINDS = ("call", "plain", "thinking", "thinking in the text")
+REMEDY = "data.chat_template takes the file of another template"
+BREAK = "\u200b"  # breaks the text of a special token where no other way is left
+
+
+class Refused(Exception):
+    """Raised when the template raises an error for a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What the template writes behind a turn. Between(pieces=("\\n<|im_start|>tool\\n", ...), end="<|im_end|>", own=True)
+
+    The stop token that the model samples stands in the place of `end`.
+    """
+
+    pieces: tuple[str, ...]  # [answers + 1] around the answers
+    end: str
+    own: bool  # a turn ends with it; False: what follows a turn begins with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Suffixes:
+    """The ids between turns, of one chat template."""
+
+    tokenizer: PreTrainedTokenizerBase
+    core: Tokenizer  # a copy of the tokenizer's own, for other threads
+    plain: Tokenizer  # one that knows no special tokens, for the text of tools
+    data: DataRecipe
+    tools: tuple[dict[str, Any], ...]
+    ends: Mapping[int, str]  # stop ids, with their texts
+    special: Mapping[int, str]  # all ids that a text can stand for, by the names of tokens
+    verbatim: bool = True  # the template shows answers as they are
+    _known: dict[tuple[str, ...], Between] = field(default_factory=dict)
+    _specials: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataRecipe,
+        tools: Sequence[dict[str, Any]],
+        stop_ids: Sequence[int],
+    ) -> "Suffixes":
+        """Probes the chat template with several kinds of turns.
+
+        Raises:
+            SetupError: the template changes a turn once an answer follows it, or does not show what tools answer; or the
+                tokenizer is none of the fast ones.
+        """
+        if not tokenizer.is_fast:
+            raise SetupError(f"tools: {type(tokenizer).__name__} has no fast form, which tools need; take another model")
+        text = json.loads(tokenizer.backend_tokenizer.to_str())
+        text |= {"truncation": None, "padding": None}
+        made = cls(
+            tokenizer=tokenizer,
+            core=Tokenizer.from_str(json.dumps(text)),
+            plain=Tokenizer.from_str(json.dumps({**text, "added_tokens": [], "post_processor": None})),
+            data=data,
+            tools=tuple(tools),
+            ends={one: tokenizer.convert_ids_to_tokens(one) for one in stop_ids},
+            special={one: token.content for one, token in tokenizer.added_tokens_decoder.items()},
+        )
+        made._check()
+        first = made._name(0)
+        shown = made._shown((first,), 0, ODD)
+        return replace(made, verbatim=shown == ODD)
+
+    @property
+    def opens_thinking(self) -> bool:
+        """Returns whether the template begins a turn of the model with <think>."""
+        return self._between((self._name(0),)).pieces[-1].rstrip().endswith("<think>")
+
+    @property
+    def shows_tools(self) -> bool:
+        """Returns whether the template shows the schemas of tools to the model."""
+        user = [{"role": "user", "content": USER}]
+        return self._render(user, True) != self._render(user, True, with_tools=False)
+
+    def ids(self, names: Sequence[str], answers: Sequence[str], stop_id: int) -> Ids:
+        """Returns the ids that follow a turn.
+
+        Args:
+            names: of the tools that answer, in order.
+            answers: what they answer; it is tokenised as plain text, whatever it holds.
+            stop_id: the sampled id that ended the turn.
+        """
+        between = self._between(tuple(names))
+        shown = [answer if self.verbatim else self._shown(tuple(names), place, answer) for place, answer in enumerate(answers)]
+        front = self.ends[stop_id]
+        pieces = [front + ("" if between.own or front == between.end else between.end) + between.pieces[0], *between.pieces[1:]]
+        holes = [f"{HOLE}{place}" for place in range(len(answers))]
+        found = self.encode(woven(pieces, shown))
+        if self.special_of(found) != self._expected(woven(pieces, holes)):  # an answer has the text of a special token in it
+            parts = zip(pieces, [*map(self.as_plain, shown), []], strict=True)
+            found = [one for piece, answer in parts for one in (*self.encode(piece), *answer)]
+        if found[0] != stop_id:  # the tokenizer does not take it for a token where it stands before a text
+            found = [stop_id, *self.encode(woven([pieces[0].removeprefix(front), *pieces[1:]], shown))]
+        return ids_of(found[1:])
+
+    def turn(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[int]:
+        """Returns the ids of a turn that makes calls and says nothing, as the template writes it, without its stop token."""
+        user = {"role": "user", "content": USER}
+        before = self._render([user], True)
+        text = self._render([user, {"role": "assistant", "content": "", "tool_calls": list(calls_of(calls, False))}], False)
+        at = max(text.rfind(end) for end in self.ends.values())
+        return self.encode(text[len(before) : at if at > len(before) else len(text)])
+
+    def cut(self, answer: str, tokens: int, left_out: int = 0) -> str:
+        """Returns an answer of at most about `tokens` tokens. One that is cut says so at its end.
+
+        Args:
+            left_out: characters that are missing from it already.
+        """
+        if not left_out and len(answer.encode()) <= tokens:  # no token is shorter than a byte
+            return answer
+        encoded = self.plain.encode(answer, add_special_tokens=False)
+        if not left_out and len(encoded.ids) <= tokens:
+            return answer
+        mark = "\n[cut: {} more characters]"
+        room = max(1, tokens - len(self.plain.encode(mark.format(len(answer) + left_out), add_special_tokens=False).ids))
+        end = encoded.offsets[min(room, len(encoded.ids)) - 1][1]
+        return answer[:end] + mark.format(len(answer) - end + left_out)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenises what the template has rendered."""
+        return self.core.encode(text, add_special_tokens=False).ids
+
+    def as_plain(self, text: str) -> list[int]:
+        """Tokenises a text without any special token, also where it holds the text of one."""
+        found = self.plain.encode(text, add_special_tokens=False).ids
+        if self.special_of(found):  # the vocabulary itself has it
+            for token in sorted(self.special.values(), key=len, reverse=True):
+                text = text.replace(token, token[:1] + BREAK + token[1:])
+            found = self.plain.encode(text, add_special_tokens=False).ids
+        return found
+
+    def special_of(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns those ids that stand for whole texts: special tokens, and marks such as <tool_call>."""
+        return tuple(one for one in ids if one in self.special)
+
+    def _expected(self, text: str) -> tuple[int, ...]:
+        """Returns the special ids of a suffix whose answers have none."""
+        if text not in self._specials:
+            self._specials[text] = self.special_of(self.encode(text))
+        return self._specials[text]
+
+    def _name(self, place: int) -> str:
+        """Returns the name of a tool."""
+        return str(self.tools[place % len(self.tools)]["function"]["name"])
+
+    def _render(self, messages: list[dict[str, Any]], ongoing: bool, with_tools: bool = True) -> str:
+        """Returns the text of a conversation. Raises Refused if the template raises anything."""
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=list(self.tools) if with_tools else None,
+                    tokenize=False,
+                    add_generation_prompt=ongoing,
+                    **self.data.template_args,
+                )
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise Refused(f"{type(error).__name__}: {error}") from error
+
+    def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str = "call", ongoing: bool = True) -> str:
+        """Returns the text of a question, a turn of a kind, and answers. Some templates take arguments only as text, and some
+        one call of a turn at most, whatever the model does.
+        """
+        tried: Refused | None = None
+        for calls in (names, names[:1]):
+            for as_text in (False, True):
+                talk = [{"role": "user", "content": USER}, turn(calls, kind, as_text), *told(names, answers)]
+                try:
+                    return self._render(talk, ongoing)
+                except Refused as error:
+                    tried = tried or error
+        assert tried is not None
+        raise tried
+
+    def _between(self, names: tuple[str, ...], kind: str = "call") -> Between:
+        """Returns what stands around the answers of these tools. Raises Refused where the template does not show it."""
+        if kind == "call" and names in self._known:
+            return self._known[names]
+        holes = [f"{HOLE}{place}" for place in range(len(names))]
+        text = self._whole(names, holes, kind)
+        places = [text.find(hole) for hole in holes]
+        if min(places) < 0 or places != sorted(places) or any(text.count(hole) != 1 for hole in holes):
+            raise Refused("it does not show what a tool answers")
+        said = end_of_turn(text[: places[0]])
+        stops = [(at, -len(token), token) for token in self.ends.values() if (at := text.find(token, said, places[0])) >= 0]
+        if said < 0 or not stops:
+            raise Refused(f"no stop token ({', '.join(self.ends.values())}) stands between a turn and what a tool answers")
+        at, _, end = min(stops)
+        rest, pieces = text[at + len(end) :], []
+        for hole in holes:
+            piece, _, rest = rest.partition(hole)
+            pieces.append(piece)
+        alone = self._whole(names, [], kind, ongoing=False)
+        found = Between((*pieces, rest), end, own=alone.find(end, max(0, end_of_turn(alone))) >= 0)
+        if kind == "call":
+            self._known[names] = found
+        return found
+
+    def _shown(self, names: tuple[str, ...], place: int, answer: str) -> str:
+        """Returns an answer as the template shows it, escaped or trimmed; the answer itself if that cannot be told."""
+        holes = [f"{HOLE}{number}" for number in range(len(names))]
+        before, _, after = self._whole(names, holes).partition(holes[place])
+        text = self._whole(names, [*holes[:place], answer, *holes[place + 1 :]])
+        whole = text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after)
+        return text[len(before) : len(text) - len(after)] if whole else answer
+
+    def _check(self) -> None:
+        """Raises SetupError if what the template writes of a conversation changes as it goes on."""
+        names = (self._name(0),)
+        where = f"tools: the chat template of {self.data.chat_template or self.tokenizer.name_or_path}"
+        try:
+            usual = self._between(names)
+        except Refused as error:
+            raise SetupError(f"{where} cannot be used with tools: {error}; {REMEDY}") from error
+        for kind in KINDS:
+            try:
+                found = self._between(names, kind)
+                whole = self._whole(names, [f"{HOLE}0"], kind)
+                longer = self._render(
+                    [{"role": "user", "content": USER}, *self._round(names, kind, 0), *self._round(names, kind, 1)], True
+                )
+                alone = self._whole(names, [], kind, ongoing=False)
+            except Refused:
+                continue  # it takes no such turn
+            if found != usual and kind != "plain":  # what has no call is not answered
+                raise SetupError(f"{where} continues a turn ({kind}) otherwise than others; {REMEDY}")
+            for later, when in ((whole, "once a tool has answered"), (longer, "once the model has gone on")):
+                self._same_start(where, alone, later, kind, when)
+            if kind.endswith("text") and SAID in whole and THOUGHT not in whole:
+                raise SetupError(f"{where} leaves out what the model thought, but the sampled ids have it; {REMEDY}")
+
+    def _round(self, names: tuple[str, ...], kind: str, number: int) -> list[dict[str, Any]]:
+        """Returns a turn and an answer."""
+        for as_text in (False, True):
+            try:
+                self._render([{"role": "user", "content": USER}, turn(names, kind, as_text)], False)
+            except Refused:
+                continue
+            break
+        return [turn(names, kind, as_text), *told(names, [f"{HOLE}{number}"])]
+
+    def _same_start(self, where: str, alone: str, later: str, kind: str, when: str) -> None:
+        """Raises SetupError if `later` does not begin with the turn of `alone`. An empty block of thinking may come and go."""
+        turn_of = alone[: end_of_turn(alone)]
+        one, other = EMPTY_THINKING.sub("", turn_of), EMPTY_THINKING.sub("", later)
+        if not other.startswith(one):
+            at = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
+            raise SetupError(
+                f"{where} changes what came before ({kind}) {when}: {one[max(0, at - 20) : at + 40]!r} becomes"
+                f" {other[max(0, at - 20) : at + 40]!r}, and the model would be trained on another text; {REMEDY}"
+            )
+
+
+def woven(pieces: Sequence[str], answers: Sequence[str]) -> str:
+    """Returns the text of pieces with answers between them."""
+    return "".join(part for pair in zip(pieces, [*answers, ""], strict=True) for part in pair)
+
+
+def turn(names: Sequence[str], kind: str, as_text: bool) -> dict[str, Any]:
+    """Returns a turn of the model. `as_text`: arguments are JSON, and not an object."""
+    given = {"value": VALUE}
+    message: dict[str, Any] = {"role": "assistant", "content": SAID}
+    if kind == "thinking":
+        message["reasoning_content"] = THOUGHT
+    if kind == "thinking in the text":
+        message["content"] = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
+    if kind != "plain":
+        message["tool_calls"] = list(calls_of([(name, given) for name in names], as_text))
+    return message
+
+
+def calls_of(calls: Sequence[tuple[str, Mapping[str, Any]]], as_text: bool) -> Iterator[dict[str, Any]]:
+    """Yields calls as messages have them. `as_text`: arguments are JSON, and not an object."""
+    for place, (name, given) in enumerate(calls):
+        arguments: Any = json.dumps(given) if as_text else dict(given)
+        yield {"type": "function", "id": identifier(place), "function": {"name": name, "arguments": arguments}}
+
+
+def told(names: Sequence[str], answers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the messages of tools."""
+    for place, answer in enumerate(answers):
+        yield {"role": "tool", "name": names[place], "tool_call_id": identifier(place), "content": answer}
+
+
+def identifier(place: int) -> str:
+    """Returns the id of a call within a turn: nine characters, as Mistral's templates demand."""
+    return f"call{place:05d}"
+
+
+def end_of_turn(text: str) -> int:
+    """Returns where the last word of a turn ends in the text of a conversation; -1: the text has none of its words."""
+    return max(at + len(word) if (at := text.rfind(word)) >= 0 else -1 for word in (SAID, VALUE, THOUGHT))

@@ -1,0 +1,82 @@
+"""Requests that come while an engine samples others: the next turns of conversations."""
+
+import threading
+from collections.abc import Callable
+
+from rlgen.types import Request
+
+
+class Further:
+    """Further requests for one call of `Engine.generate`. They are numbered on, in the order in which they are put.
+
+    A caller that is told of a finished completion says `expect` before it returns, if a request may follow; later, from any
+    thread, it says either `put` or `drop`. The engine takes what is there, and is done when it has answered everything and
+    nothing is expected any more.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards what follows
+        self._there: list[Request] = []
+        self._expected = 0
+        self._failure: BaseException | None = None
+        self._wake: Callable[[], object] | None = None
+
+    def expect(self) -> None:
+        """Announces that a `put` or a `drop` will follow."""
+        with self._changed:
+            self._expected += 1
+
+    def put(self, request: Request) -> None:
+        """Hands in an expected request."""
+        self._change([request])
+
+    def drop(self) -> None:
+        """Says that an expected request will not come."""
+        self._change([])
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the engine give up: `take` raises the error. Only the first one counts."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._notify()
+
+    def _change(self, requests: list[Request]) -> None:
+        with self._changed:
+            self._expected -= 1
+            self._there += requests
+            self._notify()
+
+    def _notify(self) -> None:
+        """Wakes whoever waits. The lock is held."""
+        self._changed.notify_all()
+        if self._wake is not None:
+            self._wake()
+
+    @property
+    def expected(self) -> bool:
+        """Returns whether requests may still come that nobody has taken."""
+        with self._changed:
+            return bool(self._expected or self._there or self._failure)
+
+    def take(self) -> list[Request]:
+        """Returns the requests that have come since the last call, without waiting. Raises the error of `fail`."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            there, self._there = self._there, []
+            return there
+
+    def wait(self, whole: bool = False) -> list[Request]:
+        """Waits until a request is there or none is expected any more, and returns what has come, as `take` does.
+
+        Args:
+            whole: wait until none is expected any more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or not self._expected or (self._there and not whole))
+        return self.take()
+
+    def call(self, wake: Callable[[], object] | None) -> None:
+        """Sets what is called after each change, from any thread, and must neither wait nor call back; None: nothing."""
+        with self._changed:
+            self._wake = wake

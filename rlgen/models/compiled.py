@@ -1,0 +1,72 @@
+"""Compiles the layers of a model by `torch.compile`, each in its place, so that no weight has another name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlgen.errors import SetupError
+from rlgen.models.decoder import decoder_of
+from rlgen.models.half import HalfForward, units
+from rlgen.out_of_memory import is_out_of_memory, one_line
+
+# Largest distance of hidden states, compiled and not, relative to their size.
+BOUND, BOUND_HALF = 1e-4, 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledForward:
+    """Stands in for the `forward` of a layer that computes in the dtype of its weights."""
+
+    module: nn.Module
+    run: Callable[..., Any]  # the compiled `forward` of the layer's class
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own `forward`, whose arguments are its own."""
+        return self.run(self.module, *args, **kwargs)
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Makes the layers of `model` run compiled, and compares hidden states of two batches before and after.
+
+    Layers of one class share the compiled code. Numbers of rows and tokens are variables in it, so that batches of other sizes
+    compile nothing, but for a batch of one row, whose size torch takes for a constant.
+
+    Raises:
+        SetupError: the model cannot be compiled here, or compiled layers compute something else.
+    """
+    layers = [layer for _, layer, whole in units(model) if whole]
+    with torch.no_grad():
+        before = hidden_states(model)
+    runs = {kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        run, half = runs[type(layer)], vars(layer).get("forward")
+        layer.forward = replace(half, run=run) if isinstance(half, HalfForward) else CompiledForward(layer, run)
+    name = type(model).__name__
+    try:
+        with torch.enable_grad():  # as in training: what fails in the backward pass fails here
+            computed = hidden_states(model)
+            torch.stack([states.float().sum() for states in computed]).sum().backward()
+        after = [states.detach() for states in computed]
+        model.zero_grad()
+    except Exception as error:  # the compiler runs many programs, and each fails in its own way
+        if is_out_of_memory(error):
+            raise
+        raise SetupError(f"model.compile: {name} cannot be compiled here ({one_line(error)}); remove it") from error
+    for one, other in zip(before, after, strict=True):
+        gap = ((other.float() - one.float()).norm() / one.float().norm()).item()
+        if not gap <= (BOUND if one.dtype == torch.float32 else BOUND_HALF):
+            raise SetupError(
+                f"model.compile: {name} computes something else when it is compiled: hidden states differ by {gap:.2g} of their"
+                " size; remove it"
+            )
+
+
+def hidden_states(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Returns the last hidden states of two batches of different sizes."""
+    sizes = ((2, 9), (3, 14))
+    ids = [(torch.arange(rows * length, device=model.device) % 11 + 3).view(rows, length) for rows, length in sizes]
+    return [decoder_of(model)(input_ids=some, use_cache=False).last_hidden_state for some in ids]

@@ -1,0 +1,51 @@
+"""Parts of sharded tensors (DTensor): what this process holds of them, and how it is cut out of a whole tensor or a file."""
+
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Stored: TypeAlias = Any  # a Tensor, or a tensor in a safetensors file that has not been read (`get_slice`, which has no type)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Returns a sharded tensor gathered from all processes, all of which must call this; returns any other tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor) -> Tensor:
+    """Returns this process's part of a tensor, sharing its memory: its shard, or the whole tensor if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(full: Tensor, tensor: Tensor) -> Tensor:
+    """Returns the part of `full` that this process would hold if it were sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return full
+    mesh, placements = tensor.device_mesh, tensor.placements
+    # Every process has `full`, so nothing is sent.
+    return distribute_tensor(full.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+
+
+def part_of_stored(stored: Stored, tensor: Tensor) -> Tensor:
+    """Returns the part of a stored tensor that this process would hold if it were sharded as `tensor` is. Reads only that."""
+    if not isinstance(tensor, DTensor):
+        return stored[...]
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if not all(shape):
+        return tensor.to_local().new_empty(shape)
+    return stored[tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))]
+
+
+def shape_of(stored: Stored) -> tuple[int, ...]:
+    """Returns the shape of a stored tensor, without reading it."""
+    return tuple(stored.shape if isinstance(stored, Tensor) else stored.get_shape())
+
+
+def first_copy(tensor: Tensor) -> bool:
+    """Returns whether no process of lower rank holds the same part of a sharded tensor. True for a tensor that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return True
+    places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
+    return all(coordinate == 0 for placement, coordinate in places if placement.is_replicate())

@@ -1,0 +1,171 @@
+"""Holds the `args` of the rewards that ask a model: `reward_model`, in a worker, and `judge`, at the end of a line."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+
+from rlgen.recipe.fields import Count, Dtype, Number, Strict, Text
+from rlgen.recipe.models import RewardRecipe
+from rlgen.redact import SECRET_VARIABLE
+
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")  # of a template; other braces, such as those of JSON, stay as they are
+LongText = Annotated[StrictStr, Field(min_length=1, max_length=100_000)]
+
+RATING = """\
+Rate the answer to the task from 0 (useless) to 10 (perfect). Explain in a few sentences, then write one line "Score: N".
+
+Task:
+{prompt}
+
+Answer:
+{completion}
+"""
+COMPARISON = """\
+Two answers to the same task follow. Say in a few sentences which one is better, then write [[A]], [[B]], or [[C]] for a tie.
+
+Task:
+{prompt}
+
+Answer A:
+{first}
+
+Answer B:
+{second}
+"""
+SCORE = r"Score:\s*(-?\d+(?:\.\d+)?)"
+VERDICT = r"\[\[([ABC])\]\]"
+
+
+def is_pattern(text: str) -> str:
+    """Returns the text. Raises ValueError unless it is a regular expression with one group."""
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise ValueError(f"must be a regular expression of Python ({error})") from None
+    if groups != 1:
+        raise ValueError(f"must have one group, which is the score; this one has {groups}")
+    return text
+
+
+def is_address(text: str) -> str:
+    """Returns the text. Raises ValueError unless it is an http or https address without user, password, query or fragment."""
+    if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", text):
+        raise ValueError("must be the address of an API such as http://127.0.0.1:8000/v1, without a user, password or query")
+    return text
+
+
+def is_secret_variable(text: str) -> str:
+    """Returns the text. Raises ValueError unless every output of rlgen leaves out the value of a variable of this name."""
+    if not SECRET_VARIABLE.fullmatch(text):
+        raise ValueError("must be a name by which rlgen knows a secret, which it never prints, such as JUDGE_API_KEY")
+    return text
+
+
+class Asked(Strict):
+    pairwise: StrictBool = False
+    """Compare the completions of a prompt with each other; the reward is then a win rate from 0 to 1."""
+
+
+class RewardModelArgs(Asked):
+    path: Text
+    """Folder or hub id of a sequence-classification model with one label."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub id."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of the weights. A linear head is computed in float32 whatever the dtype."""
+    device: Annotated[StrictStr, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] | None = None
+    """cpu or cuda:N. None: the GPU of the process of training that it serves, which they share; the CPU if there is none."""
+    chat: StrictBool | None = None
+    """Give it messages by its own chat template. None: where the prompt is a chat. false: the text that the policy sees."""
+    max_tokens: Count | None = None
+    """Longest row, prompt and completion together. None: the positions of the model."""
+    overlong: Literal["error", "truncate"] = "error"
+    """What happens to a longer one: the call fails, or the row loses its start, is counted and said in logs/rewards.log."""
+    batch_tokens: Count = 16384
+    """Most tokens that go through the model together, padding included; a longer row goes alone."""
+    load_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 600.0
+    """Seconds that loading it may take, the download included."""
+
+
+class JudgeArgs(Asked):
+    url: Annotated[Text, AfterValidator(is_address)]
+    """Address of an OpenAI-compatible API, without /chat/completions."""
+    model: Text
+    """Name of the model there."""
+    key_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(is_secret_variable)] | None = None
+    """Environment variable that holds the key. None: no key is sent."""
+    prompt: LongText | None = None
+    """The question, with {prompt}, {completion} and columns of the data in braces; if pairwise, {first} and {second} instead of
+    {completion}. None: a short one, which asks for 0 to 10 or for the better answer."""
+    prompt_file: Text | None = None
+    """File with the question, instead of `prompt`."""
+    system: LongText | None = None
+    """System message before the question."""
+    pattern: Annotated[LongText, AfterValidator(is_pattern)] | None = None
+    """Regular expression whose group is the score; its last match counts. None: that of the question that is asked by default."""
+    field: Text | None = None
+    """Key of the score in the last JSON object of the answer, instead of `pattern`."""
+    low: Number = 0.0
+    """Least score; a lower one is a failure. A pairwise judge says A, B, or C (or tie) instead of a number."""
+    high: Number = 10.0
+    """Highest score; a higher one is a failure."""
+    max_tokens: Count = 1024
+    """Longest answer."""
+    extra: dict[StrictStr, Any] | None = None
+    """Further keys of each request, such as reasoning_effort; null removes one that is sent by default, such as temperature."""
+    concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 32
+    """Most requests at once, of each process of training."""
+    request_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] | None = None
+    """Seconds that one request may take; then it is sent again. None: as long as the entry's `timeout`, which covers all."""
+    retries: Annotated[StrictInt, Field(ge=0, le=100)] = 5
+    """How often a request is sent again after 408, 409, 429, 5xx, a lost connection or its timeout, with growing pauses."""
+    budget_requests: Count | None = None
+    """Most requests of the run, its attempts together. Each further one fails. Processes of training have equal shares."""
+    budget_tokens: Count | None = None
+    """Most tokens of the run, by the `usage` of its answers."""
+
+    @model_validator(mode="after")
+    def check(self) -> "JudgeArgs":
+        """Raises ValueError for settings that contradict each other."""
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ValueError("`prompt` and `prompt_file` both say the question; remove one of them")
+        if self.pattern is not None and self.field is not None:
+            raise ValueError("`pattern` and `field` both say where the score is; remove one of them")
+        if self.field is not None and self.prompt is None and self.prompt_file is None:
+            raise ValueError("`field` needs `prompt` or `prompt_file`: the question that is asked by default gets no JSON")
+        if self.low >= self.high:
+            raise ValueError(f"`low` {self.low:g} is not below `high` {self.high:g}")
+        if self.prompt is not None:
+            self.check_question(self.prompt)
+        if (self.prompt or self.prompt_file) and self.pattern is None and self.field is None:
+            raise ValueError("a question of your own needs `pattern` or `field`, which say where the score is in the answer")
+        return self
+
+    def check_question(self, question: str) -> None:
+        """Raises ValueError if the question does not show what is judged."""
+        names, wanted = set(PLACEHOLDER.findall(question)), ("first", "second") if self.pairwise else ("completion",)
+        if missing := [name for name in wanted if name not in names]:
+            raise ValueError(f"the question has no {{{missing[0]}}}, so that the judge does not see what it judges")
+        other = {"completion"} if self.pairwise else {"first", "second"}
+        if wrong := sorted(names & other):
+            how = "pairwise is true: write {first} and {second}" if self.pairwise else "pairwise is false: write {completion}"
+            raise ValueError(f"the question has {{{wrong[0]}}}, but {how}")
+
+
+# `use` -> the model of its `args`.
+MODEL_REWARDS: Mapping[str, type[RewardModelArgs] | type[JudgeArgs]] = {"reward_model": RewardModelArgs, "judge": JudgeArgs}
+# Argument of such a reward -> whether it names a local file or folder always, or only where there is one of that name.
+LOCAL_ARGS = {"path": False, "prompt_file": True}
+
+
+def settings_of(reward: RewardRecipe) -> RewardModelArgs | JudgeArgs | None:
+    """Returns the checked `args` of a reward that asks a model; None for any other reward."""
+    made = MODEL_REWARDS.get(reward.use)
+    return None if made is None else made.model_validate(reward.args)
+
+
+def pairwise_places(rewards: Sequence[RewardRecipe]) -> list[int]:
+    """Returns the indices of the rewards that compare completions of a group."""
+    return [index for index, reward in enumerate(rewards) if (found := settings_of(reward)) is not None and found.pairwise]

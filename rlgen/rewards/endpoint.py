@@ -1,0 +1,182 @@
+"""Asks an OpenAI-compatible endpoint: within a time, with retries, within a budget, and each question only once."""
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rlgen.errors import RewardError
+from rlgen.recipe.judges import JudgeArgs
+from rlgen.rewards.answers import Answers
+from rlgen.workers.failures import shortened
+
+PASSING = (408, 409, 425, 429)  # status codes of failures that pass, besides 5xx
+FIRST_PAUSE, LONGEST_PAUSE = (
+    0.5,
+    30.0,
+)  # seconds before a request is sent again; each wait is twice the one before, up to the longest
+RESERVE = 0.9  # share of the call's timeout within which the judge answers or fails by itself, with the reason
+SHOWN = 300  # characters of an answer in a message
+
+
+class NoAnswer(Exception):
+    """Raised when the judge does not answer."""
+
+
+class Passing(Exception):
+    """Raised by a failure after which the request is sent again; `wait`: seconds that the server asks for."""
+
+    def __init__(self, why: str, wait: float = 0.0) -> None:
+        super().__init__(why)
+        self.wait = wait
+
+
+@dataclass(slots=True)
+class Shared:
+    """A request that is under way, and how many wait for it."""
+
+    task: "asyncio.Future[str]"
+    waiting: int = 0
+
+
+class Endpoint:
+    """The client of one judge in one worker."""
+
+    def __init__(self, settings: JudgeArgs, timeout: float, answers: Answers, rank: int, world: int) -> None:
+        """Stores the settings and connects to nothing.
+
+        Args:
+            timeout: seconds that a call of the reward may take, all of its requests together.
+            rank, world: of the process of training that this worker serves, and how many there are: the budget is divided.
+
+        Raises:
+            RewardError: the variable that should hold the key is not set.
+        """
+        self._settings = settings
+        self._timeout = timeout
+        self._answers = answers
+        self._url = f"{settings.url.rstrip('/')}/chat/completions"
+        self._headers: dict[str, str] = {}
+        if settings.key_env is not None:
+            if not (key := os.environ.get(settings.key_env)):
+                raise RewardError(f"rewards: judge: the environment variable {settings.key_env} is not set; it holds the key")
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._requests, self._tokens = (
+            None if budget is None else budget // world + (rank < budget % world)
+            for budget in (settings.budget_requests, settings.budget_tokens)
+        )
+        self._at_once = asyncio.Semaphore(settings.concurrency)
+        self._under_way: dict[str, Shared] = {}  # by the hash of the request
+
+    async def ask(self, question: str) -> str:
+        """Returns the answer to a question: the one that was given before, or a new one.
+
+        Raises:
+            NoAnswer: the server refuses, fails after every retry or in time, or the budget is spent.
+        """
+        settings = self._settings
+        system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+        body = {
+            "model": settings.model,
+            "messages": [*system, {"role": "user", "content": question}],
+            "max_tokens": settings.max_tokens,
+            "temperature": 0.0,
+            **(settings.extra or {}),
+        }
+        body = {name: value for name, value in body.items() if value is not None}
+        request = hashlib.sha256(json.dumps([settings.url, body], sort_keys=True).encode()).hexdigest()
+        if (known := self._answers.get(request)) is not None:
+            return known
+        # Another completion of the same text may be waiting for the same answer.
+        shared = self._under_way.get(request)
+        if shared is None:
+            shared = self._under_way[request] = Shared(asyncio.ensure_future(self._fetch(request, body)))
+        shared.waiting += 1
+        try:
+            return await asyncio.shield(shared.task)
+        finally:
+            shared.waiting -= 1
+            if not shared.waiting:
+                shared.task.cancel()  # without an effect once it is done
+                del self._under_way[request]
+
+    async def _fetch(self, request: str, body: dict[str, Any]) -> str:
+        """Sends a request until it is answered. Raises NoAnswer."""
+        deadline, pause = time.monotonic() + RESERVE * self._timeout, FIRST_PAUSE
+        attempts = self._settings.retries + 1
+        for attempt in range(1, attempts + 1):
+            failed: Passing
+            async with self._at_once:
+                self._check_budget()
+                self._answers.requests += 1
+                left = deadline - time.monotonic()
+                try:
+                    async with asyncio.timeout(min(left, self._settings.request_timeout or left)):
+                        answer, tokens = await self._post(body)
+                    self._answers.keep(request, answer, tokens)
+                    return answer
+                except TimeoutError:
+                    failed = Passing("no answer in time")
+                except Passing as error:
+                    failed = error
+                except NoAnswer as error:
+                    self._answers.lose(str(error))
+                    raise
+            self._answers.lose(str(failed))
+            wait = max(failed.wait, pause * random.uniform(0.5, 1.0))  # not all at once; no result depends on it
+            pause = min(2 * pause, LONGEST_PAUSE)
+            if attempt == attempts or time.monotonic() + wait >= deadline:
+                break
+            await asyncio.sleep(wait)
+        times = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+        raise NoAnswer(f"the judge did not answer in {times}; the last: {failed}")
+
+    async def _post(self, body: dict[str, Any]) -> tuple[str, int]:
+        """Sends a request once. Returns the answer's text, and the tokens that it cost; 0 if the server does not say.
+
+        Raises:
+            Passing: another attempt may succeed.
+            NoAnswer: no attempt can, or what arrived is no answer.
+        """
+        from aiohttp import ClientError, ClientSession, ClientTimeout
+
+        try:
+            # A session for each request: a connection that is kept may be closed by the server between two steps. Redirects are
+            # not followed, so that the key goes nowhere else.
+            async with (
+                ClientSession(headers=self._headers, timeout=ClientTimeout(total=None)) as session,
+                session.post(self._url, json=body, allow_redirects=False) as response,
+            ):
+                text = await response.text(errors="replace")
+                status, asked = response.status, response.headers.get("Retry-After", "")
+        except (ClientError, OSError) as error:
+            raise Passing(f"{type(error).__name__}: {error}") from error
+        said = shortened(" ".join(text.split()), SHOWN)
+        if status in PASSING or status >= 500:
+            raise Passing(f"HTTP {status}: {said}", float(asked) if asked.isdecimal() else 0.0)
+        if status != 200:
+            raise NoAnswer(f"the judge refused with HTTP {status}: {said}")
+        try:
+            reply = json.loads(text)
+            answer, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
+            tokens = int(usage.get("total_tokens") or 0)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise NoAnswer(f"the judge sent no answer of a chat ({type(error).__name__}: {error}): {said}") from error
+        if not isinstance(answer, str):
+            raise NoAnswer(f"the judge sent an answer without a text: {said}")
+        return answer, tokens
+
+    def _check_budget(self) -> None:
+        """Raises NoAnswer if the requests or the tokens of the run are spent."""
+        for name, spent, budget in (
+            ("budget_requests", self._answers.requests, self._requests),
+            ("budget_tokens", self._answers.tokens, self._tokens),
+        ):
+            if budget is not None and spent >= budget:
+                whole = self._settings.budget_requests if name == "budget_requests" else self._settings.budget_tokens
+                share = "" if whole == budget else f", of which this process has {budget}"
+                raise NoAnswer(f"{name} {whole} is spent{share}; raise it, or let on_error leave the samples out")

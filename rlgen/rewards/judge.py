@@ -1,0 +1,167 @@
+"""Scores completions by a language model behind an OpenAI-compatible API: one by one, or each against each. Runs in a worker."""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from rlgen.errors import RewardError
+from rlgen.recipe.judges import COMPARISON, PLACEHOLDER, RATING, SCORE, VERDICT, JudgeArgs
+from rlgen.rewards.answers import Answers
+from rlgen.rewards.endpoint import Endpoint
+from rlgen.rewards.winrates import win_rates
+from rlgen.workers.failures import shortened
+
+SHOWN = 500  # characters of an answer in a message
+VERDICTS = {"A": 1.0, "B": 0.0, "C": 0.5, "TIE": 0.5}  # what is the first answer's share of the win
+
+
+class Unreadable(Exception):
+    """Raised when the judge's answer holds no score."""
+
+
+def question_of(settings: JudgeArgs) -> str:
+    """Returns the question of a judge, with its placeholders.
+
+    Raises:
+        RewardError: its file cannot be read, or does not show what is judged.
+    """
+    if settings.prompt is not None:
+        return settings.prompt
+    if settings.prompt_file is None:
+        return COMPARISON if settings.pairwise else RATING
+    try:
+        text = Path(settings.prompt_file).read_text(encoding="utf-8")
+        settings.check_question(text)
+    except (OSError, ValueError) as error:
+        raise RewardError(f"rewards: judge: {settings.prompt_file} cannot be the question: {error}") from error
+    return text
+
+
+def parameters_of(settings: JudgeArgs) -> tuple[tuple[str, str, bool], ...]:
+    """Returns what the reward is called with: what the question names, and for a prompt its messages."""
+    own = {"prompt", "completion", "first", "second"}
+    columns = sorted(set(PLACEHOLDER.findall(question_of(settings))) - own)
+    given = ("prompts", "completions") if settings.pairwise else ("prompt", "completion")
+    return tuple((name, "KEYWORD_ONLY", True) for name in (*given, "prompt_messages", *columns))
+
+
+def digest_of(settings: JudgeArgs) -> str | None:
+    """Returns the SHA-256 of the file with the question; None: there is none."""
+    return None if settings.prompt_file is None else hashlib.sha256(question_of(settings).encode()).hexdigest()
+
+
+class Judge:
+    """One judge of the recipe."""
+
+    def __init__(self, settings: JudgeArgs, timeout: float, answers: Path | None, name: str) -> None:
+        """Reads the question, the key and the answers so far, and connects to nothing.
+
+        Args:
+            timeout: seconds that a call may take.
+            answers: folder of the run for what the judge has said; None: it is kept in memory only.
+            name: of the reward, which names its files in `answers`.
+
+        Raises:
+            RewardError: the question or the key is not there.
+            CheckpointError: the answers so far cannot be read.
+        """
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._settings = settings
+        self._question = question_of(settings)
+        self._endpoint = Endpoint(settings, timeout, Answers(answers, name, rank), rank, world)
+        self._pattern = re.compile(settings.pattern or (VERDICT if settings.pairwise else SCORE))
+
+    async def rate(self, *, prompt: str, completion: str, prompt_messages: Any, **columns: Any) -> float:
+        """Returns the score of one completion.
+
+        Raises:
+            NoAnswer: the judge does not answer.
+            Unreadable: its answer holds no score within `low` and `high`.
+        """
+        values = {**columns, "prompt": transcript(prompt, prompt_messages), "completion": completion}
+        said = await self._endpoint.ask(filled(self._question, values))
+        settings, found = self._settings, self._found(said)
+        try:
+            score = float(found)
+        except (TypeError, ValueError):
+            raise Unreadable(f"the score is {str(found)[:80]!r}, no number, in: {shortened(said, SHOWN)}") from None
+        if not settings.low <= score <= settings.high:
+            raise Unreadable(f"the score {score:g} is not within {settings.low:g} and {settings.high:g}")
+        return score
+
+    async def compare(
+        self, *, prompts: Sequence[str], completions: Sequence[str], prompt_messages: Sequence[Any], **columns: Sequence[Any]
+    ) -> list[float | None]:
+        """Returns the win rate of each completion against the others: every pair is shown in both orders, and equal ones tie.
+
+        Raises:
+            NoAnswer: the judge does not answer to one of the comparisons.
+            Unreadable: one of its answers holds no verdict.
+        """
+        shared = {**{name: values[0] for name, values in columns.items()}, "prompt": transcript(prompts[0], prompt_messages[0])}
+        pairs = list(combinations(dict.fromkeys(completions), 2))
+
+        async def share(first: str, second: str) -> float:
+            said = await self._endpoint.ask(filled(self._question, {**shared, "first": first, "second": second}))
+            verdict = VERDICTS.get(str(found := self._found(said)).strip().upper())
+            if verdict is None:
+                raise Unreadable(f"the verdict is {str(found)[:80]!r}, not A, B or C, in: {shortened(said, SHOWN)}")
+            return verdict
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [(group.create_task(share(a, b)), group.create_task(share(b, a))) for a, b in pairs]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the first that failed has cancelled the others
+        # The mean of both orders: a judge that prefers what it reads first gives a tie.
+        wins = {pair: (one.result() + 1.0 - other.result()) / 2 for pair, (one, other) in zip(pairs, asked, strict=True)}
+        return win_rates(completions, lambda one, other: wins.get((one, other), 1.0 - wins.get((other, one), 0.5)))
+
+    def _found(self, said: str) -> Any:
+        """Returns what the answer says as its score. Raises Unreadable."""
+        if self._settings.field is not None:
+            for value in reversed(objects_in(said)):
+                if self._settings.field in value:
+                    return value[self._settings.field]
+        elif matches := self._pattern.findall(said):
+            return matches[-1]
+        raise Unreadable(f"the answer holds no score: {shortened(said, SHOWN)}")
+
+
+def transcript(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str:
+    """Returns a prompt as people read it: the text; the user's message of a chat; or each message after the name of its role."""
+    if messages is None:
+        return prompt
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def filled(question: str, values: Mapping[str, Any]) -> str:
+    """Returns the question with the values in place of their names; braces within a value stay."""
+    return PLACEHOLDER.sub(lambda match: shown(values[match[1]]), question)
+
+
+def shown(value: Any) -> str:
+    """Returns a value of a column as text: JSON, unless it is a text already."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def objects_in(text: str) -> list[dict[str, Any]]:
+    """Returns the JSON objects in a text, in their order, without those inside of others."""
+    found, decoder, place = [], json.JSONDecoder(), text.find("{")
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        else:
+            found.append(value)
+        place = text.find("{", end)
+    return found

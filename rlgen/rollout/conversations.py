@@ -1,0 +1,287 @@
+"""Leads conversations of several turns: what the model says goes to `Turns`, and the reply back to the engine, as ids.
+
+A conversation is joined to one completion. Ids between two turns were not sampled: they have no log-prob (NaN), and no span. Each
+turn is one request: everything before it is the prompt, so that the engine's prefix cache holds most of it.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlgen.engines.base import Finished, Pending
+from rlgen.engines.further import Further
+from rlgen.errors import RlgenError, SentinelError
+from rlgen.rollout.answers import check_answers
+from rlgen.rollout.digests import digest
+from rlgen.rollout.turns import Reply, Talk, Turns
+from rlgen.types import Completion, FinishReason, Ids, Prompt, Request, Sampling, Span
+
+UNANSWERED = "unanswered"  # counts replies that were not given, or not read, because turns or tokens ran out
+LATE = "late"  # counts replies that did not come in time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """How conversations are led. Dialogue(turns=ToolTurns(...), max_turns=8, reply_timeout=600.0)"""
+
+    turns: Turns
+    max_turns: int  # of the model
+    reply_timeout: float  # seconds; a conversation whose reply takes longer ends there, truncated
+
+    @property
+    def digest(self) -> str:
+        """Returns the digest of all that decides what follows a turn."""
+        return digest(self.turns.digest, self.max_turns, self.reply_timeout)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Returns the seed of a turn from that of the sample: the first turn has the sample's own."""
+    if not turn:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{turn}".encode()).digest()[:8]) >> 2
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One conversation so far."""
+
+    prompt: Prompt
+    sample_index: int
+    request: Request  # of the turn that the engine samples, or has sampled last
+    seed: int  # of the first turn
+    turns: list[Completion] = field(default_factory=list)
+    replies: list[Ids] = field(default_factory=list)  # one less than `turns`, when the conversation has ended
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    waits: bool = False  # for a reply
+
+    @property
+    def tokens(self) -> int:
+        """Returns the tokens of all turns and replies."""
+        return sum(len(turn.token_ids) for turn in self.turns) + sum(map(len, self.replies))
+
+    def joined(self, finish_reason: FinishReason) -> Completion:
+        """Returns the whole conversation as one completion."""
+        ids, logp, spans, length = [], [], [], 0
+        for place, turn in enumerate(self.turns):
+            spans += [Span(length + start, length + stop, version) for start, stop, version in turn.spans]
+            reply = self.replies[place] if place < len(self.replies) else np.zeros(0, dtype=np.int32)
+            ids += [turn.token_ids, reply]
+            logp += [turn.logp, np.full(len(reply), np.nan, dtype=np.float32)]
+            length += len(turn.token_ids) + len(reply)
+        return Completion(
+            token_ids=np.concatenate(ids, dtype=np.int32),
+            logp=np.concatenate(logp, dtype=np.float32),
+            finish_reason=finish_reason,
+            spans=tuple(spans),
+            prompt_ids=self.turns[0].prompt_ids,
+            cached_tokens=sum(turn.cached_tokens for turn in self.turns),
+            messages=json.dumps(self.messages, default=repr) if self.messages else "",
+            counts=dict(self.counts),
+        )
+
+
+class Conversations:
+    """The conversations of one call of the engine: pass `finished` and `further` to it, and take the completions from `result`.
+
+    Args:
+        places: prompt and sample index of each request.
+        version, oldest: of the weights that may sample, as in `check_answers`.
+        ended: told of each conversation that has ended, by index into `requests`, in any thread.
+    """
+
+    def __init__(
+        self,
+        dialogue: Dialogue,
+        places: Sequence[tuple[Prompt, int]],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        version: int,
+        oldest: int,
+        ended: Finished | None = None,
+    ) -> None:
+        self.further = Further()
+        self._dialogue, self._sampling, self._version, self._oldest = dialogue, sampling, version, oldest
+        self._ended = ended
+        self._all = [
+            Conversation(prompt, index, request, request.seed) for (prompt, index), request in zip(places, requests, strict=True)
+        ]
+        self._of_request = list(range(len(requests)))  # the conversation of each of the engine's requests
+        self._asked = list(requests)  # all requests, and their answers
+        self._told: dict[int, Completion] = {}
+        self._joined: dict[int, Completion] = {}
+        self._lock = threading.Lock()  # guards what is above, and what is in a conversation
+        self._telling = threading.Lock()
+        self._clock = Clock(dialogue.reply_timeout)
+
+    def finished(self, number: int, answer: Completion) -> None:
+        """Takes the engine's answer to its request `number`: a turn, which ends the conversation or is replied to."""
+        place = self._of_request[number]
+        talk = self._all[place]
+        self._told[number] = answer
+        with suppress(SentinelError):  # `result` looks at all answers, and says more
+            check_answers([talk.request], [answer], self._sampling, self._version, self._oldest)
+            self._go_on(place, answer)
+
+    def _go_on(self, place: int, answer: Completion) -> None:
+        """Takes a turn that answers its request."""
+        talk = self._all[place]
+        talk.turns.append(answer)
+        if answer.finish_reason == "length":
+            self._end(place, "length")
+            return
+        turn, room = len(talk.turns) - 1, self._sampling.max_tokens - talk.tokens
+        last = turn + 1 >= self._dialogue.max_turns or room < 1
+        told = Talk(prompt=talk.prompt, sample_index=talk.sample_index, turn=turn, completion=answer, last=last)
+        talk.waits = True
+        self.further.expect()
+
+        def replied(reply: Reply | RlgenError | None) -> None:
+            self._replied(place, turn, reply, last)
+
+        try:
+            self._dialogue.turns.reply(told, room, replied)
+        except RlgenError as error:
+            self.further.fail(error)
+            return
+        if talk.waits:
+            self._clock.start(lambda: self._late(place, turn))
+
+    def _replied(self, place: int, turn: int, reply: Reply | RlgenError | None, last: bool) -> None:
+        """Takes the reply to a turn. In any thread."""
+        talk = self._all[place]
+        with self._lock:
+            if not talk.waits or len(talk.turns) != turn + 1:
+                return  # it was too late
+            talk.waits = False
+        if isinstance(reply, RlgenError):
+            self.further.fail(reply)
+            return
+        if reply is None:
+            self._end(place, "stop")
+            self.further.drop()
+            return
+        talk.counts.update(reply.counts)
+        room = self._sampling.max_tokens - talk.tokens - len(reply.ids)
+        if last or room < 1:
+            self._truncate(place, UNANSWERED)
+            return
+        talk.messages += reply.messages
+        talk.replies.append(reply.ids)
+        before = talk.turns[-1]
+        request = Request(
+            prompt_ids=np.concatenate([before.prompt_ids, before.token_ids, reply.ids], dtype=np.int32),
+            seed=turn_seed(talk.seed, turn + 1),
+            max_tokens=room,
+        )
+        with self._lock:  # the engine numbers requests in the order in which they are put
+            talk.request = request
+            self._of_request.append(place)
+            self._asked.append(request)
+            self.further.put(request)
+
+    def _late(self, place: int, turn: int) -> None:
+        """Ends a conversation whose reply has not come in time."""
+        talk = self._all[place]
+        with self._lock:
+            if not talk.waits or len(talk.turns) != turn + 1:
+                return
+            talk.waits = False
+        self._truncate(place, LATE)
+
+    def _truncate(self, place: int, why: str) -> None:
+        """Ends a conversation after a turn whose reply the model does not see."""
+        self._all[place].counts[why] += 1
+        self._end(place, "length")
+        self.further.drop()
+
+    def _end(self, place: int, finish_reason: FinishReason) -> None:
+        """Joins a conversation that has ended, and tells of it."""
+        completion = self._joined[place] = self._all[place].joined(finish_reason)
+        if self._ended is not None:
+            try:
+                with self._telling:  # one at a time, as an engine does
+                    self._ended(place, completion)
+            except RlgenError as error:  # in a thread of `Turns` nobody would hear of it
+                self.further.fail(error)
+
+    def result(self) -> list[Completion]:
+        """Returns the completions, in the order of the requests that the conversations began with.
+
+        Raises:
+            SentinelError: an answer of the engine does not match its request.
+        """
+        self.close()
+        numbers = sorted(self._told)
+        asked, told = [self._asked[number] for number in numbers], [self._told[number] for number in numbers]
+        check_answers(asked, told, self._sampling, self._version, self._oldest)
+        return [self._joined[place] for place in range(len(self._all))]
+
+    def close(self) -> None:
+        """Ends the clock: no reply is late any more."""
+        self._clock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Completions that are being sampled in the background, turn by turn; see `Pending`."""
+
+    pending: Pending
+    conversations: Conversations
+
+    def result(self) -> list[Completion]:
+        """Waits for the conversations and returns their completions. Raises as `Pending.result` and `Conversations.result`."""
+        try:
+            self.pending.result()
+        finally:
+            self.conversations.close()
+        return self.conversations.result()
+
+    def exception(self) -> BaseException | None:
+        """Waits, and returns the error that sampling ended with, or None."""
+        return self.pending.exception()
+
+
+class Clock:
+    """Calls functions a fixed time after each was given, in one thread, which is started when there is one to call."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._changed = threading.Condition()
+        self._due: deque[tuple[float, Callable[[], None]]] = deque()
+        self._running = self._closed = False
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Has `call` called when the time has passed, unless `close` comes first."""
+        with self._changed:
+            self._due.append((time.monotonic() + self._seconds, call))
+            self._changed.notify_all()
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="rlgen-replies", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                left = self._due[0][0] - time.monotonic() if self._due else None
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+                _, call = self._due.popleft()
+            call()
+
+    def close(self) -> None:
+        """Calls nothing any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,0 +1,138 @@
+"""Answers the turns of a model that call tools: reads the calls, runs them, and appends what the tools answer."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.data.suffix import Suffixes, identifier, told
+from rlgen.errors import RlgenError
+from rlgen.recipe.models import ToolFormat
+from rlgen.rollout.turns import Answer, Reply, Talk
+from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
+from rlgen.tools.formats import Malformed, Turn, read_turn
+
+# Names of the counts of replies, by what kept a call from its tool's answer.
+COUNTS = {
+    "unknown": "unknown",
+    "arguments": "invalid",
+    "error": "raised",
+    "memory": "raised",
+    "timeout": "timeouts",
+    "died": "died",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ToolTurns:
+    """Tools as what answers the model. Implements `Turns`."""
+
+    box: ToolBox
+    suffixes: Suffixes
+    tokenizer: PreTrainedTokenizerBase
+    format: ToolFormat
+    digest: str
+    opened: bool  # the chat template begins a turn with <think>
+
+    @classmethod
+    def of(cls, box: ToolBox, suffixes: Suffixes, tokenizer: PreTrainedTokenizerBase, form: ToolFormat) -> "ToolTurns":
+        """Puts the parts together."""
+        decides = [box.digest, form, str(tokenizer.chat_template), dict(suffixes.data.template_args)]
+        digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+        return cls(box=box, suffixes=suffixes, tokenizer=tokenizer, format=form, digest=digest, opened=suffixes.opens_thinking)
+
+    def reply(self, talk: Talk, room: int, answer: Answer) -> None:
+        """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered.
+
+        Args:
+            room: tokens that the completion may still take.
+        """
+        text = self.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=False)
+        turn = read_turn(self.format, text, self.opened, self.box.schemas)
+        if not turn.calls:
+            answer(None)
+        elif talk.last:
+            answer(Reply(ids=talk.completion.token_ids[:0]))
+        else:
+            calls = [call for call in turn.calls if isinstance(call, ToolCall)]
+            self.box.call(calls, partial(self.answered, talk, room, turn, answer))
+
+    def answered(self, talk: Talk, room: int, turn: Turn, answer: Answer, answers: Sequence[ToolAnswer] | RlgenError) -> None:
+        """Passes on what follows a turn whose tools have answered.
+
+        Args:
+            answers: to the calls that are none of the malformed ones, in order.
+        """
+        if isinstance(answers, RlgenError):
+            answer(answers)
+            return
+        came = iter(answers)
+        every = [malformed(call) if isinstance(call, Malformed) else next(came) for call in turn.calls]
+        limits = {entry.label: entry.max_output_tokens for entry in self.box.entries}
+        default = self.box.entries[0].label
+        names = [call.name if isinstance(call, ToolCall) and call.name in limits else default for call in turn.calls]
+        share = max(1, room // 2 // len(every))
+        texts = [
+            self.suffixes.cut(one.text, min(limits[name], share), one.left_out) for name, one in zip(names, every, strict=True)
+        ]
+        counts = Counter({"calls": len(every)})
+        for call, one, text in zip(turn.calls, every, texts, strict=True):
+            if isinstance(call, Malformed):
+                counts["malformed"] += 1
+            elif one.why:
+                counts[COUNTS[one.why]] += 1
+            counts["cut"] += text != one.text or one.left_out > 0
+        answer(
+            Reply(
+                ids=self.suffixes.ids(names, texts, int(talk.completion.token_ids[-1])),
+                counts=dict(+counts),
+                messages=(assistant(turn), *told(names, texts)),
+            )
+        )
+
+    def demonstrated(self, questions: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Returns for each question the ids of a turn that asks the first tool, by its first parameter, and of its answer."""
+        entry, schema = self.box.entries[0], self.box.schemas[0]
+        parameter = next(iter(schema["function"]["parameters"]["properties"]))
+        calls = [ToolCall(entry.label, {parameter: question}) for question in questions]
+        answers: Future[Sequence[ToolAnswer] | RlgenError] = Future()
+        self.box.call(calls, answers.set_result)
+        told = answers.result()
+        if isinstance(told, RlgenError):
+            raise told
+        stop = int(self.tokenizer.eos_token_id)
+        return [
+            (
+                [*self.suffixes.turn([(call.name, call.arguments)]), stop],
+                self.suffixes.ids([call.name], [one.text], stop).tolist(),
+            )
+            for call, one in zip(calls, told, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Ends the tools' processes."""
+        self.box.close()
+
+
+def malformed(call: Malformed) -> ToolAnswer:
+    """Returns what the model is told of a call that cannot be read."""
+    return ToolAnswer(f"Error: the call cannot be read: {call.why}")
+
+
+def assistant(turn: Turn) -> Mapping[str, Any]:
+    """Returns a turn of the model as a message."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.thinking:
+        message["reasoning_content"] = turn.thinking
+    calls = [
+        {"type": "function", "id": identifier(place), "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for place, call in enumerate(turn.calls)
+        if isinstance(call, ToolCall)
+    ]
+    return {**message, "tool_calls": calls} if calls else message

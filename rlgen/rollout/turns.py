@@ -1,0 +1,65 @@
+"""Defines what answers the model between its turns: tools, an environment, a user that is played.
+
+A conversation is one completion: the turns that the model samples, and between them ids that are appended as they are. A sampled
+id is never decoded and tokenised again.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from rlgen.errors import RlgenError
+from rlgen.types import Completion, Ids, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Talk:
+    """A conversation after a turn of the model that a stop token ended.
+
+    Talk(prompt=Prompt(...), sample_index=0, turn=1, completion=Completion(token_ids=[9, 4, 257], ...), last=False)
+    """
+
+    prompt: Prompt
+    sample_index: int  # 0..G-1 within the prompt's group
+    turn: int  # 0 for the first
+    completion: Completion  # this turn alone; its `prompt_ids` are everything before it
+    last: bool  # no turn can follow: turns or tokens ran out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reply:
+    """What follows a turn. Reply(ids=[198, 12, 40], counts={"calls": 1}, messages=({"role": "assistant", ...}, ...))"""
+
+    ids: Ids  # [L] appended, not trained on: the rest of the turn's end, the answer, the header of the next turn
+    counts: Mapping[str, int] = field(default_factory=dict)  # added to the metrics tools/NAME: {"calls": 2, "malformed": 1}
+    # What the turn and its reply are as messages, for rewards and people: the assistant's, then those of the tools.
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+
+# Receives what follows a turn, from any thread. None: the model ended the conversation. An error ends the run.
+Answer: TypeAlias = Callable[[Reply | RlgenError | None], None]
+
+
+class Turns(Protocol):
+    """Answers the turns of the model. One object serves all conversations of a process at the same time."""
+
+    @property
+    def digest(self) -> str:
+        """Returns the digest of everything that decides replies: the tools' sources, their limits, the chat template."""
+        ...
+
+    def reply(self, talk: Talk, room: int, answer: Answer) -> None:
+        """Works out what follows a turn, and calls `answer` once, perhaps from another thread, perhaps before it returns.
+
+        It must not wait: other conversations go on meanwhile. If `talk.last`, nothing may be run: `answer` gets None if the turn
+        calls for no reply, else any Reply, whose ids are dropped; the conversation then counts as truncated.
+
+        Args:
+            room: tokens that the completion may still take, reply and next turn together. A Reply whose ids leave no room for a
+                token ends the conversation, truncated.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees all resources. No answer is needed any more."""
+        ...

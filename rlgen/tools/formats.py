@@ -1,0 +1,283 @@
+"""Reads the calls of tools out of what a model wrote, in the forms of the usual families.
+
+The text is decoded for this alone. The sampled ids are kept, and nothing is ever made of the text again.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlgen.errors import SetupError
+from rlgen.recipe.models import ToolFormat
+from rlgen.tools.box import ToolCall
+
+THINKING = re.compile(r"<think>(.*?)(</think>|\Z)", re.S)
+SHOWN = 200  # characters of a malformed call that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """What looks like a call and is none. Malformed(text='{"name": "f", ', why="it is no JSON: ...")"""
+
+    text: str
+    why: str
+
+
+Found = ToolCall | Malformed
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the model, taken apart. Turn(content="Let me see.", thinking="", calls=(ToolCall(...),))"""
+
+    content: str  # without thinking and calls
+    thinking: str
+    calls: tuple[Found, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A form of calls: where they stand, and how one is read."""
+
+    marks: tuple[str, ...]  # a chat template of this form has all of them
+    block: re.Pattern[str]  # group 1 is what `read` takes
+    read: Callable[[str], Sequence[Found] | None]  # None: it is no call after all
+    frames: tuple[str, ...] = ()  # marks around all calls of a turn
+    untyped: bool = False  # values have no quotes: the tool's schema says which of them are texts
+
+
+def read_turn(form: ToolFormat, text: str, opened: bool = False, schemas: Sequence[Mapping[str, Any]] = ()) -> Turn:
+    """Takes a turn apart.
+
+    Args:
+        text: the turn without its stop token.
+        opened: the chat template has begun the turn with <think>.
+        schemas: of the tools, which say what values without quotes are.
+    """
+    types = {schema["function"]["name"]: schema["function"]["parameters"]["properties"] for schema in schemas}
+    whole = f"<think>{text}" if opened else text
+    thinking = "".join(found[1] for found in THINKING.finditer(whole))
+    said = THINKING.sub("", whole)
+    calls: list[Found] = []
+    chosen = FORMATS[form]
+
+    def taken(found: re.Match[str]) -> str:
+        read = chosen.read(found[1])
+        calls.extend(typed(call, types) if chosen.untyped else call for call in read or ())
+        return "" if read and not any(isinstance(call, Malformed) for call in read) else found[0]
+
+    content = chosen.block.sub(taken, said)
+    for frame in chosen.frames if calls else ():
+        content = content.replace(frame, "")
+    return Turn(content=content.strip(), thinking=thinking.strip(), calls=tuple(calls))
+
+
+def format_of(template: str, said: ToolFormat | None) -> ToolFormat:
+    """Returns the form of calls that a chat template shows, or the one that the recipe says.
+
+    Raises:
+        SetupError: the template shows none that is known.
+    """
+    if said is not None:
+        return said
+    for name, form in FORMATS.items():
+        if all(mark in template for mark in form.marks):
+            return name
+    raise SetupError(
+        "tools: the chat template does not show how the model writes calls of tools; set data.tool_format to one of"
+        f" {', '.join(FORMATS)}, or data.chat_template to a file with a template that does"
+    )
+
+
+def call_of(value: Any, text: str) -> Found:
+    """Returns the call that a JSON object is: {"name": ..., "arguments": {...}}, or `parameters`."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Malformed(text[:SHOWN], "it is no object with a name and arguments")
+    given = value.get("arguments", value.get("parameters", {}))
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return Malformed(text[:SHOWN], "its arguments are no JSON")
+    if not isinstance(given, dict):
+        return Malformed(text[:SHOWN], "its arguments are no object")
+    return ToolCall(value["name"], given)
+
+
+def json_of(text: str) -> Any:
+    """Returns the value of a JSON text, or Malformed."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Malformed(text[:SHOWN], f"it is no JSON: {error}"[:SHOWN])
+
+
+def one_object(text: str) -> list[Found]:
+    """Reads a JSON object."""
+    value = json_of(text)
+    return [value if isinstance(value, Malformed) else call_of(value, text)]
+
+
+def objects(text: str) -> list[Found]:
+    """Reads a JSON list of objects, or a single object."""
+    value = json_of(text)
+    if isinstance(value, Malformed):
+        return [value]
+    return [call_of(one, text) for one in value] if isinstance(value, list) else [call_of(value, text)]
+
+
+def llama(text: str) -> list[Found] | None:
+    """Reads objects that are the whole turn, one after another. Text that begins like one and names no function is no call."""
+    found: list[Found] = []
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            return [*found, Malformed(text[:SHOWN], f"it is no JSON: {error}"[:SHOWN])] if '"name"' in text else None
+        if not isinstance(value, dict) or "name" not in value:
+            return None
+        found.append(call_of(value, text))
+        at += len(text[at:]) - len(text[at:].lstrip("; \n\t"))
+    return found
+
+
+def mistral(text: str) -> list[Found]:
+    """Reads a list of objects, or name[ARGS]{...} of later versions."""
+    if text.lstrip().startswith(("[", "{")):
+        return objects(text.strip())
+    name, mark, given = text.partition("[ARGS]")
+    name = name.partition("[CALL_ID]")[0]
+    if not mark:
+        name, mark, given = text.partition("{")
+        given = mark + given
+    return one_named(name.strip(), given.strip(), text)
+
+
+def one_named(name: str, arguments: str, text: str) -> list[Found]:
+    """Reads a call whose name stands apart from its arguments, which are a JSON object."""
+    value = json_of(arguments)
+    return [value if isinstance(value, Malformed) else call_of({"name": name, "arguments": value}, text)]
+
+
+def deepseek(text: str) -> list[Found]:
+    """Reads `function<sep>name`, a line, and a code block of JSON; or `name<sep>{...}` of later versions."""
+    before, _, after = text.partition("<｜tool▁sep｜>")
+    if before.strip() == "function":
+        before, _, after = after.partition("\n")
+    arguments = re.sub(r"\A\s*```(?:json)?\s*|\s*```\s*\Z", "", after)
+    return one_named(before.strip(), arguments.strip(), text)
+
+
+def kimi(text: str) -> list[Found]:
+    """Reads `functions.name:0<|tool_call_argument_begin|>{...}`."""
+    before, _, after = text.partition("<|tool_call_argument_begin|>")
+    name = before.strip().removeprefix("functions.").partition(":")[0]
+    return one_named(name, after.strip(), text)
+
+
+def value_of(text: str) -> Any:
+    """Returns what a value without quotes is: JSON, or a text that is no JSON. Its type is checked later."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def typed(call: Found, types: Mapping[str, Mapping[str, Any]]) -> Found:
+    """Returns a call whose values are texts with the values that they stand for, except where the tool takes a text."""
+    if isinstance(call, Malformed):
+        return call
+    known = types.get(call.name, {})
+    texts = {name for name, schema in known.items() if schema.get("type") == "string"}
+    return ToolCall(call.name, {key: value if key in texts else value_of(value) for key, value in call.arguments.items()})
+
+
+def glm(text: str) -> list[Found]:
+    """Reads a name, and pairs of <arg_key> and <arg_value>."""
+    name = text.partition("<arg_key>")[0].strip()
+    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", text, re.S)
+    rest = re.sub(r"<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>", "", text.partition(name)[2], flags=re.S)
+    if not re.fullmatch(r"[\w.-]+", name) or rest.strip():
+        return [Malformed(text[:SHOWN], "it is no name with pairs of arg_key and arg_value")]
+    return [ToolCall(name, {key.strip(): value for key, value in pairs})]
+
+
+def qwen_xml(text: str) -> list[Found]:
+    """Reads <function=name> with a <parameter=key> for each argument."""
+    whole = re.fullmatch(r"\s*<function=([\w.-]+)>(.*?)</function>\s*", text, re.S)
+    if not whole:
+        return [Malformed(text[:SHOWN], "it is no <function=name> ... </function>")]
+    inner = r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>"
+    if re.sub(inner, "", whole[2], flags=re.S).strip():
+        return [Malformed(text[:SHOWN], "it has more than <parameter=name> ... </parameter> in it")]
+    return [ToolCall(whole[1], dict(re.findall(inner, whole[2], re.S)))]
+
+
+def gemma(text: str) -> list[Found]:
+    """Reads call:name{key:<escape>text<escape>,other:3}, with other marks around texts in later versions."""
+    text = text.replace('<|"|>', "<escape>")
+    whole = re.fullmatch(r"\s*call:([\w.-]+)\{(.*)\}\s*", text, re.S)
+    if not whole:
+        return [Malformed(text[:SHOWN], "it is no call:name{...}")]
+    pair = r"\s*([\w.-]+)\s*:\s*(?:<escape>(.*?)<escape>|([^,<>]*))\s*(?:,|\Z)"
+    if re.sub(pair, "", whole[2], flags=re.S).strip():
+        return [Malformed(text[:SHOWN], "its arguments are no pairs key:value")]
+    given: dict[str, Any] = {}
+    for found in re.finditer(pair, whole[2], re.S):
+        given[found[1]] = found[2] if found[2] is not None else value_of(found[3].strip())
+    return [ToolCall(whole[1], given)]
+
+
+def lfm(text: str) -> list[Found]:
+    """Reads calls as Python writes them: [f(x=1, y="a"), g()]. Nothing is run."""
+    import ast
+
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+        found: list[Found] = []
+        for call in calls:
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+                return [Malformed(text[:SHOWN], "it is no list of calls with named arguments")]
+            given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+            found.append(ToolCall(call.func.id, given))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [Malformed(text[:SHOWN], f"it cannot be read: {error}"[:SHOWN])]
+    return found
+
+
+def harmony(text: str) -> list[Found]:
+    """Reads `name <|constrain|>json<|message|>{...}`, after to=functions."""
+    before, _, after = text.partition("<|message|>")
+    return one_named(re.split(r"[\s<]", before.strip(), maxsplit=1)[0], after.strip(), text)
+
+
+def between(opening: str, closing: str) -> re.Pattern[str]:
+    """Returns the pattern of what stands between two marks; the second may be missing at the end of a turn."""
+    return re.compile(f"{re.escape(opening)}(.*?)(?:{re.escape(closing)}|\\Z)", re.S)
+
+
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+GEMMA = r"(?:<start_function_call>|<\|tool_call>)(.*?)(?:<end_function_call>|<tool_call\|>|\Z)"
+HARMONY = re.compile(r"(?:<\|channel\|>\w+ |<\|channel\|>)?to=functions\.(.*?)(?:<\|call\|>|\Z)", re.S)
+
+# In this order they are looked for: a template that shows a form with more marks shows those of a plainer one, too.
+FORMATS: dict[ToolFormat, Format] = {
+    "qwen_xml": Format(("<tool_call>", "<function="), between("<tool_call>", "</tool_call>"), qwen_xml, untyped=True),
+    "glm": Format(("<tool_call>", "<arg_key>"), between("<tool_call>", "</tool_call>"), glm, untyped=True),
+    "hermes": Format(("<tool_call>",), between("<tool_call>", "</tool_call>"), one_object),
+    "deepseek": Format(("<｜tool▁call▁begin｜>",), between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), deepseek, DEEPSEEK),
+    "mistral": Format(("[TOOL_CALLS]",), re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)", re.S), mistral),
+    "kimi": Format(("<|tool_call_argument_begin|>",), between("<|tool_call_begin|>", "<|tool_call_end|>"), kimi, KIMI),
+    "lfm": Format(("<|tool_call_start|>",), between("<|tool_call_start|>", "<|tool_call_end|>"), lfm),
+    "phi": Format(("<|tool_call|>",), between("<|tool_call|>", "<|/tool_call|>"), objects),
+    "gemma": Format(("call:",), re.compile(GEMMA, re.S), gemma),
+    "harmony": Format(("<|channel|>", "to=functions."), HARMONY, harmony),
+    "llama": Format(('"parameters": ',), re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*)\Z", re.S), llama),
+}

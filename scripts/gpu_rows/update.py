@@ -1,0 +1,241 @@
+"""Rows about an update of the policy: how fast it is for what the device can do, and how much memory its phases take."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpu_rows.measure import VENDOR, device_name, matmul_rate, peak_of, seconds_of
+from gpu_rows.models import config_of, random_batch, random_model
+from gpu_rows.record import GIB, Finding, Place, Value, judged
+
+GROUP = 8
+PROMPT = 64
+# An estimate may be too large rather than too small. With gradient checkpointing it knows a layer's size on average alone.
+LEAST, MOST = 0.85, {"whole": 1.5, "checkpointed": 2.2}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A micro-batch: as many tokens as `optim.micro_batch_tokens` has by default."""
+
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+def shape_of(place: Place) -> Shape:
+    """Returns 16 rows of 1,024 tokens; fewer rows on a GPU of less than 64 GiB, 8 of 128 tokens in a rehearsal."""
+    if not place.gpu:
+        return Shape(GROUP, 128)
+    small = torch.cuda.get_device_properties(0).total_memory < 64 * GIB
+    return Shape(GROUP if small else 2 * GROUP, 1024)
+
+
+def update(place: Place) -> Finding:
+    """The trainer's own update with GRPO on one micro-batch: time, and its share of the device's bfloat16 rate (MFU)."""
+    shape, config = shape_of(place), config_of(place)
+    updater, window = open_updater(place, config, shape)
+
+    def train() -> None:
+        metrics, skipped = updater(window, 1)
+        window.mismatches.clear()
+        if skipped is not None or metrics["updates/done"] != 1:
+            raise RuntimeError(f"the update was not made: {metrics}, {skipped}")
+
+    seconds = seconds_of(train, place.device, repeats=5, warm=3)
+    passes = seconds_of(lambda: updater.attempt(window), place.device, repeats=5, warm=1)
+    window.mismatches.clear()
+    work, rate = flops(config, shape), matmul_rate(place.device)
+    values = [
+        Value("MFU, of the measured rate of products", 100 * work / seconds / rate, "%"),
+        Value("an update", 1e3 * seconds, "ms"),
+        Value("of that forward and backward", 1e3 * passes, "ms"),
+        Value("tokens", shape.tokens / seconds, "a second"),
+    ]
+    name = device_name(place.device)
+    if name in VENDOR:
+        values.insert(1, Value(f"MFU, of the vendor's {VENDOR[name]:g} TFLOP/s", 100 * work / seconds / VENDOR[name] / 1e12, "%"))
+    numbers = {"parameters": parameters(config), "tflop": work / 1e12, "products_tflops": rate / 1e12}
+    return judged(values, f"{said(config)}, {shape.rows} rows of {shape.length} tokens, bfloat16, GRPO", numbers)
+
+
+def open_updater(place: Place, config: Any, shape: Shape) -> tuple[Any, Any]:
+    """Returns an updater as a run has it, and a window of one micro-batch of made-up samples."""
+    from rlgen.algorithms.grpo import GRPO
+    from rlgen.models.policy import Policy
+    from rlgen.processes import Processes
+    from rlgen.recipe.trainers import GRPORecipe
+    from rlgen.rollout.table import RowTable
+    from rlgen.trainers.update import Updater
+    from rlgen.trainers.window import Window
+
+    processes = (
+        Processes.alone()
+        if place.gpu
+        else Processes(rank=0, world=1, device=torch.device("cpu"), timeout=0.0, group=None, store=None)
+    )
+    policy = Policy(random_model(config, place.device), torch.bfloat16, fp32_head=True)
+    algorithm = GRPO(GRPORecipe())
+    samples = made_up(shape, config.vocab_size)
+    table = RowTable.gather(samples, processes)
+    signal = algorithm.advantages(table.scores({"made up": 1.0}))
+    window = Window.of(table, samples, signal, 0.0, shape.tokens, processes)
+    updater = Updater(
+        processes=processes,
+        sharded=False,
+        policy=policy,
+        optimizer=torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0, fused=place.gpu),
+        algorithm=algorithm,
+        updates=1,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        max_tokens=shape.length - PROMPT,
+        watch=None,
+        less_memory=lambda phase: (),
+        deterministic=False,
+    )
+    return updater, window
+
+
+def made_up(shape: Shape, vocabulary: int) -> Any:
+    """Returns samples of random ids, in groups of eight whose rewards differ."""
+    import numpy as np
+
+    from rlgen.types import Sample, Samples, ids_of, logp_of, one_span
+
+    random = np.random.default_rng(0)
+    count = shape.length - PROMPT
+    samples = [
+        Sample(
+            group_id=row // GROUP,
+            sample_index=row % GROUP,
+            prompt_ids=ids_of(random.integers(0, vocabulary, PROMPT).tolist()),
+            completion_ids=ids_of(random.integers(0, vocabulary, count).tolist()),
+            sampler_logp=logp_of([-8.0] * count),
+            spans=one_span(count, 0),
+            finish_reason="length",
+            seed=row,
+            completion="",
+            rewards={"made up": float(row % GROUP)},
+            reward=float(row % GROUP),
+        )
+        for row in range(shape.rows)
+    ]
+    return Samples.of(samples)
+
+
+def parameters(config: Any) -> int:
+    """Returns the parameters of a model of `config`, embedding included."""
+    return sum(parameter.numel() for parameter in random_model(config, "meta").parameters())
+
+
+def flops(config: Any, shape: Shape) -> float:
+    """Returns the operations that an update needs, none of them counted twice: 6 a weight and token, and causal attention.
+
+    The embedding is looked up, and the head runs for the tokens of completions alone.
+    """
+    head = config.vocab_size * config.hidden_size
+    layers = parameters(config) - head
+    trained = shape.rows * (shape.length - PROMPT)
+    pairs = shape.rows * shape.length**2 / 2
+    scores = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    return float(6 * layers * shape.tokens + 6 * head * trained + scores)
+
+
+def said(config: Any) -> str:
+    """Returns the model's size in words."""
+    return f"{parameters(config) / 1e6:,.1f} million parameters"
+
+
+def memory(place: Place) -> Finding:
+    """What each phase of a step takes, beside `rlgen estimate`; with activations kept, and computed again."""
+    from rlgen.models.memory import count, needs
+
+    shape, config = shape_of(place), config_of(place)
+    counts = count(config, shape.rows, shape.length, torch.bfloat16, "sdpa")
+    values, numbers = [], {}
+    for kind in ("whole", "checkpointed"):
+        phases = {name: sum(parts.values()) - parts["overhead"] for name, parts in needs(counts, plan_of(shape, kind)).items()}
+        measured = phases_of(place, config, shape, kind == "checkpointed")
+        gc.collect()  # a policy is part of a cycle
+        numbers[kind] = {name: {"gib": most / GIB, "estimated_gib": phases[name] / GIB} for name, most in measured.items()}
+        for name, most in measured.items():
+            bounds = (LEAST, MOST[kind])
+            values.append(Value(f"{kind}, {name}: estimate by the {size(most)} measured", phases[name] / most, "×", *bounds))
+    if place.gpu:  # what no tensor of the trainer has: of the estimate this is the 1 GiB of `overhead`
+        reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free, total = torch.cuda.mem_get_info()
+        numbers["beside_tensors"] = {"kept_by_the_allocator_gib": reserved / GIB, "in_use_gib": (total - free) / GIB}
+    return judged(values, f"{said(config)}, {shape.rows} rows of {shape.length} tokens, bfloat16", numbers)
+
+
+def size(count: int) -> str:
+    """Returns bytes in GiB, or in MiB where they are few."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"
+
+
+def plan_of(shape: Shape, kind: str) -> Any:
+    """Returns what `rlgen estimate` makes of a recipe whose engine is elsewhere."""
+    from rlgen.models.memory import Plan
+
+    return Plan(
+        rows=shape.rows,
+        length=shape.length,
+        trainer_bytes=2,
+        fp32_head=True,
+        checkpointing=kind == "checkpointed",
+        reference=False,
+        adapter_rank=None,
+        processes=1,
+        sharded=False,
+        engine="elsewhere",
+        engine_bytes=2,
+        sequences=1,
+        model_len=shape.length,
+        cache_gib=None,
+        share=None,
+        tensor_parallel=1,
+        sleeps=False,
+        device=None,
+    )
+
+
+def phases_of(place: Place, config: Any, shape: Shape, checkpointing: bool) -> dict[str, int]:
+    """Returns the most bytes of tensors in each phase of a step that is not the first: moments and gradients exist."""
+    from rlgen.models.policy import Policy
+    from rlgen.opening.policy import checkpoint_activations
+
+    model = random_model(config, place.device)
+    if checkpointing:
+        checkpoint_activations(model)
+    policy = Policy(model, torch.bfloat16, fp32_head=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=place.gpu)
+    batch = random_batch(shape.rows, shape.length, 1, config.vocab_size, place.device)
+    kept: list[torch.Tensor] = []
+
+    def forward() -> None:
+        kept.append(policy(batch, (1.0,), "value").logp.sum())
+
+    def backward() -> None:
+        kept.pop().backward()
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+
+    for run in (forward, backward, step, forward, backward):  # moments and gradients exist from here on
+        run()
+    held = 16 * sum(parameter.numel() for parameter in policy.parameters())  # weights, gradients and two moments
+    found, now = {}, held
+    phases: dict[str, Callable[[], None]] = {"forward": forward, "backward": backward, "optimizer": step}
+    for name, run in phases.items():
+        peak = peak_of(run, place.device)
+        found[name] = now + peak.most
+        now += peak.left
+    return found

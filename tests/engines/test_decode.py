@@ -1,0 +1,143 @@
+"""vLLM with rlgen's scheduler of steady steps gives what it gives with its own: ids, log-probs and blocks, to the last bit."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from conftest import open_vllm, plan_of
+from helpers.samples import request
+
+from rlgen.engines import vllm_compat
+from rlgen.engines.colocated import ColocatedEngine
+from rlgen.types import Completion, Request, Sampling
+
+PLAIN = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+SAMPLING = Sampling(max_tokens=200, temperature=1.0, stop_ids=(257, 259))  # blocks have 128 tokens
+
+
+def requests(count: int, seed: int) -> list[Request]:
+    """Requests of which some share a prompt, and some fill a block with it."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(256) for _ in range(draw.choice((1, 7, 127, 128, 129, 200)))] for _ in range(count // 2)]
+    return [request(tuple(prompts[place // 2]), 1000 * seed + place) for place in range(count)]
+
+
+@dataclass
+class Pair:
+    """Two engines of one model: one with vLLM's scheduler, one with rlgen's."""
+
+    plain: ColocatedEngine
+    ours: ColocatedEngine
+
+    def both(self, asked: list[Request]) -> tuple[list[Completion], list[Completion]]:
+        return self.plain.generate(asked, SAMPLING), self.ours.generate(asked, SAMPLING)
+
+    def schedulers(self) -> list[Any]:
+        return [engine._llm.llm_engine.engine_core.engine_core.scheduler for engine in (self.plain, self.ours)]
+
+
+def pair(**changes: Any) -> Iterator[Pair]:
+    plain = open_vllm("qwen3", **changes, extra={**changes.pop("extra", {}), **PLAIN})
+    ours = open_vllm("qwen3", **changes)
+    yield Pair(plain, ours)
+    plain.close()
+    ours.close()
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Pair]:
+    yield from pair(max_num_seqs=16)
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Pair]:
+    """Engines whose blocks do not suffice for all the requests that run at a time: some give way, and are computed again."""
+    yield from pair(max_num_seqs=16, kv_cache_gib=18 * 256 / (1 << 20))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> list[int]:
+    """Returns the number of requests in each steady step from here on."""
+    steps: list[int] = []
+    ours = type(scheduler)._next_token_of_each
+
+    def counting(self: Any) -> Any:
+        output = ours(self)
+        steps.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(type(scheduler), "_next_token_of_each", counting)
+    return steps
+
+
+def test_ids_and_log_probs_are_the_same_to_the_last_bit(roomy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = roomy.schedulers()
+    assert type(plain).__module__.startswith("vllm.") and type(ours).__name__ == "DecodeScheduler"
+    steps, ended = counted(monkeypatch, ours), set()
+    for seed in range(3):  # more requests than run at a time; some end while others wait
+        told, same = roomy.both(requests(24, seed))
+        assert told == same
+        ended |= {one.finish_reason for one in told}
+    assert ended == {"stop", "length"} and sum(steps) > 0.5 * sum(len(one.token_ids) for one in same)
+    assert set(steps) >= {1, 2, 16}
+    assert not ours._held and not ours.requests
+
+
+def test_the_prefix_cache_knows_the_same_blocks(roomy: Pair) -> None:
+    asked = requests(16, seed=7)
+    told, same = roomy.both(asked)
+    # Prompts that go on where the answers ended: their blocks were filled while decoding.
+    longer = [
+        request((*one.prompt_ids.tolist(), *answer.token_ids.tolist()), one.seed + 500)
+        for one, answer in zip(asked, told, strict=True)
+    ]
+    told, same = roomy.both(longer)
+    assert told == same and sum(one.cached_tokens for one in told) > 16 * 128
+    free = [scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for scheduler in roomy.schedulers()]
+    assert free[0] == free[1]
+
+
+def test_requests_that_give_way_are_computed_again(narrow: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = narrow.schedulers()
+    steps, gave_way = counted(monkeypatch, ours), []
+    preempt = type(plain)._preempt_request
+
+    def noted(self: Any, one: Any, *rest: Any, **named: Any) -> Any:
+        gave_way.append((self, one.num_output_tokens))
+        return preempt(self, one, *rest, **named)
+
+    monkeypatch.setattr(type(plain), "_preempt_request", noted)
+    told, same = narrow.both(requests(16, seed=3))
+    assert told == same and steps
+    ended = [[tokens for scheduler, tokens in gave_way if scheduler is one] for one in (plain, ours)]
+    assert ended[0] == ended[1] and max(ended[0]) > 0  # after tokens that nobody was told of yet
+
+
+def test_an_aborted_request_leaves_nothing_behind(roomy: Pair) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, vllm = roomy.ours._llm.llm_engine, roomy.ours._vllm
+    scheduler = roomy.schedulers()[1]
+    asked = requests(6, seed=5)
+    prompts, told = vllm_compat.prompts_of(asked, salt="aborted"), {}
+    for place, (one, prompt) in enumerate(zip(asked, prompts, strict=True)):
+        params = vllm_compat.sampling_params(vllm, one, SAMPLING)
+        params.output_kind = RequestOutputKind.FINAL_ONLY  # as `generate` sets it
+        engine.add_request(f"abort-{place}", prompt, params)
+    for step in range(400):
+        told |= {output.request_id: output for output in engine.step() if output.finished}
+        if step == 20:
+            assert set(scheduler._held) == set(scheduler.requests)
+            engine.abort_request(["abort-0"])
+    assert len(told) == 5 and not scheduler.requests
+    whole = {f"abort-{place}": answer for place, answer in enumerate(roomy.plain.generate(asked, SAMPLING))}
+    for name, output in told.items():
+        answer = next(answer for place, answer in whole.items() if name.startswith(place))
+        assert list(output.outputs[0].token_ids) == answer.token_ids.tolist()
+
+
+def test_a_version_that_it_was_not_compared_with_keeps_its_own() -> None:
+    assert vllm_compat.arguments(plan_of("qwen3"))["scheduler_cls"] == "rlgen.engines.decode.DecodeScheduler"
+    assert "scheduler_cls" not in vllm_compat.arguments(plan_of("qwen3", vllm="0.33.0"))
+    assert "scheduler_cls" not in vllm_compat.arguments(plan_of("qwen3", on_gpu=True))

@@ -1,0 +1,56 @@
+"""Four processes add up gradients in each way, and count what they send for it: torchrun sync_worker.py OUTPUT"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from split_worker import ALGORITHMS, ALL, default_dtype, gradients, window_of
+
+from rlgen.processes import Processes
+
+# What processes share the weights (None: all), and whether gradients are sent after the last micro-batch only.
+WAYS = [(None, False), (None, True), (2, False), (2, True)]
+NAME, DTYPE = "dapo", torch.float64
+
+
+@contextmanager
+def counted(processes: Processes) -> Iterator[dict[str, int]]:
+    """Counts the reduce-scatters and all-reduces of tensors inside the block, without those of rlgen's own group."""
+    found = {"reduce_scatter_single": 0, "all_reduce": 0}
+    originals = {name: getattr(dist, name) for name in found}
+
+    def counting(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            found[name] += options.get("group") is not processes.group
+            return originals[name](*arguments, **options)
+
+        return call
+
+    for name in found:
+        setattr(dist, name, counting(name))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def main(output: str) -> None:
+    torch.set_num_threads(1)
+    processes, found = Processes.open(timeout=60), {}
+    with default_dtype(DTYPE):
+        window = window_of(ALGORITHMS[NAME], DTYPE, ALL, processes)
+        for count, defer in WAYS:
+            with counted(processes) as sent:
+                gradient = gradients(ALGORITHMS[NAME], DTYPE, window, processes, True, count, defer)
+            found[count, defer] = gradient, sent
+    if processes.is_main:
+        torch.save((found, len(window.micro_batches)), output)
+    processes.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

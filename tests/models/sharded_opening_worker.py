@@ -1,0 +1,127 @@
+"""Two processes open models as a sharded run does.
+
+sharded_opening_worker.py tensors OUTPUT FOLDER...                  compares every tensor with what `from_pretrained` gives
+sharded_opening_worker.py memory OUTPUT SMALL FOLDER STRATEGY BETA  measures the memory of each process while it opens FOLDER
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlgen.algorithms.registry import build_algorithm
+from rlgen.files import write_json
+from rlgen.models.parts import whole
+from rlgen.models.weights import checkpoint_tensors, own_tensors
+from rlgen.opening.policy import open_policies
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe
+
+# Anonymous memory of a process, without pages of mapped files; read from outside, where its interpreter's lock delays nothing.
+WATCH = """
+import sys, time, threading
+path, most, over = f"/proc/{sys.argv[1]}/status", 0, threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+print("ready", flush=True)
+while not over.wait(0.001):
+    with open(path) as file:
+        most = max(most, next(int(line.split()[1]) for line in file if line.startswith("RssAnon")))
+print(most)
+"""
+
+
+def recipe_of(folder: str, strategy: str, beta: str) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "run": {"name": "opening"},
+            "model": {"path": folder, "dtype": "float32"},
+            "data": {"source": "task:sort"},
+            "rewards": [{"use": "exact_match"}],
+            "engine": {"kind": "transformers"},
+            "trainer": {"kind": "grpo", "beta": float(beta)},
+            "processes": {"strategy": strategy},
+        }
+    )
+
+
+def anonymous() -> int:
+    """Bytes of this process's anonymous memory now."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def measured(folder: str, strategy: str, beta: str, processes: Processes) -> dict[str, int]:
+    """Bytes at the peak of opening, and held after it, beyond those held before."""
+    recipe = recipe_of(folder, strategy, beta)
+    algorithm, before = build_algorithm(recipe.trainer), anonymous()
+    words = [sys.executable, "-S", "-c", WATCH, str(os.getpid())]
+    watch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert watch.stdout is not None and watch.stdout.readline() == "ready\n"
+    policies = open_policies(recipe, folder, algorithm, None, processes, None, print)
+    most, _ = watch.communicate("")
+    assert (policies.reference is not None) == (float(beta) > 0)
+    return {"peak": (int(most) << 10) - before, "held": anonymous() - before}
+
+
+def compared(folder: str, processes: Processes) -> dict[str, Any]:
+    """What differs between a model opened by shards and one that `from_pretrained` has loaded; and what was said."""
+    said: list[str] = []
+    recipe = recipe_of(folder, "fsdp", "0.1")
+    policies = open_policies(recipe, folder, build_algorithm(recipe.trainer), None, processes, None, said.append)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert policies.reference is not None
+    return {
+        "policy": differences(policies.policy.model, expected),
+        "reference": differences(policies.reference.model, expected),
+        "trained": sorted({one.requires_grad for one in policies.policy.parameters()}),
+        "frozen": sorted({one.requires_grad for one in policies.reference.parameters()}),
+        "said": said,
+    }
+
+
+def differences(model: PreTrainedModel, expected: PreTrainedModel) -> list[str]:
+    """Names of parameters, tied ones twice, and buffers whose values, dtypes or names differ; and of other facts."""
+    sides = []
+    for one in (model, expected):
+        named = dict(one.named_parameters(remove_duplicate=False)) | dict(one.named_buffers())
+        sides.append({name: whole(tensor.detach()) for name, tensor in named.items()})
+    ours, theirs = sides
+    found = sorted(ours.keys() ^ theirs.keys())
+    found += [name for name in ours.keys() & theirs.keys() if not same(ours[name], theirs[name])]
+    facts = [
+        (name, one, other)
+        for name, one, other in (
+            ("config", model.config.to_dict(), expected.config.to_dict()),
+            ("generation_config", model.generation_config.to_dict(), expected.generation_config.to_dict()),
+            ("own tensors", list(own_tensors(model)), list(own_tensors(expected))),
+            ("sent", len(dict(checkpoint_tensors(model))), len(dict(checkpoint_tensors(expected)))),
+            ("training", model.training, expected.training),
+        )
+    ]
+    return found + [f"{name}: {one} and not {other}" for name, one, other in facts if one != other]
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def main(what: str, output: Path, folders: list[str]) -> None:
+    torch.set_num_threads(1)
+    processes = Processes.open(60)
+    if what == "tensors":
+        found: Any = {folder: compared(folder, processes) for folder in folders}
+    else:
+        measured(folders[0], "fsdp", "0.1", processes)  # imports what it takes
+        found = processes.gather([measured(folders[1], folders[2], folders[3], processes)])
+    if processes.is_main:
+        write_json(output, found)
+    processes.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

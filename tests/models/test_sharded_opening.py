@@ -1,0 +1,218 @@
+"""A sharded run opens its model shard by shard: with the values of `from_pretrained`, and with the memory of its shards."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded_opening_worker
+import torch
+import torch.distributed as dist
+from helpers.slow import slow_but
+from sharded_opening_worker import recipe_of
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, OlmoHybridConfig, PreTrainedModel, Qwen3Config
+
+from rlgen.errors import ProcessError
+from rlgen.files import read_json
+from rlgen.models.lora import adapter_tensors
+from rlgen.models.parts import part
+from rlgen.models.sharding import mesh_of, read_by_slices
+from rlgen.models.tiny import ARCHITECTURES, build_tiny
+from rlgen.models.weights import base_digest, own_tensors
+from rlgen.opening.policy import build_policy, build_shards
+from rlgen.processes import Processes
+from rlgen.recipe.models import LoraRecipe
+from rlgen.run.snapshot import Room
+from rlgen.run.state import load_weights
+
+MIB = 1 << 20
+QUICK = ["qwen3", "llama", "qwen3_moe", "gpt2"]  # a tied head and one of its own, experts that are stacked, other names
+WHOLE = "converted from whole tensors"
+
+
+def olmo_hybrid(folder: Path) -> Path:
+    """A model whose layers join tensors of the checkpoint by rows, so that they cannot be read by slices."""
+    config = OlmoHybridConfig(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def group_of(rank: int, world: int) -> Processes:
+    return Processes(rank=rank, world=world, device=torch.device("cpu"), timeout=1, group=None, store=None)
+
+
+@pytest.fixture
+def as_last_of() -> Iterator[Callable[[int], Processes]]:
+    """Makes this process the last of several that cannot talk to each other. torch remembers its rank in a group of this size."""
+
+    def join(world: int) -> Processes:
+        dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
+        return group_of(world - 1, world)
+
+    yield join
+    dist.destroy_process_group()
+
+
+def launch(folder: Path, what: str, *arguments: object, timeout: float = 400) -> Any:
+    """What two processes have found."""
+    output = folder / "found.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*launcher, sharded_opening_worker.__file__, what, str(output), *map(str, arguments)]
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    # Freed tensors go back to the system at once, so that memory is what is held: glibc would keep those below 32 MB.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return read_json(output)
+
+
+def rows_of_last(full: Tensor, world: int) -> Tensor:
+    """What the last rank holds of a tensor: what is left when all others have as many rows, rounded up."""
+    return full.detach()[(world - 1) * -(-len(full) // world) :]
+
+
+@pytest.mark.parametrize("name", slow_but(ARCHITECTURES, *QUICK))
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_process_reads_its_rows_of_each_tensor(name: str, world: int, as_last_of: Callable[[int], Processes]) -> None:
+    folder, said, processes = str(build_tiny(name)), list[str](), as_last_of(world)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    full = dict(expected.named_parameters(remove_duplicate=False))
+    model = build_shards(recipe_of(folder, "fsdp", "0"), folder, mesh_of(processes, None), True, said.append).model
+    own = dict(model.named_parameters(remove_duplicate=False))
+    assert own.keys() == full.keys()
+    for key, shard in own.items():
+        rows = rows_of_last(full[key], world)
+        assert isinstance(shard, DTensor) and shard.dtype == rows.dtype and torch.equal(part(shard), rows), key
+    buffers, others = dict(model.named_buffers()), dict(expected.named_buffers())
+    assert buffers.keys() == others.keys() and all(torch.equal(buffers[key], others[key]) for key in others)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == (expected.get_input_embeddings().weight is expected.get_output_embeddings().weight)
+    assert bool(said) == (name == "mixtral" and world == 3), "of four experts a third process would hold none"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_checkpoint_is_restored_by_rows(name: str, tmp_path: Path, as_last_of: Callable[[int], Processes]) -> None:
+    saved = AutoModelForCausalLM.from_pretrained(build_tiny(name), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    saved.save_pretrained(tmp_path)
+    full = dict(saved.named_parameters())
+    folder, mesh = str(build_tiny(name)), mesh_of(as_last_of(2), None)
+    model = build_shards(recipe_of(folder, "fsdp", "0"), folder, mesh, True, print).model
+    load_weights(tmp_path, model)
+    for key, shard in model.named_parameters():
+        assert torch.equal(part(shard), rows_of_last(full[key], 2)), key
+
+
+def test_an_adapter_is_whole_over_a_base_in_shards(as_last_of: Callable[[int], Processes]) -> None:
+    """peft would make adapters for the shards of a sharded layer."""
+    folder = str(build_tiny("qwen3"))
+    plain = recipe_of(folder, "fsdp", "0")
+    recipe = plain.model_copy(update={"model": plain.model.model_copy(update={"lora": LoraRecipe(rank=4)})})
+    expected = adapter_tensors(build_policy(recipe, folder, torch.device("cpu")).model)
+    model = build_shards(recipe, folder, mesh_of(as_last_of(2), None), True, print).model
+    own = adapter_tensors(model)
+    assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+    assert {name for name, one in model.named_parameters() if one.requires_grad} == set(own)
+    assert all(isinstance(tensor, DTensor) for tensor in own_tensors(model).values())
+    assert base_digest(model, gather=False) != base_digest(build_policy(plain, folder, torch.device("cpu")).model)
+
+
+@pytest.mark.parametrize(("world", "count", "writes"), [(2, None, True), (4, 2, False)])
+def test_of_equal_shards_the_first_are_written(
+    world: int, count: int | None, writes: bool, as_last_of: Callable[[int], Processes]
+) -> None:
+    """Process 3 of [[0, 1], [2, 3]] holds the shards of process 1."""
+    folder, mesh = str(build_tiny("qwen3")), mesh_of(as_last_of(world), count)
+    assert mesh.mesh.tolist() == ([0, 1] if count is None else [[0, 1], [2, 3]])
+    shards = dict(build_shards(recipe_of(folder, "fsdp", "0"), folder, mesh, True, print).model.named_parameters())
+    copied = Room().moments(shards | {"whole": torch.zeros(1)}, is_main=False)
+    assert set(copied) == (set(shards) if writes else set())
+
+
+def test_processes_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ProcessError, match=r"processes\.shard 2 needs a multiple of 2 processes, but 3 run"):
+        mesh_of(group_of(0, 3), 2)
+
+
+def without_values(folder: Path) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return model
+
+
+def test_what_can_be_read_by_slices(tmp_path: Path) -> None:
+    experts = without_values(build_tiny("mixtral"))  # four of them
+    assert [read_by_slices(experts, count) for count in (1, 2, 3, 4, 5)] == [True, True, False, True, False]
+    assert read_by_slices(without_values(build_tiny("qwen3")), 64)
+    assert not read_by_slices(without_values(olmo_hybrid(tmp_path)), 2)
+
+
+@pytest.mark.slow
+def test_two_processes_open_what_from_pretrained_loads(tmp_path: Path) -> None:
+    """Policy and reference, after the forward pass that checks the head."""
+    folders = {str(build_tiny(name)) for name in ARCHITECTURES}
+    whole = str(olmo_hybrid(tmp_path / "olmo_hybrid"))
+    found = launch(tmp_path, "tensors", *folders, whole)
+    assert found.keys() == folders | {whole}
+    for folder, of_model in found.items():
+        assert (of_model["policy"], of_model["reference"]) == ([], []), folder
+        assert (of_model["trained"], of_model["frozen"]) == ([True], [False]), folder
+        assert [WHOLE in line for line in of_model["said"]] == ([True, True] if folder == whole else []), folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
+    """A model of 425 MB in float32, its bytes, and those of its largest tensor.
+
+    It is saved in bfloat16, so that what is read is not a view of the file. It is deep and narrow, as large models are beside
+    their shards: the forward pass that checks the head gathers embedding and layers, and gloo does that through two buffers.
+    """
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1152,
+        num_hidden_layers=60,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    model, folder = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("large")
+    model.save_pretrained(folder)
+    sizes = [4 * parameter.numel() for parameter in model.parameters()]
+    assert sum(sizes) > 400e6
+    return folder, sum(sizes), max(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("models", [1, 2], ids=["policy", "policy and reference"])
+def test_opening_takes_the_memory_of_the_shards(large: tuple[Path, int, int], tmp_path: Path, models: int) -> None:
+    folder, size, largest = large
+    shards = models * size // 2
+    for of_process in launch(tmp_path, "memory", build_tiny("qwen3"), folder, "fsdp", 0.1 * (models - 1)):
+        print({key: value // MIB for key, value in of_process.items()}, shards // MIB, largest // MIB)
+        assert shards <= of_process["peak"] <= 1.25 * (shards + largest)
+        assert of_process["held"] <= 1.15 * shards

@@ -1,0 +1,34 @@
+"""`rlgen` whose completions are conversations, led by a script: talking.py INSTANT train RECIPE …
+
+INSTANT is one of `tests/run/killed.py`, or "none". Replies come from threads, in any order.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from helpers.scripted import dialogue, in_threads
+from run import killed
+
+from rlgen.opening import data, evaluation, trainer
+from rlgen.rewards import score
+
+STOPS = (*range(180, 258), 259)  # of a model that has learned nothing, a turn ends after three tokens or so
+
+
+def scripted(*arguments: object) -> object:
+    return dialogue(times=2, max_turns=3, later=in_threads)
+
+
+if __name__ == "__main__":
+    instant = sys.argv.pop(1)
+    if instant != "none":
+        killed.arm(instant)
+    opened = score.open_scorer
+    trainer.open_scorer = evaluation.open_scorer = lambda *given: opened(*given[:6], turns=True)  # type: ignore[assignment]
+    data.stop_ids = lambda *given: STOPS
+    trainer.open_dialogue = evaluation.open_dialogue = scripted  # type: ignore[assignment]
+    from rlgen.cli.app import main
+
+    main()

@@ -1,0 +1,31 @@
+"""A tiny model that asks its calculator now and then learns to ask it, and to say what it answers."""
+
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from conftest import ROOT, read_jsonl
+
+pytestmark = pytest.mark.slow
+RECIPE = Path(__file__).parent / "tools-tiny-grpo.yaml"
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("warm") / "tools"
+    command = [sys.executable, "-m", "rlgen", "recipes", "warm-start", str(RECIPE), "--out", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    return out
+
+
+@pytest.mark.parametrize("engine", ["{kind: transformers}", "{kind: colocated}", "{kind: server, launch: true}"])
+def test_the_recipe_learns_to_use_its_tool(warm: Path, tmp_path: Path, engine: str) -> None:
+    settings = ["--set", f"model.path={warm}", "--set", f"engine={engine}", "--run-dir", str(tmp_path / "run")]
+    subprocess.run([sys.executable, "-m", "rlgen", "train", str(RECIPE), *settings], check=True, stdout=subprocess.DEVNULL)
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    rewards = [record["reward/exact_match/mean"] for record in records]
+    assert fmean(rewards[-5:]) - fmean(rewards[:3]) >= 0.3
+    assert max(record["sampler/delta_max"] for record in records) <= 1e-4
+    assert fmean(record["turns/mean"] for record in records[-5:]) > 1.8
