@@ -408,6 +408,11 @@ class EngineShare:
         return items[len(items) * self.engine // self.engines : len(items) * (self.engine + 1) // self.engines]
 
 
+def cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def caller() -> str:
     """Returns the innermost line outside this file on the call stack, such as "trainers/loop.py:75"."""
     frame = sys._getframe()

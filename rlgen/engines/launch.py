@@ -50,6 +50,7 @@ class ServerPlan:
     port: int  # 0: a free one
     nccl: bool  # whether weights can be sent with vLLM's own transfer over NCCL
     devices: str | None  # CUDA_VISIBLE_DEVICES of the server; None: that of this process
+    threads: int | None  # OMP_NUM_THREADS of the server; None: that of this process
 
     @property
     def url(self) -> str:
@@ -89,6 +90,7 @@ class ServerPlan:
         # The workers must import this copy of rlgen.
         path = os.pathsep.join([str(Path(rlgen.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])])
         kept |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
+        kept |= {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
         needed = vllm_compat.server_environment(self.engine)
         return {**kept, **needed, "PYTHONPATH": path, TOKEN_VARIABLE: token, PLAN_VARIABLE: self.engine.digest()}
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from rlgen.processes import cores
 from rlgen.recipe.models import ScoringRecipe
 from rlgen.workers.failures import Failed
 from rlgen.workers.process import CLOSING, Printer, Worker, WorkerLost, ending, start_worker
@@ -61,11 +62,6 @@ def limits_of(scoring: ScoringRecipe) -> WorkerLimits:
         import_timeout=scoring.import_timeout,
         concurrency=scoring.concurrency,
     )
-
-
-def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,14 +98,16 @@ def test_every_field_reaches_vllm() -> None:
     for name, plan in told.items():
         was = before.get(name, own)
         assert vllm_compat.arguments(plan) != vllm_compat.arguments(was), name
-        lines = [ServerPlan(engine=one, host="::1", port=0, nccl=False, devices=None).command() for one in (plan, was)]
+        lines = [
+            ServerPlan(engine=one, host="::1", port=0, nccl=False, devices=None, threads=None).command() for one in (plan, was)
+        ]
         assert lines[0] != lines[1], name
 
 
 def test_what_rlgen_tells_vllm_is_refused_in_extra() -> None:
     """vLLM gets rlgen's value whatever `engine.extra` says: said there, it would have no effect."""
     for plan in (plan_of("qwen3", on_gpu=False), plan_of("qwen3", on_gpu=True)):
-        line = ServerPlan(engine=plan, host="::1", port=0, nccl=True, devices=None).command()
+        line = ServerPlan(engine=plan, host="::1", port=0, nccl=True, devices=None, threads=None).command()
         of_server = {re.sub("^--(no-)?|=.*$", "", word).replace("-", "_") for word in line if word.startswith("--")}
         # `scheduler_cls` may be said: what a recipe says there holds.
         assert (of_server | vllm_compat.arguments(plan).keys()) - RESERVED_ENGINE_ARGUMENTS <= {"scheduler_cls"}
@@ -123,7 +125,9 @@ def test_a_refusal_of_vllm_is_one_sentence_without_the_list_of_what_it_has() -> 
     assert vllm_compat.without_lists(other) == other
 
 
-def test_servers_share_the_work_and_the_gpus() -> None:
+def test_servers_share_the_work_and_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("rlgen.engines.open.cores", lambda: 7)
     plans = server_plans(
         recipe(kind="server", launch=True, servers=2, port=8000, devices=[4, 5, 6, "7"], tensor_parallel_size=2), "/m"
     )
@@ -132,8 +136,14 @@ def test_servers_share_the_work_and_the_gpus() -> None:
     assert [plan.environment("t")["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["4,5", "6,7"]
     free = server_plans(recipe(kind="server", launch=True, servers=3), "/m")
     assert [(plan.port, plan.devices) for plan in free] == [(0, None)] * 3
+    assert [plan.environment("t")["OMP_NUM_THREADS"] for plan in free] == ["2"] * 3  # of 7 cores
     one = server_plans(recipe(kind="server", launch=True, devices="1"), "/m")
     assert [(plan.port, plan.devices) for plan in one] == [(0, "1")] and one[0].engine.max_num_seqs == 10
+    assert one[0].threads is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert [
+        plan.environment("t")["OMP_NUM_THREADS"] for plan in server_plans(recipe(kind="server", launch=True, servers=2), "/m")
+    ] == ["5"] * 2
 
 
 @pytest.mark.slow

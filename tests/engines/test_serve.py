@@ -45,7 +45,7 @@ rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
 engine: {kind: server, launch: true, transfer: nccl, devices: "0"}  # NCCL itself needs GPUs; files are taken all the same
 """
 ENGINE = plan_of("qwen3", model="tiny", max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1)
-PLAN = ServerPlan(engine=ENGINE, host="127.0.0.1", port=0, nccl=False, devices=None)
+PLAN = ServerPlan(engine=ENGINE, host="127.0.0.1", port=0, nccl=False, devices=None, threads=None)
 
 
 def tree(pid: int) -> list[psutil.Process]:

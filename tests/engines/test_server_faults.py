@@ -41,7 +41,7 @@ REQUESTS = [Request(prompt_ids=ids_of(range(3, 5 + place % 7)), seed=1000 + plac
 def plan(port: int = 0) -> ServerPlan:
     # Most requests wait: what happens when some have answered happens long before the last has.
     engine = plan_of("qwen3", max_model_len=256, max_num_seqs=8)
-    return ServerPlan(engine=engine, host="127.0.0.1", port=port, nccl=False, devices=None)
+    return ServerPlan(engine=engine, host="127.0.0.1", port=port, nccl=False, devices=None, threads=None)
 
 
 class Bench:
