@@ -272,6 +272,20 @@ def test_refused_overrides_are_blamed_on_the_argument(recipe_file: Path, overrid
     proof(f"{override}: {part}")
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("optim.packing=true", "optim.packing true"),
+        ("processes.strategy=fsdp", "processes.strategy fsdp"),
+        ("model={path: 'tiny:qwen3', compile: true, lora: {}, quantization: nf4}", "model.quantization nf4"),
+    ],
+)
+def test_compiled_layers_are_refused_beside_what_they_do_not_compute(recipe_file: Path, other: str, said: str) -> None:
+    found = problems(recipe_file, "model.compile=true", other)
+    assert any(f"model.compile compiles whole layers and padded rows, which {said} has not" in problem for problem in found)
+    load_recipe(recipe_file, [other.replace("compile: true, ", "")])
+
+
 def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     there = load_recipe(recipe_file, ["engine={kind: server, url: ['http://127.0.0.1:1', 'http://10.0.0.7:2/a']}"])
     assert servers(there.recipe.engine) == ["http://127.0.0.1:1", "http://10.0.0.7:2/a"]
