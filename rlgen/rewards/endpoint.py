@@ -15,10 +15,8 @@ from rlgen.rewards.answers import Answers
 from rlgen.workers.failures import shortened
 
 PASSING = (408, 409, 425, 429)  # status codes of failures that pass, besides 5xx
-FIRST_PAUSE, LONGEST_PAUSE = (
-    0.5,
-    30.0,
-)  # seconds before a request is sent again; each wait is twice the one before, up to the longest
+# Seconds before a request is sent again; each wait is twice the one before, up to the longest.
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 RESERVE = 0.9  # share of the call's timeout within which the judge answers or fails by itself, with the reason
 SHOWN = 300  # characters of an answer in a message
 

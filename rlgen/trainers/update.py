@@ -37,9 +37,8 @@ class Part:
 
     loss: float
     positions: int  # tokens, padding included
-    nonfinite: frozenset[
-        int
-    ]  # places in the step's table: rows with a log-prob that is not finite, or else of a loss that is not
+    # Places in the step's table: rows with a log-prob that is not finite, or else of a loss that is not.
+    nonfinite: frozenset[int]
     stats: Stats
     with_gradient: frozenset[int]  # indices of the parameters that have a gradient
 
