@@ -427,6 +427,13 @@ class Samples(_Record):
         np.minimum.at(oldest, self.spans[:, 0], self.spans[:, 3])
         return np.where(oldest == np.iinfo(np.int64).max, -1, oldest)
 
+    @property
+    def newest_version(self) -> NDArray[np.int64]:
+        """Returns [B], the newest weight version that sampled a token of the row; -1: unknown."""
+        newest = np.full(len(self), -1)
+        np.maximum.at(newest, self.spans[:, 0], self.spans[:, 3])
+        return newest
+
 
 def _mask(spans: Iterable[Sequence[int]], length: int) -> NDArray[np.bool_]:
     mask = np.zeros(length, dtype=bool)
