@@ -173,7 +173,11 @@ class Metric(StrEnum):
         "`rollout.ahead`",
     )
 
-    ROLLOUT_STALENESS_MEAN = "rollout/staleness_mean", "versions", "Mean age of samples, by their oldest token, when the step trains."
+    ROLLOUT_STALENESS_MEAN = (
+        "rollout/staleness_mean",
+        "versions",
+        "Mean age of samples, by their oldest token, in the step.",
+    )
     ROLLOUT_STALENESS_MAX = "rollout/staleness_max", "versions", "Age of the oldest token."
     ROLLOUT_MIXED = "rollout/mixed", "share", "Samples whose tokens several versions of the weights sampled."
     ROLLOUT_DROPPED_STALE = (

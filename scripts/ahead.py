@@ -1,7 +1,7 @@
 """`make ahead`: steps that sample ahead on one server, beside strictly on-policy ones, in turns; medians of both.
 
-The demo's recipe one step ahead, and a recipe whose tool takes 50 to 500 ms a call four steps ahead. The server is started before, by
-hand so to say (`rlgen serve`), and all runs of a recipe connect to it.
+The demo's recipe one step ahead, and a recipe whose tool takes 50 to 500 ms a call four steps ahead. The server is started
+before, by hand so to say (`rlgen serve`), and all runs of a recipe connect to it.
 """
 
 import json
@@ -106,17 +106,15 @@ def warmed(case: Case) -> Path:
 def show(case: Case, counted: dict[int, list[dict[str, Any]]]) -> float:
     """Prints the medians; how many times as fast a step is."""
     print(f"{case.words}, {len(counted[0])} steps each")
-    print(f"{'rollout.ahead':<14} {'s a step':>9} {'waiting':>9} {'training':>9} {'reward':>7} {'oldest':>7} {'mixed':>6} {'dropped':>8}")
+    print("rollout.ahead   s a step   waiting  training  reward  oldest  mixed  dropped")
     for ahead, records in counted.items():
         phases = (Metric.TIME_STEP, Metric.TIME_GENERATE, Metric.TIME_TRAIN)
-        times = [median(record[phase] for record in records) for phase in phases]
+        times = " ".join(f"{median(record[phase] for record in records):>9.3f}" for phase in phases)
         reward = fmean(record[Family.REWARD_MEAN.of("exact_match")] for record in records[-5:])
         oldest = max(record[Metric.ROLLOUT_STALENESS_MAX] for record in records)
         mixed = fmean(record[Metric.ROLLOUT_MIXED] for record in records)
         dropped = sum(record[Metric.ROLLOUT_DROPPED_STALE] for record in records)
-        print(
-            f"{ahead:<14} {times[0]:>9.3f} {times[1]:>9.3f} {times[2]:>9.3f} {reward:>7.3f} {oldest:>7} {mixed:>6.2f} {dropped:>8}"
-        )
+        print(f"{ahead:<14} {times} {reward:>7.3f} {oldest:>7} {mixed:>6.2f} {dropped:>8}")
         if oldest > ahead:
             raise SystemExit(f"a token was {oldest} versions old, {ahead} are allowed")
     ratio = median(r[Metric.TIME_STEP] for r in counted[case.ahead]) / median(r[Metric.TIME_STEP] for r in counted[0])

@@ -7,8 +7,9 @@ python scripts/kills.py --list           which there are
 Each kills a run by SIGKILL, resumes it, and compares metrics without times, rollouts, weights, optimizer, schedule and random
 states. Prints a line each; exit 1 if one differs, did not happen, or left a process behind.
 
-Where weights change under requests (`flight`), no two runs are alike: which weights sampled a token is a matter of time. There the
-resumed run is compared with what the killed one had: metrics, rollouts and checkpoints of its steps, and the answers of its journal.
+Where weights change under requests (`flight`), no two runs are alike: which weights sampled a token is a matter of time. There
+the resumed run is compared with what the killed one had: metrics, rollouts and checkpoints of its steps, and the answers of its
+journal.
 """
 
 import argparse

@@ -11,9 +11,9 @@ checksum; a record whose checksum does not match is ignored. Once the rollouts o
 and the journal files of that step are removed (`retire`).
 
 An answer is reused only if it was given to the same request (prompt, seed, sampling settings) by an engine of the same kind,
-version and settings with bit-identical weights, all of them if several sampled it. A conversation of several turns is one answer, written when it has ended, and is
-reused only with the same tools. Every other answer is sampled again, and a message says how many and why. A step
-is read on demand; each process reads its own rows from the files of all processes that wrote the step.
+version and settings with bit-identical weights, of all versions that sampled it. A conversation of several turns is one answer,
+written when it has ended, and is reused only with the same tools. Every other answer is sampled again, and a message says
+how many and why. A step is read on demand; each process reads its own rows from the files of all processes that wrote the step.
 """
 
 import errno

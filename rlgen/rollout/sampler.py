@@ -32,10 +32,10 @@ class Call:
 class Sampler:
     """Samples the completions of each step, and reuses answers from the journal.
 
-    With `submit_to` set, the prompts of step s + `ahead` go to the engine as soon as the answers of step s are back. They are then
-    sampled by the weights that step s starts from, `ahead` versions older than the weights they train, or by newer ones, which
-    they get meanwhile (`in_flight`). Every token carries the version of its weights; the importance weight corrects for the
-    difference. The first steps of a run are asked for at once.
+    With `submit_to` set, the prompts of step s + `ahead` go to the engine as soon as the answers of step s are back. They are
+    then sampled by the weights that step s starts from, `ahead` versions older than the weights they train, or by newer ones,
+    which the engine gets meanwhile (`in_flight`). Every token carries the version of its weights; the importance weight corrects
+    for the difference. The first steps of a run are asked for at once.
 
     Each answer is written to the journal as soon as it arrives. A resumed run takes the answers to its requests from there. A
     step that earlier attempts answered in part by weights which this one has not come to is asked for when it has: what had been

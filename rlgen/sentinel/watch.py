@@ -47,9 +47,9 @@ class Watch:
     def __call__(self, samples: Samples, logp: Tensor, step: int) -> bool | None:
         """Returns whether engine and trainer differ on the tokens that version `step` - 1 sampled; None if there are none.
 
-        Tokens of earlier weights are left out, because they differ legitimately. Those that follow them in a row count: the engine
-        computes what is before them again, with its new weights. Rows that the policy could not compute (NaN) are left out too:
-        they say nothing about the engine.
+        Tokens of earlier weights are left out, because they differ legitimately. Those that follow them in a row count: the
+        engine computes what is before them again, with its new weights. Rows that the policy could not compute (NaN) are left
+        out too: they say nothing about the engine.
 
         Args:
             samples: those of this process; all processes call this at the same time with theirs.

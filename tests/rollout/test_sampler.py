@@ -379,7 +379,9 @@ def test_spans_of_weights_that_cannot_have_sampled_are_a_fault(spans: tuple[tupl
     with pytest.raises(SentinelError) as caught:
         check_answers([Request(prompt_ids=ids_of([4]), seed=1)], [answer], SAMPLING, 2, 0)
     assert caught.value.fault is Fault.STALE_ROLLOUTS
-    check_answers([Request(prompt_ids=ids_of([4]), seed=1)], [replace(answer, spans=(Span(0, 1, 0), Span(1, 2, 2)))], SAMPLING, 2, 0)
+    check_answers(
+        [Request(prompt_ids=ids_of([4]), seed=1)], [replace(answer, spans=(Span(0, 1, 0), Span(1, 2, 2)))], SAMPLING, 2, 0
+    )
 
 
 class Waiting(Scripted):
