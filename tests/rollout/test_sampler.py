@@ -431,6 +431,20 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     assert not saved.is_alive(), "a run that goes on after step 1 asks for step 3 again"
 
 
+def test_in_flight_a_save_waits_for_nothing_and_all_of_the_journal_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, flushed = Waiting(), list[int]()
+    taken = sampler(engine, ahead=3, max_staleness=3, of=journal(tmp_path)[0], in_flight=True)
+    monkeypatch.setattr(Journal, "flush", lambda self, step: flushed.append(step))
+    taken.submit(1, engine.submit)
+    engine.answer(0)
+    taken.groups(1)
+    taken.settle(1)  # returns, though nothing of steps 2 to 4 is there
+    assert flushed == [2, 3, 4] and not any(future.done() for future in engine.futures[1:])
+    taken.before_sync()  # neither
+
+
 def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> None:
     engine = Scripted()
     engine.version = 2
