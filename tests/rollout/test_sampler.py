@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from msgspec import structs
 
 from rlgen.cli.train import train_command
 from rlgen.engines.base import Facts, Finished, Settings
+from rlgen.engines.server import ServerEngine
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.opening import trainer
@@ -451,6 +453,19 @@ def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> 
     opened, said = journal(tmp_path, 2)
     sampler(engine, ahead=1, of=opened).groups(3)
     assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are not in it" in said[0]
+
+
+def test_a_server_is_asked_by_several_calls_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(3)
+
+    def generate(self: ServerEngine, *asked: Any) -> list[Completion]:
+        together.wait(HANGS)  # breaks if the three calls come one after the other
+        return []
+
+    monkeypatch.setattr(ServerEngine, "generate", generate)
+    engine = ServerEngine(SimpleNamespace(stop=lambda: None, close=lambda: None), calls=3)  # type: ignore[arg-type]
+    assert [call.result() for call in [engine.submit([], SAMPLING) for _ in range(3)]] == [[], [], []]
+    engine.close()
 
 
 def groups_told(engine: Scripted, ahead: int, of: Journal | None = None) -> tuple[Sampler, list[tuple[int, Group, int]]]:
