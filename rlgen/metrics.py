@@ -170,15 +170,20 @@ class Metric(StrEnum):
         "sentinel/probe_delta",
         "nats",
         "Largest difference on completions that were sampled to compare a sync, every `sentinel.probe_every` steps.",
-        "`rollout.ahead: 1`",
+        "`rollout.ahead`",
     )
 
-    ROLLOUT_STALENESS_MEAN = "rollout/staleness_mean", "versions", "Mean age of the weights that sampled, when the step trains."
-    ROLLOUT_STALENESS_MAX = "rollout/staleness_max", "versions", "Age of the oldest of these weights."
+    ROLLOUT_STALENESS_MEAN = (
+        "rollout/staleness_mean",
+        "versions",
+        "Mean age of samples, by their oldest token, in the step.",
+    )
+    ROLLOUT_STALENESS_MAX = "rollout/staleness_max", "versions", "Age of the oldest token."
+    ROLLOUT_MIXED = "rollout/mixed", "share", "Samples whose tokens several versions of the weights sampled."
     ROLLOUT_DROPPED_STALE = (
         "rollout/dropped_stale",
         "samples",
-        "Samples dropped because they were older than `rollout.max_staleness`.",
+        "Samples dropped because their oldest token was older than `rollout.max_staleness`.",
     )
     WEIGHTS_VERSION = "weights/version", "version", "Version of the engine's weights after the sync: the number of the step."
 

@@ -379,12 +379,20 @@ class Samples(_Record):
     @property
     def loss_mask(self) -> Ragged:
         """Returns bool [N], true for sampled tokens."""
+        return self._covered(self.spans)
+
+    def sampled_by(self, version: int) -> Ragged:
+        """Returns bool [N], true for the tokens that the weights of `version` sampled."""
+        return self._covered(self.spans[self.spans[:, 3] == version])
+
+    def _covered(self, spans: NDArray[np.int64]) -> Ragged:
+        """Returns bool [N], true within `spans`."""
         offsets = self.completion_ids.offsets
         edges = np.zeros(offsets[-1] + 1, dtype=np.int8)
-        first = offsets[self.spans[:, 0]]
+        first = offsets[spans[:, 0]]
         # `np.add.at` counts repeated indices, which occur where one span begins at the end of another.
-        np.add.at(edges, first + self.spans[:, 1], 1)
-        np.add.at(edges, first + self.spans[:, 2], -1)
+        np.add.at(edges, first + spans[:, 1], 1)
+        np.add.at(edges, first + spans[:, 2], -1)
         return Ragged(np.cumsum(edges[:-1], dtype=np.int8).astype(bool), offsets)
 
     def mask_of(self, row: int) -> NDArray[np.bool_]:
@@ -418,6 +426,13 @@ class Samples(_Record):
         oldest = np.full(len(self), np.iinfo(np.int64).max)
         np.minimum.at(oldest, self.spans[:, 0], self.spans[:, 3])
         return np.where(oldest == np.iinfo(np.int64).max, -1, oldest)
+
+    @property
+    def newest_version(self) -> NDArray[np.int64]:
+        """Returns [B], the newest weight version that sampled a token of the row; -1: unknown."""
+        newest = np.full(len(self), -1)
+        np.maximum.at(newest, self.spans[:, 0], self.spans[:, 3])
+        return newest
 
 
 def _mask(spans: Iterable[Sequence[int]], length: int) -> NDArray[np.bool_]:

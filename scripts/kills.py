@@ -1,27 +1,34 @@
 """A run that is killed at any instant, and resumed, is the run that was never killed, to the last bit.
 
-python scripts/kills.py                  40 instants, half of them with vLLM in the process and half with a vLLM server
+python scripts/kills.py                  50 instants, 20 of them with vLLM in the process and 30 with a vLLM server
 python scripts/kills.py --only 3,17      some of them
 python scripts/kills.py --list           which there are
 
 Each kills a run by SIGKILL, resumes it, and compares metrics without times, rollouts, weights, optimizer, schedule and random
 states. Prints a line each; exit 1 if one differs, did not happen, or left a process behind.
+
+Where weights change under requests (`flight`), no two runs are alike: which weights sampled a token is a matter of time. There
+the resumed run is compared with what the killed one had: metrics, rollouts and checkpoints of its steps, and the answers of its
+journal.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from rlgen.run.compare import first_difference
+from rlgen.rollout.frames import Answer, read_frames
+from rlgen.rollout.recorded import from_rollouts
+from rlgen.run.compare import Difference, checkpoints, first_difference, metrics, rollouts
 
 ROOT = Path(__file__).parent.parent
 KILLED = ROOT / "tests" / "run" / "killed.py"
@@ -49,7 +56,13 @@ ENGINES = {
     "colocated": [],
     "server": [SERVER],
     "ahead": [SERVER, "rollout.ahead=1", "sentinel.probe_every=2"],
+    # Long completions, few at a time: they are under way for several steps.
+    "flight": [
+        SERVER.replace("}", ", max_num_seqs: 24}"),
+        *("rollout={prompts_per_step: 4, group_size: 4, max_completion_tokens: 200, ahead: 4}", "run.steps=10"),
+    ],
 }
+IN_FLIGHT = ("flight",)
 SAVE = "file:/checkpoints/:{at}@4"  # the n-th write of a save, where `at` is a share of all of them
 JOURNAL, FRAMES = "rlgen.rollout.journal", "rlgen.rollout.frames"
 LOOP, UPDATE, FILES = "rlgen.trainers.loop", "rlgen.trainers.update", "rlgen.run.directory"
@@ -112,6 +125,21 @@ KILLS = [
             ("while a save is written", f"after:{LOOP}:Checkpoints.save:1@4"),
         )
     ),
+    *(
+        Kill("flight", *what)
+        for what in (
+            ("while four steps are sampled", f"after:{JOURNAL}:Journal.answered:3@4"),
+            ("in half a record of the journal", f"half:{FRAMES}:append_bytes:4@5"),
+            ("in the first step", f"after:{JOURNAL}:Journal.answered:20@1"),
+            ("before any reward", "before:rlgen.rewards.early:EarlyScoring.result:1@3"),
+            ("inside of backward", f"half:{UPDATE}:Updater._backward:1@6"),
+            ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@5"),
+            ("before the sync", f"before:{LOOP}:send_weights:1@7"),
+            ("after the sync", f"after:{LOOP}:send_weights:1@3"),
+            ("between journal and save", f"before:{LOOP}:Checkpoints.save:1@4"),
+            ("while a save is written", f"after:{LOOP}:Checkpoints.save:1@6"),
+        )
+    ),
 ]
 
 
@@ -161,21 +189,45 @@ class Kills:
         return f"{what}:{1 + round(float(at) * (writes - 1))}@{step}"
 
     def __call__(self, kill: Kill, name: str) -> Outcome:
-        """Kills a run, resumes it, and compares it with the undisturbed one."""
-        whole, run, mark = self.undisturbed(kill.engine), self.folder / name, uuid.uuid4().hex
+        """Kills a run, resumes it, and compares it with the undisturbed one, or in flight with what was killed."""
+        in_flight, run, mark = kill.engine in IN_FLIGHT, self.folder / name, uuid.uuid4().hex
+        whole = self.folder / f"{name}.killed" if in_flight else self.undisturbed(kill.engine)
         ended = self.start(self.command(kill.engine, run, instant=self.instant(kill)), KILL=mark)
         fired = next((line for line in ended.stderr.splitlines() if line.startswith("KILLED ")), "")
         if ended.returncode != -9 or not fired:
             return Outcome(fired, f"was not killed: exit {ended.returncode}: {ended.stderr[-1500:]}", "")
+        if in_flight:
+            shutil.copytree(run, whole)
         again = self.start(self.command(kill.engine, run, resume=True))
         resumed = next((line for line in again.stdout.splitlines() if line.startswith("resuming")), "")
         if again.returncode:
             return Outcome(fired, f"was not resumed: exit {again.returncode}: {again.stderr[-1500:]}", resumed)
         if notices := [line for line in again.stdout.splitlines() if line.startswith("journal:")]:
             return Outcome(fired, f"sampled anew: {notices[0]}", resumed)
-        difference = first_difference(whole, run)
+        difference = next(lost(whole, run), None) if in_flight else first_difference(whole, run)
         problem = f"differs: {difference}" if difference else left_behind(run, mark)
         return Outcome(fired, problem, resumed)
+
+
+def lost(killed: Path, run: Path) -> Iterator[Difference | str]:
+    """What a killed run had, as far as it is not the same in the run that went on."""
+    for found in (*rollouts("rollouts", killed, run), *metrics(killed, run), *checkpoints(killed, run)):
+        later = found.key == "all of it" and found.left is None
+        if found.key not in ("file", "lines") and not later:  # only one has it: the killed run ended before, or it was removed
+            yield found
+    for path in sorted((killed / "journal").glob("step_*.bin")):
+        step = int(path.stem.removeprefix("step_"))
+        samples = from_rollouts(run, step)
+        if samples is None:
+            yield f"no rollouts of step {step}"
+            return
+        has = {(sample.group_id, sample.sample_index): sample for sample in map(samples.__getitem__, range(len(samples)))}
+        for one in read_frames(path).records:
+            if isinstance(one, Answer):
+                now = has[one.group_id, one.sample_index]
+                theirs = (now.completion_ids.tobytes(), now.sampler_logp.tobytes(), [*map(tuple, now.spans)], now.messages)
+                if theirs != (one.token_ids, one.logp, [*map(tuple, one.spans)], one.messages):
+                    yield f"step {step}: another answer {one.sample_index} of group {one.group_id} than in the journal"
 
 
 def left_behind(run: Path, mark: str) -> str | None:

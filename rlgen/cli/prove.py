@@ -154,8 +154,8 @@ def answers(journal: Path) -> int:
 
 def likely(loaded: LoadedRecipe) -> str:
     """Returns the known reasons why two runs of this recipe may differ."""
-    if loaded.recipe.engine.kind == "server" and loaded.recipe.engine.in_flight:
-        return "engine.in_flight changes weights under answers, when is a matter of time."
+    if loaded.recipe.in_flight:
+        return "engine.in_flight (or rollout.ahead above 1) changes weights under answers, when is a matter of time."
     return (
         "Two undisturbed runs differ too where a reward or a GPU kernel is not a function of its input: compare two of them with"
         " other --run-dir."

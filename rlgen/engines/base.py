@@ -141,7 +141,7 @@ class Pending(Protocol):
 
 
 class Submit(Protocol):
-    """Runs `Engine.generate` in the background; one call at a time."""
+    """Runs `Engine.generate` in the background, several calls at a time."""
 
     def __call__(
         self,

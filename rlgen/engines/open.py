@@ -49,9 +49,10 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
             processes.agreed(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(EnginePlan.of(recipe, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
+        calls = 1 + recipe.rollout.ahead
         if processes.world > 1:
-            return ServerEngine(SharedFleet(processes, lambda: open_servers(recipe, settings, location, logs, say)))
-        return ServerEngine(open_servers(recipe, settings, location, logs, say))
+            return ServerEngine(SharedFleet(processes, lambda: open_servers(recipe, settings, location, logs, say)), calls)
+        return ServerEngine(open_servers(recipe, settings, location, logs, say), calls)
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
     with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
         model = load_model(location, recipe.model.revision, dtype, recipe.model.attention, processes.device)
@@ -103,7 +104,7 @@ def open_servers(recipe: Recipe, settings: ServerEngineRecipe, location: str, lo
         fleet = Fleet(
             members=members,
             shape=model_shape(load_config(location, recipe.model.revision)),
-            in_flight=settings.in_flight,
+            in_flight=recipe.in_flight,
             merges=settings.lora == "adapter",
             restarts=settings.restarts,
             carrier=carrier,

@@ -141,12 +141,15 @@ class ServerEngine:
     Every completion carries the label of the weights that sampled it. A server with other weights, or a lost one, is recovered by
     `keeper`, and its requests are sent again. A completion depends only on its request and on the weights, so a repeated request
     gives the same completion.
+
+    Args:
+        calls: most calls that sample at the same time; they share the connections of this process.
     """
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, calls: int = 1) -> None:
         self._keeper = keeper
-        self._connections = connections()
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlgen-sampling")
+        self._connections = max(1, connections() // calls)
+        self._background = ThreadPoolExecutor(max_workers=calls, thread_name_prefix="rlgen-sampling")
         self._closed = threading.Event()
 
     @property
@@ -230,7 +233,7 @@ class ServerEngine:
         finished: Finished | None = None,
         further: Further | None = None,
     ) -> Future[list[Completion]]:
-        """Runs `generate` in the background and returns its future; one call at a time."""
+        """Runs `generate` in the background and returns its future. What is more than `calls` waits."""
         return self._background.submit(self.generate, requests, sampling, finished, further)
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:

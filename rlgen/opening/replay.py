@@ -271,7 +271,7 @@ class Recorder:
             self.data.prompts.at,
             sampling_of(recipe, self.data),
             recipe.run.seed,
-            step - 1 - recipe.rollout.max_staleness,
+            step - 1 - recipe.oldest_sample,
             self.say,
         )
 

@@ -235,7 +235,8 @@ def open_journal(attempt: Attempt, pair: Pair, scorer: Scorer, dialogue: Dialogu
     judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [pair.learner.base, *([] if dialogue is None else [dialogue.digest])]
-    return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside)
+    versions = max(1, attempt.recipe.rollout.ahead)
+    return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside, versions)
 
 
 def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlyScoring, dialogue: Dialogue | None) -> Sampler:
@@ -251,7 +252,8 @@ def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlySc
         run_seed=recipe.run.seed,
         tokenizer=pair.data.tokenizer,
         submit_to=abilities.submit if recipe.rollout.ahead else None,
-        max_staleness=recipe.rollout.max_staleness,
+        ahead=recipe.rollout.ahead,
+        max_staleness=recipe.oldest_sample,
         in_flight=abilities.in_flight,
         journal=journal,
         journals=pair.engine_share.first,

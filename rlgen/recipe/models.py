@@ -248,10 +248,11 @@ class RolloutRecipe(Strict):
     """Seconds that all calls of a turn may take together, with the wait for a free process; then the completion is truncated."""
     temperature: Temperature = 1.0
     """0 is greedy, which no trainer learns from; otherwise 0.01 or more."""
-    ahead: Literal[0, 1] = 0
-    """Steps that sampling is ahead of training. 1: prompts are answered while a step trains, by weights one version old."""
-    max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] = 1
-    """Versions that a sample may be old; older ones are dropped and counted."""
+    ahead: Annotated[StrictInt, Field(ge=0, le=64)] = 0
+    """Steps that sampling is ahead of training: so many have their prompts answered while one trains. 1: by weights one version
+    old. 2 and more: by weights that change meanwhile."""
+    max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] | None = None
+    """Versions that the oldest token of a sample may be old; older samples are dropped and counted. None: rollout.ahead."""
     refill: Annotated[StrictInt, Field(ge=0, le=100)] = 0
     """Rounds in which a step may draw further prompts, to take the place of groups whose rewards are all equal."""
 
@@ -376,8 +377,9 @@ class ServerEngineRecipe(VllmRecipe):
     """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
     lora: Literal["merged", "adapter"] = "merged"
     """With model.lora, what travels: all weights, with the adapter merged into them, or the adapter, which each server merges."""
-    in_flight: StrictBool = False
-    """With rollout.ahead: weights change under requests that are being answered, instead of after them."""
+    in_flight: StrictBool | None = None
+    """With rollout.ahead: weights change under requests that are being answered, instead of after them. None: where
+    rollout.ahead is 2 or more."""
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -408,6 +410,8 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
         *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
         *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
         *("weight_transfer_config", "enable_prompt_tokens_details"),
+        # Without them vLLM's outputs are held back on the CPU, and labelled with weights that came later.
+        "disable_log_stats",
     ]
 )
 
@@ -597,6 +601,19 @@ class Recipe(Strict):
     def samples_per_step(self) -> int:
         """Returns the number of completions of a step: prompts times group size."""
         return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def oldest_sample(self) -> int:
+        """Returns how many versions the oldest token of a trained sample may be old."""
+        rollout = self.rollout
+        return rollout.ahead if rollout.max_staleness is None else rollout.max_staleness
+
+    @property
+    def in_flight(self) -> bool:
+        """Returns whether weights change under requests that are being answered."""
+        if not isinstance(self.engine, ServerEngineRecipe):
+            return False
+        return self.rollout.ahead > 1 if self.engine.in_flight is None else self.engine.in_flight
 
     @property
     def max_row_tokens(self) -> int:

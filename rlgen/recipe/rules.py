@@ -140,6 +140,9 @@ def _ahead_contradictions(recipe: Recipe) -> list[Finding]:
     if rollout.ahead and engine.kind != "server":
         what = f"rollout.ahead {rollout.ahead} samples while a step trains, which an engine of kind {engine.kind} cannot"
         found.append(Finding("rollout.ahead", what, "set engine.kind to server, or remove it"))
+    if rollout.ahead > 1 and isinstance(engine, ServerEngineRecipe) and engine.in_flight is False:
+        what = f"with rollout.ahead {rollout.ahead} there is always a request under way: weights could never change"
+        found.append(Finding("engine.in_flight", what, "remove it, or set rollout.ahead to 1"))
     if rollout.ahead and not trainer.correction.corrects:
         what = "rollout.ahead trains on samples of earlier weights, and trainer.correction corrects nothing"
         found.append(Finding("rollout.ahead", what, "set trainer.correction.mode, or remove it"))

@@ -58,10 +58,18 @@ def check_answers(
         )
     for place, answer in enumerate(answers):
         check_answer(place, answer, sampling, joined)
-        if not (version if oldest is None else oldest) <= answer.weight_version <= version:
+        versions = [span.version for span in answer.spans] or [-1]
+        if not (version if oldest is None else oldest) <= min(versions) <= max(versions) <= version:
+            wrong = max(versions) if max(versions) > version else min(versions)
             raise SentinelError(
                 Fault.STALE_ROLLOUTS,
-                f"answer {place} was sampled by weights of version {answer.weight_version}, the trainer holds version {version}",
+                f"answer {place} was sampled by weights of version {wrong}, the trainer holds version {version}",
+            )
+        if not joined and versions != sorted(versions):  # the turns of a conversation may be by several servers
+            raise SentinelError(
+                Fault.STALE_ROLLOUTS,
+                f"answer {place} was sampled by weights of versions {versions}, one after the other, says the engine: none goes"
+                " back to earlier weights",
             )
 
 

@@ -11,9 +11,9 @@ checksum; a record whose checksum does not match is ignored. Once the rollouts o
 and the journal files of that step are removed (`retire`).
 
 An answer is reused only if it was given to the same request (prompt, seed, sampling settings) by an engine of the same kind,
-version and settings with bit-identical weights. A conversation of several turns is one answer, written when it has ended, and is
-reused only with the same tools. Every other answer is sampled again, and a message says how many and why. A step
-is read on demand; each process reads its own rows from the files of all processes that wrote the step.
+version and settings with bit-identical weights, of all versions that sampled it. A conversation of several turns is one answer,
+written when it has ended, and is reused only with the same tools. Every other answer is sampled again, and a message says
+how many and why. A step is read on demand; each process reads its own rows from the files of all processes that wrote the step.
 """
 
 import errno
@@ -47,11 +47,13 @@ class Journal:
     judge: str  # digest of the rewards
     say: Callable[[str], None]
     files: Mapping[int, Sequence[str]] = field(default_factory=dict)  # earlier attempts' files by step; the same in all ranks
-    starts: Sequence[Line] = ()  # start records of earlier attempts: weights, and the weights of the version before
+    starts: Sequence[Line] = ()  # start records of earlier attempts: weights, and the weights of the versions before
+    versions: int = 1  # before that of a start which may have sampled for its step: their digests are in the record
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
     begun: set[int] = field(default_factory=set)  # steps for which this process has written records
     kept: set[int] = field(default_factory=set)  # steps whose rollouts lack some answers
     told: set[str] = field(default_factory=set)  # files whose damage was reported
+    newest: dict[int, int] = field(default_factory=dict)  # by step, of `newest_version`
     started: int = 0  # the step of the last start that was written
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)  # engines report answers from another thread
@@ -66,6 +68,7 @@ class Journal:
         judge: Sequence[object],
         say: Callable[[str], None],
         beside: Sequence[object] = (),
+        versions: int = 1,
     ) -> "Journal":
         """Lists the journal files of steps after `done` and reads the start records, in the main process for all.
 
@@ -76,6 +79,7 @@ class Journal:
             judge: values that decide the rewards.
             say: prints one line to the user.
             beside: values that decide the answers, other than the engine's facts and the trained weights.
+            versions: how many versions before the present one may sample for a step (`rollout.ahead`), at least 1.
 
         Raises:
             CheckpointError: the folder cannot be created, or one of its files is a symbolic link.
@@ -103,6 +107,7 @@ class Journal:
             say=say,
             files=files,
             starts=starts,
+            versions=versions,
         )
 
     def starts_from(self, version: int, weights: str, gaps: Sequence[float]) -> Sequence[float]:
@@ -115,16 +120,15 @@ class Journal:
         Returns:
             The gaps that an earlier attempt recorded with the same weights and version, else `gaps`.
         """
-        before = self.weights.get(version - 1)
-        if before is None:
+        if version - 1 not in self.weights:  # the first start of this attempt
             for line in self.starts:
                 if (line["version"], line["weights"]) == (version, weights):
-                    before, gaps = line["before"] or before, line["gaps"]
-            if before is not None:
-                self.weights[version - 1] = before
+                    gaps = line["gaps"]
+                    self.weights |= {version - age: of for age, of in enumerate(line["before"], 1) if of is not None}
         self.weights[version] = weights
         self.started = version + 1
         if self.rank == 0:
+            before = [self.weights.get(version - age) for age in range(1, self.versions + 1)]  # the newest first
             start = {"version": version, "weights": weights, "before": before, "gaps": list(gaps)}
             with self.lock:
                 if not self.closed:
@@ -179,6 +183,14 @@ class Journal:
             self.say(f"journal: {count} of {len(requests)} answers of step {step} are {why}: sampled anew")
         return found
 
+    def newest_version(self, step: int) -> int:
+        """Returns the newest weights that answers of earlier attempts to a step name; -1: there are no such answers."""
+        if step not in self.newest:
+            stored = [int(samples.spans[:, 3].max(initial=-1)) for samples, _ in self.tables(step)]
+            records = (one for one in self.records(step) if isinstance(one, Answer))
+            self.newest[step] = max((*stored, *(version for one in records for _, _, version in one.spans)), default=-1)
+        return self.newest[step]
+
     def answers(self, step: int, wanted: frozenset[Place]) -> dict[Place, list[Answer]]:
         """Returns the stored answers for the `wanted` (group id, sample index) pairs, oldest first."""
         answers: dict[Place, list[Answer]] = {}
@@ -220,9 +232,9 @@ class Journal:
             return "to other prompts, seeds or sampling settings"
         if answer.engine != self.engine:
             return "by an engine of another kind, version or settings"
-        version = min((version for _, _, version in answer.spans), default=-1)
-        with_weights = answer.weights.get(version)
-        if version < oldest or with_weights is None or with_weights != self.weights.get(version):
+        versions = {version for _, _, version in answer.spans}
+        same = all(answer.weights.get(one) == self.weights.get(one) is not None for one in versions)
+        if min(versions, default=-1) < oldest or not same:
             return "by other weights: training did not come to the same bits here"
         return None
 

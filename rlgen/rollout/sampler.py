@@ -1,6 +1,6 @@
-"""Sampling of a run's rollouts, step by step: when a step needs them, or in the background while the step before trains."""
+"""Sampling of a run's rollouts, step by step: when a step needs them, or in the background while steps before train."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 
@@ -32,11 +32,14 @@ class Call:
 class Sampler:
     """Samples the completions of each step, and reuses answers from the journal.
 
-    With `submit_to` set, the prompts of step k + 1 go to the engine as soon as the answers of step k are back. They are then
-    sampled by the weights that step k starts from, one version older than the weights they train. Every sample carries its weight
-    version; the importance weight corrects for the difference. The first step of a run is sampled by the current weights.
+    With `submit_to` set, the prompts of step s + `ahead` go to the engine as soon as the answers of step s are back. They are
+    then sampled by the weights that step s starts from, `ahead` versions older than the weights they train, or by newer ones,
+    which the engine gets meanwhile (`in_flight`). Every token carries the version of its weights; the importance weight corrects
+    for the difference. The first steps of a run are asked for at once.
 
-    Each answer is written to the journal as soon as it arrives. A resumed run takes the answers to its requests from there.
+    Each answer is written to the journal as soon as it arrives. A resumed run takes the answers to its requests from there. A
+    step that earlier attempts answered in part by weights which this one has not come to is asked for when it has: what had been
+    trained is then trained again to the last bit.
     """
 
     engine: Engine
@@ -46,7 +49,8 @@ class Sampler:
     run_seed: int
     tokenizer: PreTrainedTokenizerBase
     submit_to: Submit | None  # submits requests in the background, for sampling ahead; None: sample when needed
-    max_staleness: int  # versions; older samples are dropped
+    ahead: int  # steps whose requests may be under way while one trains; with 2 and more `in_flight` must hold
+    max_staleness: int  # versions; samples with an older token are dropped
     in_flight: bool  # weights may change while requests are being decoded
     journal: Journal
     journals: bool  # this process writes its engine's answers to the journal
@@ -75,15 +79,16 @@ class Sampler:
             return self.answered(call, answers, version, oldest=version), 0
         if step not in self.pending:
             self.submit(step, self.submit_to)
-            if step > 1 and (late := len(self.pending[step].asked)):
+            if step > 1 and not self.in_flight and (late := len(self.pending[step].asked)):
                 self.say(
                     f"journal: {late} answers of step {step} are not in it: weights of version {version} sample them, and not"
                     " earlier ones as in a run that is not disturbed"
                 )
+        self.fill(range(step + 1, step + self.ahead), version, self.submit_to)
         call = self.pending[step]
         answers = call.pending.result() if call.pending else []
         del self.pending[step]  # not earlier: an interrupt during the wait saves a checkpoint, which needs the pending call
-        self.submit(step + 1, self.submit_to)
+        self.fill(range(step + 1, step + 1 + self.ahead), version, self.submit_to)
         groups, dropped = without_stale(self.answered(call, answers, version, oldest=0), version - self.max_staleness)
         if dropped:
             self.journal.keep(step)
@@ -154,6 +159,16 @@ class Sampler:
         completions = [of_place[place] for place in range(len(call.requests))]
         return groups_of(call.prompts, call.requests, completions, self.sampling.stop_ids, self.tokenizer)
 
+    def fill(self, steps: Iterable[int], version: int, submit_to: Submit) -> None:
+        """Submits those of `steps` that are not under way, but for those of which the journal has answers by weights to come.
+
+        Args:
+            version: of the present weights.
+        """
+        for step in steps:
+            if step not in self.pending and self.journal.newest_version(step) <= version:
+                self.submit(step, submit_to)
+
     def submit(self, step: int, submit_to: Submit) -> None:
         """Submits the requests of `step` to the engine, which answers in the background; does nothing after the last step."""
         if prompts := self.prompts_of(step):
@@ -182,12 +197,14 @@ class Sampler:
         """Waits until the journal holds all answers for step `done` + 1, and flushes it; called before the checkpoint of `done`.
 
         Older weights sampled these answers, so they cannot be sampled again after a resume. Requests to the weights that the
-        checkpoint contains can be repeated.
+        checkpoint contains can be repeated. Nothing is waited for if the weights change under the requests (`in_flight`): there
+        are always some under way, and what sampled an answer is a matter of time in any case.
         """
         call = self.pending.get(done + 1)
-        if call is not None and call.pending:
+        if call is not None and call.pending and not self.in_flight:
             call.pending.exception()
-        self.journal.flush(done + 1)
+        for step in range(done + 1, done + 1 + max(1, self.ahead)):
+            self.journal.flush(step)
 
 
 def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:

@@ -29,6 +29,7 @@ class RowTable:
     sampled_tokens: NDArray[np.int64]  # [B] of the completion: the loss is over these
     turns: NDArray[np.int64]  # [B] of the model
     weight_version: NDArray[np.int64]  # [B] the oldest weights that sampled a token of the row
+    newest_version: NDArray[np.int64]  # [B] the newest ones
     truncated: NDArray[np.bool_]  # [B] ended by the token limit
     rewards: NDArray[np.float64]  # [B, K], NaN: does not apply, or failed
     reward: NDArray[np.float64]  # [B], NaN: not scorable
@@ -49,7 +50,7 @@ class RowTable:
             dtype=[
                 *(("holder", "i4"), ("place", "i4"), ("group_id", "i8"), ("sample_index", "i4"), ("prompt_tokens", "i4")),
                 *(("completion_tokens", "i4"), ("sampled_tokens", "i4"), ("turns", "i4"), ("weight_version", "i4")),
-                ("truncated", "?"),
+                *(("newest_version", "i4"), ("truncated", "?")),
                 *(("rewards", "f8", (len(labels),)), ("reward", "f8"), ("causes", "i1", (len(labels),))),
             ],
         )
@@ -57,7 +58,7 @@ class RowTable:
         rows["group_id"], rows["sample_index"] = samples.group_id, samples.sample_index
         rows["prompt_tokens"], rows["completion_tokens"] = samples.prompt_ids.lengths, samples.completion_ids.lengths
         rows["sampled_tokens"], rows["weight_version"] = samples.sampled_tokens, samples.weight_version
-        rows["turns"] = samples.turns
+        rows["turns"], rows["newest_version"] = samples.turns, samples.newest_version
         rows["truncated"], rows["rewards"], rows["reward"] = samples.truncated, samples.rewards, samples.reward
         rows["causes"] = -1
         for row, errors in enumerate(samples.reward_errors):

@@ -80,7 +80,8 @@ def known(values: NDArray[np.float64]) -> list[float]:
 
 
 def staleness_metrics(table: RowTable, version: int, dropped: int) -> dict[str, Any]:
-    """Returns how old the weights were that sampled, in weight versions, and how many samples were dropped as too old.
+    """Returns how old the weights were that sampled, in weight versions, which share of samples several versions sampled, and how
+    many samples were dropped as too old.
 
     Args:
         version: of the weights that the step started to train.
@@ -90,6 +91,7 @@ def staleness_metrics(table: RowTable, version: int, dropped: int) -> dict[str, 
     return {
         Metric.ROLLOUT_STALENESS_MEAN: _mean(ages),
         Metric.ROLLOUT_STALENESS_MAX: max(ages, default=None),
+        Metric.ROLLOUT_MIXED: _mean((table.newest_version > table.weight_version).tolist()),
         Metric.ROLLOUT_DROPPED_STALE: dropped,
     }
 

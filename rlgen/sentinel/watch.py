@@ -45,10 +45,11 @@ class Watch:
     means: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
     def __call__(self, samples: Samples, logp: Tensor, step: int) -> bool | None:
-        """Returns whether engine and trainer differ on the rows that were sampled by version `step` - 1; None if there are none.
+        """Returns whether engine and trainer differ on the tokens that version `step` - 1 sampled; None if there are none.
 
-        Rows of earlier weights are left out, because they differ legitimately. So are rows that the policy could not compute
-        (NaN), which say nothing about the engine.
+        Tokens of earlier weights are left out, because they differ legitimately. Those that follow them in a row count: the
+        engine computes what is before them again, with its new weights. Rows that the policy could not compute (NaN) are left
+        out too: they say nothing about the engine.
 
         Args:
             samples: those of this process; all processes call this at the same time with theirs.
@@ -57,22 +58,19 @@ class Watch:
         Raises:
             SentinelError: they differ, and the recipe says stop.
         """
-        delta = torch.where(
-            torch.from_numpy(samples.loss_mask.values),
-            logp.double() - torch.from_numpy(samples.sampler_logp.values).double(),
-            0.0,
-        )
+        mask = torch.from_numpy(samples.loss_mask.values)
+        delta = torch.where(mask, logp.double() - torch.from_numpy(samples.sampler_logp.values).double(), 0.0)
         row_of = torch.from_numpy(np.repeat(np.arange(len(samples)), samples.completion_ids.lengths))
-        largest = torch.zeros(len(samples), dtype=torch.float64).scatter_reduce(0, row_of, delta.abs(), "amax")
         unknown = torch.zeros(len(samples)).index_add(0, row_of, delta.isnan().float()) > 0
-        fresh = torch.from_numpy(samples.weight_version == step - 1) & ~unknown
+        sampled = torch.from_numpy(samples.sampled_by(step - 1).values) & ~unknown[row_of]
         total = self.probe.processes.total
-        if not int(total(fresh.sum(), "sum")):
+        if not int(total(sampled.sum(), "sum")):
             return None
-        sampled = torch.from_numpy(samples.loss_mask.values) & fresh[row_of]
         gap = Gap.of(delta[sampled], total)
-        rows = torch.where(fresh, largest, -1.0).argsort(descending=True, stable=True)[:WORST].tolist()
-        off = [(largest[row].item(), samples[row]) for row in rows if fresh[row]]
+        sizes = torch.where(sampled, delta.abs(), -1.0)
+        largest = torch.full((len(samples),), -1.0, dtype=torch.float64).scatter_reduce(0, row_of, sizes, "amax")
+        rows = largest.argsort(descending=True, stable=True)[:WORST].tolist()
+        off = [(largest[row].item(), part_of(samples[row], step - 1)) for row in rows if largest[row] >= 0]
         return self.drifted(gap, lambda: self.worst(off), step, f"batch of step {step}")
 
     def after_sync(self, step: int) -> dict[str, Any]:
@@ -189,6 +187,11 @@ class Watch:
             "engine and trainer agreed before and do not any more, not even on weights that are sent anew; `rlgen doctor` on the"
             " last checkpoint looks further",
         )
+
+
+def part_of(sample: Sample, version: int) -> Sample:
+    """Returns the sample with only those tokens marked as sampled that the weights of `version` sampled."""
+    return replace(sample, spans=tuple(span for span in sample.spans if span.version == version))
 
 
 def worst(samples: Sequence[Sample], logp: Sequence[Tensor]) -> list[Sample]:

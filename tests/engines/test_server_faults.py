@@ -264,7 +264,7 @@ def test_killed_during_a_sync(bench: Bench, engine: ServerEngine, proof: Proof) 
         assert fired and receipt.version == engine.weight_version == 2 and engine.recoveries == 1
         answers = engine.generate(REQUESTS[:8], SAMPLING)
         assert {answer.weight_version for answer in answers} == {2}
-        assert_log_probs(bench, answers)
+        assert_log_probs(bench, answers, version=2)
     proof("a server stopped by SIGSTOP with the order to load, then killed")
 
 
@@ -310,7 +310,8 @@ def test_taken_over_by_another_run(bench: Bench, engine: ServerEngine, undisturb
 
 
 def test_weights_change_under_requests_that_are_being_answered(bench: Bench, undisturbed: list[Completion]) -> None:
-    """Not a fault: `engine.in_flight`. What was begun is as old as its first token; what comes later is of the new weights."""
+    """Not a fault: `engine.in_flight`. Every token has the log-prob of the weights that its span names, whoever sampled what is
+    before it: the server has computed that again."""
     engine = bench.engine(in_flight=True)
     engine.sync(checkpoint_tensors(bench.model), 1)
     pending = engine.submit(REQUESTS, Sampling(max_tokens=200, temperature=1.0, stop_ids=(257,)))
@@ -323,19 +324,31 @@ def test_weights_change_under_requests_that_are_being_answered(bench: Bench, und
         assert [answer.prompt_ids.tolist() for answer in begun] == [request.prompt_ids.tolist() for request in REQUESTS]
         assert min(answer.weight_version for answer in begun) == 1 and engine.recoveries == 0
         assert all(len(answer.logp) == len(answer.token_ids) for answer in begun)
+        assert_log_probs(bench, begun, version=2)
         later = engine.generate(REQUESTS[:8], SAMPLING)
         assert {answer.weight_version for answer in later} == {2}
-        assert_log_probs(bench, later)
+        assert_log_probs(bench, later, version=2)
+    assert_log_probs(bench, begun, version=1)
+    mixed = [answer.spans for answer in begun if len(answer.spans) > 1]
+    # More than the first token, which vLLM tells of at once, are of the weights that were there before.
+    assert mixed and all([span.version for span in spans] == [1, 2] and spans[0].stop == spans[1].start for spans in mixed)
+    assert max(spans[0].stop for spans in mixed) > 5
     assert [answer.logp.tolist() for answer in later] != [answer.logp.tolist() for answer in undisturbed[:8]]
     close(engine)
 
 
-def assert_log_probs(bench: Bench, answers: list[Completion]) -> None:
-    """Those of the weights that `bench.model` has."""
+def assert_log_probs(bench: Bench, answers: list[Completion], version: int) -> None:
+    """Those of the weights that `bench.model` has, of the tokens that `version` sampled."""
+    compared = 0
     for answer in answers:
         ids = torch.tensor([[*answer.prompt_ids.tolist(), *answer.token_ids.tolist()]])
         with torch.no_grad():
             logp = bench.model(ids).logits[0].float().log_softmax(-1)
         first = len(answer.prompt_ids)
-        own = [logp[first - 1 + at, token].item() for at, token in enumerate(answer.token_ids)]
-        assert own == pytest.approx(answer.logp.tolist(), abs=1e-5)
+        for span in answer.spans:
+            if span.version == version:
+                at = range(span.start, span.stop)
+                own = [logp[first - 1 + place, answer.token_ids[place]].item() for place in at]
+                assert own == pytest.approx(answer.logp[span.start : span.stop].tolist(), abs=1e-5)
+                compared += len(at)
+    assert compared

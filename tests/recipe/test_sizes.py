@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rlgen.engines.plan import EnginePlan
 from rlgen.errors import RecipeError
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
 from rlgen.recipe.sizes import FOLLOWING, fitted, is_written, prompt_limit, what_follows
@@ -89,3 +90,41 @@ def test_open_sizes_stay_open_in_a_resolved_recipe_and_fitted_ones_are_written(t
     assert load_recipe(again).recipe == found
     of_training = [path for path in FOLLOWING if not path.startswith("eval.")]
     assert [path for path in FOLLOWING if is_written(load_recipe(again).recipe, path)] == of_training
+
+
+SERVED = "engine={kind: server, launch: true}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "oldest", "in_flight", "sequences"),
+    [
+        ([], 0, False, 64),
+        ([SERVED], 0, False, 64),
+        ([SERVED, "rollout.ahead=1"], 1, False, 64),
+        ([SERVED, "rollout={ahead: 1, max_staleness: 3}", "engine.in_flight=true"], 3, True, 64),
+        ([SERVED, "rollout.ahead=4"], 4, True, 256),
+        ([SERVED, "rollout={ahead: 4, max_staleness: 2}"], 2, True, 256),
+        ([SERVED, "rollout.ahead=2", "engine.servers=2"], 2, True, 64),
+    ],
+)
+def test_age_and_changes_of_weights_follow_from_how_far_ahead_is_sampled(
+    tmp_path: Path, overrides: list[str], oldest: int, in_flight: bool, sequences: int
+) -> None:
+    found = recipe(tmp_path, *overrides)
+    assert (found.oldest_sample, found.in_flight) == (oldest, in_flight)
+    assert EnginePlan.of(found, "m").max_num_seqs == sequences
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([SERVED, "rollout.ahead=2", "engine.in_flight=false"], "there is always a request under way"),
+        (["rollout.ahead=4"], "rollout.ahead 4 samples while a step trains, which an engine of kind colocated cannot"),
+        ([SERVED, "rollout.ahead=4", "trainer={kind: grpo, correction: {mode: none}}"], "corrects nothing"),
+        ([SERVED, "rollout.ahead=65"], "rollout.ahead"),
+        ([SERVED, "rollout.max_staleness=2"], "rollout.max_staleness has no effect when rollout.ahead is 0"),
+    ],
+)
+def test_what_sampling_ahead_cannot_do_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        recipe(tmp_path, *overrides)

@@ -1,14 +1,18 @@
 """`rlgen` whose completions are conversations, led by a script: talking.py INSTANT train RECIPE …
 
-INSTANT is one of `tests/run/killed.py`, or "none". Replies come from threads, in any order.
+INSTANT is one of `tests/run/killed.py`, or "none". Replies come from threads, in any order; after up to REPLY_SECONDS, if the
+environment says that.
 """
 
+import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from helpers.scripted import dialogue, in_threads
+from helpers.scripted import Talk, dialogue, in_threads
 from run import killed
 
 from rlgen.opening import data, evaluation, trainer
@@ -18,7 +22,12 @@ STOPS = (*range(180, 258), 259)  # of a model that has learned nothing, a turn e
 
 
 def scripted(*arguments: object) -> object:
-    return dialogue(times=2, max_turns=3, later=in_threads)
+    return dialogue(times=2, max_turns=3, later=slowly if "REPLY_SECONDS" in os.environ else in_threads)
+
+
+def slowly(talk: Talk, answer: Callable[[], None]) -> None:
+    """Replies from a thread each, after times that follow from the place in the group."""
+    threading.Timer(float(os.environ["REPLY_SECONDS"]) * (talk.sample_index * 7 % 5) / 4, answer).start()
 
 
 if __name__ == "__main__":

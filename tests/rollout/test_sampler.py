@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +18,16 @@ from msgspec import structs
 
 from rlgen.cli.train import train_command
 from rlgen.engines.base import Facts, Finished, Settings
+from rlgen.engines.server import ServerEngine
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.opening import trainer
 from rlgen.processes import Processes
+from rlgen.rollout.answers import check_answers
 from rlgen.rollout.frames import append_frames, read_frames
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
-from rlgen.types import Completion, Group, Prompt, Request, Sampling, ids_of
+from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_of
 
 Proof = Callable[[str], None]
 
@@ -93,7 +96,14 @@ def journal(folder: Path, done: int = 0, weights: str = "w", dtype: str = "float
     return opened, said
 
 
-def sampler(engine: Scripted, ahead: bool, max_staleness: int = 1, of: Journal | None = None, whole: bool = False) -> Sampler:
+def sampler(
+    engine: Scripted,
+    ahead: int,
+    max_staleness: int = 1,
+    of: Journal | None = None,
+    whole: bool = False,
+    in_flight: bool = False,
+) -> Sampler:
     of = of or journal(Path(mkdtemp()))[0]
     return Sampler(
         engine=engine,  # type: ignore[arg-type]
@@ -103,8 +113,9 @@ def sampler(engine: Scripted, ahead: bool, max_staleness: int = 1, of: Journal |
         run_seed=0,
         tokenizer=byte_tokenizer(),
         submit_to=engine.submit if ahead else None,
+        ahead=ahead,
         max_staleness=max_staleness,
-        in_flight=False,
+        in_flight=in_flight,
         journal=of,
         journals=True,
         all_or_none=whole,
@@ -128,19 +139,19 @@ def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
 
 def test_a_step_ahead_is_one_version_old() -> None:
     engine = Scripted()
-    assert ages(engine, sampler(engine, ahead=True)) == [[0] * 4] + [[1] * 4] * (STEPS - 1)
+    assert ages(engine, sampler(engine, ahead=1)) == [[0] * 4] + [[1] * 4] * (STEPS - 1)
     assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]  # each once, none after the last
 
 
 def test_strictly_on_policy_is_of_present_weights() -> None:
     engine = Scripted()
-    assert ages(engine, sampler(engine, ahead=False)) == [[0] * 4] * STEPS
+    assert ages(engine, sampler(engine, ahead=0)) == [[0] * 4] * STEPS
 
 
 @pytest.mark.fault(59)
 def test_older_ones_are_dropped_and_counted(proof: Callable[[str], None]) -> None:
     engine = Scripted(age=lambda place: 2 if place == 1 else 0)
-    taken = sampler(engine, ahead=True, max_staleness=2)
+    taken = sampler(engine, ahead=1, max_staleness=2)
     engine.version = 3
     groups, dropped = taken.groups(4)  # trained by version 3: ages 0 and 2
     assert dropped == 0
@@ -156,20 +167,20 @@ def test_on_policy_an_old_sample_is_a_fault() -> None:
     engine = Scripted(age=lambda place: 1)
     engine.version = 3
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=False).groups(4)
+        sampler(engine, ahead=0).groups(4)
     assert caught.value.fault is Fault.STALE_ROLLOUTS
 
 
 def test_newer_than_the_trainer_is_a_fault_ahead_too() -> None:
     engine = Scripted(age=lambda place: -1)
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=True).groups(1)
+        sampler(engine, ahead=1).groups(1)
     assert caught.value.fault is Fault.STALE_ROLLOUTS
 
 
 def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> None:
     engine = Scripted()
-    taken = sampler(engine, ahead=True)
+    taken = sampler(engine, ahead=1)
     generate = engine.generate
 
     def failing(requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
@@ -219,13 +230,13 @@ def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list
 
 def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path) -> None:
     engine = Scripted()
-    before = train_until(engine, sampler(engine, ahead=False, of=journal(tmp_path)[0]), 1, 2)
+    before = train_until(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), 1, 2)
     engine.dies_after = 3  # of four answers of step 3
     with pytest.raises(EngineError):
-        sampler(engine, ahead=False, of=journal(tmp_path, 2)[0]).groups(3)
+        sampler(engine, ahead=0, of=journal(tmp_path, 2)[0]).groups(3)
     engine.dies_after, engine.version, engine.asked = None, 1, []
     opened, said = journal(tmp_path, 1)  # resumed from the checkpoint of step 1
-    after = train_until(engine, sampler(engine, ahead=False, of=opened), 2, 3)
+    after = train_until(engine, sampler(engine, ahead=0, of=opened), 2, 3)
     assert after[0] == before[1] and engine.asked == [(7,)]  # of step 3 the last answer of the last prompt; nothing of step 2
     assert [sample.sampler_logp[1] for group in after[1] for sample in group.samples] == pytest.approx([-0.9, -1.0, -1.1, -1.2])
     assert said == []
@@ -235,9 +246,9 @@ def test_where_neighbours_change_bits_all_are_asked_again_and_the_journal_wins(t
     engine = Scripted()
     engine.dies_after = 3
     with pytest.raises(EngineError):
-        sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
+        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
     engine.dies_after, engine.asked = None, []
-    groups, _ = sampler(engine, ahead=False, of=journal(tmp_path)[0], whole=True).groups(1)
+    groups, _ = sampler(engine, ahead=0, of=journal(tmp_path)[0], whole=True).groups(1)
     assert engine.asked == [(2, 3)]
     logp = [sample.sampler_logp[1] for group in groups for sample in group.samples]
     assert logp == pytest.approx([-0.1, -0.2, -0.3, -0.7])  # the fourth of the second call
@@ -246,12 +257,133 @@ def test_where_neighbours_change_bits_all_are_asked_again_and_the_journal_wins(t
 
 def test_ahead_the_answers_of_earlier_weights_come_from_the_journal(tmp_path: Path) -> None:
     engine = Scripted()
-    whole = train_until(engine, sampler(engine, ahead=True, of=journal(tmp_path)[0]), 1, 4)
+    whole = train_until(engine, sampler(engine, ahead=1, of=journal(tmp_path)[0]), 1, 4)
     engine.version, engine.asked = 2, []
     opened, said = journal(tmp_path, 2)
-    resumed = train_until(engine, sampler(engine, ahead=True, of=opened), 3, 5)
+    resumed = train_until(engine, sampler(engine, ahead=1, of=opened), 3, 5)
     assert resumed[:2] == whole[2:] and engine.asked == [] and said == []  # of step 5 too: it had been sampled
     assert {sample.weight_version for group in resumed[0] for sample in group.samples} == {1}
+
+
+def test_four_steps_ahead_the_queue_is_always_full() -> None:
+    engine = Scripted()
+    asked: list[int] = []  # calls that the engine had got when each step was taken
+    taken = sampler(engine, ahead=3, max_staleness=3, in_flight=True)
+    found = []
+    for step in range(1, STEPS + 1):
+        groups, dropped = taken.groups(step)
+        assert dropped == 0
+        asked.append(len(engine.asked))
+        found.append({step - 1 - sample.weight_version for group in groups for sample in group.samples})
+        taken.before_sync()
+        taken.journal.starts_from(step, f"w{step}", ())
+        engine.version = step
+    assert asked == [4, 5, 5, 5, 5], "three steps beyond the one that trains, as long as there are any"
+    assert found == [{0}, {1}, {2}, {3}, {3}]
+    assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]
+
+
+def test_four_steps_ahead_what_is_older_than_the_bound_is_dropped_and_counted() -> None:
+    engine = Scripted()
+    taken = sampler(engine, ahead=3, max_staleness=2, in_flight=True)
+    dropped = []
+    for step in range(1, STEPS + 1):
+        groups, too_old = taken.groups(step)
+        dropped.append(too_old)
+        assert all(step - 1 - sample.weight_version <= 2 for group in groups for sample in group.samples)
+        engine.version = step
+    assert dropped == [0, 0, 0, 4, 4] and taken.journal.kept == {4, 5}
+
+
+class Flying(Scripted):
+    """Samples the first token of each answer when it is asked, and the second when it is waited for, or told to land."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: list[Callable[[], None]] = []
+
+    def submit(
+        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+    ) -> "Future[list[Completion]]":
+        first, landed = self.version, Future[list[Completion]]()
+
+        def land() -> None:
+            if not landed.done():
+                landed.set_result(self.generate(requests, sampling, told(first, finished)))
+
+        def told(first: int, finished: Finished | None) -> Finished:
+            return lambda place, answer: finished(place, mixed(answer)) if finished else None
+
+        def mixed(answer: Completion) -> Completion:
+            last = answer.weight_version
+            return answer if first == last else replace(answer, spans=(Span(0, 1, first), Span(1, 2, last)))
+
+        def result(timeout: float | None = None) -> list[Completion]:
+            land()
+            return list(map(mixed, Future.result(landed)))
+
+        landed.result = result  # type: ignore[method-assign]
+        self.under_way.append(land)
+        return landed
+
+    def land(self) -> None:
+        for land in self.under_way:
+            land()
+
+
+def spans_of(groups: list[Group]) -> set[tuple[Span, ...]]:
+    return {sample.spans for group in groups for sample in group.samples}
+
+
+def killed_in_flight(tmp_path: Path) -> tuple[Flying, list[list[Group]], list[list[Group]]]:
+    """A run that was killed when step 3 was trained, and what of steps 4 and 5 the engine had answered: its groups by step."""
+    engine = Flying()
+    before = sampler(engine, ahead=2, max_staleness=2, of=journal(tmp_path)[0], in_flight=True)
+    whole = train_until(engine, before, 1, 3)
+    engine.version = 2  # version 3 was not sent any more
+    engine.land()
+    later = [before.answered(before.pending[step], before.pending[step].pending.result(), 3, 0) for step in (4, 5)]  # type: ignore[union-attr]
+    engine.asked.clear()
+    engine.version = 1
+    return engine, whole, later
+
+
+def test_what_weights_sampled_that_a_resumed_run_has_not_yet_comes_from_the_journal(tmp_path: Path) -> None:
+    engine, whole, later = killed_in_flight(tmp_path)
+    assert [spans_of(groups) for groups in (*whole, *later)] == [
+        {(Span(0, 2, 0),)},
+        {(Span(0, 1, 0), Span(1, 2, 1))},
+        {(Span(0, 1, 0), Span(1, 2, 2))},
+        {(Span(0, 1, 1), Span(1, 2, 2))},
+        {(Span(0, 2, 2),)},
+    ]
+    opened, said = journal(tmp_path, 1)
+    resumed = train_until(engine, sampler(engine, ahead=2, max_staleness=2, of=opened, in_flight=True), 2, 5)
+    assert resumed == [*whole[1:], *later] and engine.asked == [] and said == []
+
+
+def test_weights_that_come_out_otherwise_refuse_what_they_sampled_and_nothing_else(tmp_path: Path) -> None:
+    engine, whole, _ = killed_in_flight(tmp_path)
+    opened, said = journal(tmp_path, 1)
+    taken = sampler(engine, ahead=2, max_staleness=2, of=opened, in_flight=True)
+    assert train_until(engine, taken, 2, 2)[0] == whole[1], "of versions 0 and 1 alone"
+    opened.weights[2] = "other bits"
+    engine.version = 2
+    again = taken.groups(3)[0]
+    # Not before version 2 was there: until then the answers of the journal might have been of it.
+    assert engine.asked[0] == (6, 7) and spans_of(again) == {(Span(0, 2, 2),)}
+    assert "4 of 4 answers of step 3 are by other weights" in said[0] and {4, 5} == set(taken.pending)
+
+
+@pytest.mark.parametrize("spans", [((0, 1, 0), (1, 2, 3)), ((0, 1, 2), (1, 2, 1))])
+def test_spans_of_weights_that_cannot_have_sampled_are_a_fault(spans: tuple[tuple[int, int, int], ...]) -> None:
+    answer = replace(completion((7, 257), (-1.0, -0.1), ids_of([4])), spans=tuple(Span(*span) for span in spans))
+    with pytest.raises(SentinelError) as caught:
+        check_answers([Request(prompt_ids=ids_of([4]), seed=1)], [answer], SAMPLING, 2, 0)
+    assert caught.value.fault is Fault.STALE_ROLLOUTS
+    check_answers(
+        [Request(prompt_ids=ids_of([4]), seed=1)], [replace(answer, spans=(Span(0, 1, 0), Span(1, 2, 2)))], SAMPLING, 2, 0
+    )
 
 
 class Waiting(Scripted):
@@ -275,7 +407,7 @@ class Waiting(Scripted):
 
 def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(tmp_path: Path) -> None:
     engine = Waiting()
-    taken = sampler(engine, ahead=True, of=journal(tmp_path)[0])
+    taken = sampler(engine, ahead=1, of=journal(tmp_path)[0])
     taken.submit(1, engine.submit)
     engine.answer(0)
     taken.groups(1)  # asks for step 2
@@ -301,15 +433,42 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     assert not saved.is_alive(), "a run that goes on after step 1 asks for step 3 again"
 
 
+def test_in_flight_a_save_waits_for_nothing_and_all_of_the_journal_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, flushed = Waiting(), list[int]()
+    taken = sampler(engine, ahead=3, max_staleness=3, of=journal(tmp_path)[0], in_flight=True)
+    monkeypatch.setattr(Journal, "flush", lambda self, step: flushed.append(step))
+    taken.submit(1, engine.submit)
+    engine.answer(0)
+    taken.groups(1)
+    taken.settle(1)  # returns, though nothing of steps 2 to 4 is there
+    assert flushed == [2, 3, 4] and not any(future.done() for future in engine.futures[1:])
+    taken.before_sync()  # neither
+
+
 def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> None:
     engine = Scripted()
     engine.version = 2
     opened, said = journal(tmp_path, 2)
-    sampler(engine, ahead=True, of=opened).groups(3)
+    sampler(engine, ahead=1, of=opened).groups(3)
     assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are not in it" in said[0]
 
 
-def groups_told(engine: Scripted, ahead: bool, of: Journal | None = None) -> tuple[Sampler, list[tuple[int, Group, int]]]:
+def test_a_server_is_asked_by_several_calls_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(3)
+
+    def generate(self: ServerEngine, *asked: Any) -> list[Completion]:
+        together.wait(HANGS)  # breaks if the three calls come one after the other
+        return []
+
+    monkeypatch.setattr(ServerEngine, "generate", generate)
+    engine = ServerEngine(SimpleNamespace(stop=lambda: None, close=lambda: None), calls=3)  # type: ignore[arg-type]
+    assert [call.result() for call in [engine.submit([], SAMPLING) for _ in range(3)]] == [[], [], []]
+    engine.close()
+
+
+def groups_told(engine: Scripted, ahead: int, of: Journal | None = None) -> tuple[Sampler, list[tuple[int, Group, int]]]:
     """A sampler, and of each group that it tells of: the step, the group, and how many answers the engine had given by then."""
     told: list[tuple[int, Group, int]] = []
     taken = sampler(engine, ahead, of=of)
@@ -319,7 +478,7 @@ def groups_told(engine: Scripted, ahead: bool, of: Journal | None = None) -> tup
 
 def test_a_group_is_told_of_when_its_last_answer_is_there() -> None:
     engine = Scripted()
-    taken, told = groups_told(engine, ahead=False)
+    taken, told = groups_told(engine, ahead=0)
     groups, _ = taken.groups(1)
     assert [(step, group.group_id, answers) for step, group, answers in told] == [(1, 2, 2), (1, 3, 4)]
     assert [group for _, group, _ in told] == groups
@@ -327,7 +486,7 @@ def test_a_group_is_told_of_when_its_last_answer_is_there() -> None:
 
 def test_ahead_a_group_is_told_of_with_its_step() -> None:
     engine = Scripted()
-    taken, told = groups_told(engine, ahead=True)
+    taken, told = groups_told(engine, ahead=1)
     groups, _ = taken.groups(1)
     assert [(step, group.group_id) for step, group, _ in told] == [(1, 2), (1, 3), (2, 4), (2, 5)]
     assert [group for step, group, _ in told if step == 1] == groups
@@ -336,7 +495,7 @@ def test_ahead_a_group_is_told_of_with_its_step() -> None:
 def test_a_group_with_an_answer_to_something_else_is_not_told_of() -> None:
     engine = Scripted(age=lambda place: 1 if place == 1 else 0)
     engine.version = 3
-    taken, told = groups_told(engine, ahead=False)
+    taken, told = groups_told(engine, ahead=0)
     with pytest.raises(SentinelError) as caught:
         taken.groups(4)
     assert caught.value.fault is Fault.STALE_ROLLOUTS
@@ -348,9 +507,9 @@ def test_of_a_step_that_the_journal_has_nothing_is_told(tmp_path: Path) -> None:
     engine = Scripted()
     engine.dies_after = 1
     with pytest.raises(EngineError):
-        sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
+        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
     engine.dies_after = None
-    taken, told = groups_told(engine, ahead=False, of=journal(tmp_path)[0])
+    taken, told = groups_told(engine, ahead=0, of=journal(tmp_path)[0])
     taken.groups(1)
     assert told == []
     taken.journal.starts_from(1, "w1", ())
@@ -370,9 +529,9 @@ def test_of_a_step_that_the_journal_has_nothing_is_told(tmp_path: Path) -> None:
 )
 def test_answers_to_something_else_are_sampled_anew_and_said(tmp_path: Path, change: dict[str, Any], why: str) -> None:
     engine = Scripted()
-    (before,) = train_until(engine, sampler(engine, ahead=False, of=journal(tmp_path)[0]), 1, 1)
+    (before,) = train_until(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), 1, 1)
     opened, said = journal(tmp_path, **{key: value for key, value in change.items() if key in ("weights", "dtype")})
-    taken = sampler(engine, ahead=False, of=opened)
+    taken = sampler(engine, ahead=0, of=opened)
     taken.run_seed = change.get("seed", 0)
     taken.sampling = replace(SAMPLING, temperature=change.get("temperature", 1.0))
     engine.version, engine.asked = 0, []
@@ -383,12 +542,12 @@ def test_answers_to_something_else_are_sampled_anew_and_said(tmp_path: Path, cha
 
 def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:
     engine = Scripted()
-    sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
+    sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
     path = tmp_path / "step_000001.bin"
     changed = [structs.replace(record, token_ids=ids_of((7, 8)).tobytes()) for record in read_frames(path).records]
     path.unlink()
     append_frames(path, changed, begun=True)
     # The checksums hold, but an answer is ended by a stop token that is not there.
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=False, of=journal(tmp_path)[0]).groups(1)
+        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
     assert caught.value.fault is Fault.DROPPED_STOP_TOKEN

@@ -144,6 +144,28 @@ def test_killed_and_resumed_with_the_real_vllm(talks: Talks, engine: str, instan
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_killed_while_weights_change_under_conversations(talks: Talks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps ahead, with replies that take up to half a second: what the killed run had, the resumed one has."""
+    monkeypatch.setenv("REPLY_SECONDS", "0.5")
+    outcome = talks(Kill("flight", "among conversations", ANSWERED), "killed_flight")
+    assert outcome.problem is None, outcome
+    run = talks.folder / "killed_flight"
+    records = read_jsonl(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 11)) and records[-1]["turns/mean"] > 2
+    assert max(record["rollout/staleness_max"] for record in records) <= 4
+    assert sum(record["rollout/dropped_stale"] for record in records) == 0
+    rows = [row for step in range(1, 11) for row in read_rollouts(run, step).to_pylist()]
+    assert any(len({span["version"] for span in row["spans"]}) > 1 for row in rows), "of several versions"
+    for row in rows:
+        mask, covered = np.array(row["loss_mask"]), np.zeros(len(row["completion_ids"]), dtype=bool)
+        for span in row["spans"]:
+            covered[span["start"] : span["stop"]] = True
+        assert np.array_equal(mask, covered) and np.array_equal(np.isnan(row["sampler_logp"]), ~mask)
+    assert talks.start([sys.executable, "-m", "rlgen", "report", str(run)]).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_two_processes_sample_the_same_conversations(talks: Talks) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, metrics = [], []

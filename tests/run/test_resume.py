@@ -107,7 +107,7 @@ def test_killed_in_an_evaluation(kills: Kills, instant: str, proof: Proof) -> No
 @pytest.mark.vllm
 @pytest.mark.fault(63, 71)
 @pytest.mark.parametrize("number", range(1, len(KILLS) + 1))
-def test_killed_at_one_of_40_instants(kills: Kills, number: int, proof: Proof) -> None:
+def test_killed_at_one_of_50_instants(kills: Kills, number: int, proof: Proof) -> None:
     kill = KILLS[number - 1]
     outcome = kills(kill, f"kill{number:02}")
     assert outcome.problem is None, outcome

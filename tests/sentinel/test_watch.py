@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import planted as p
 import pytest
+import torch
 from conftest import RECIPE, read_jsonl
+from helpers.samples import make_sample
 from torch import Tensor
 
 from rlgen.cli.app import main
@@ -21,10 +23,13 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
 from rlgen.files import read_json
 from rlgen.opening import trainer
+from rlgen.processes import Processes
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.compare import first_difference
+from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.watch import Watch
-from rlgen.types import Completion, Request, Sampling, one_span
+from rlgen.types import Completion, Request, Sample, Samples, Sampling, Span, one_span
 
 Proof = Callable[[str], None]
 
@@ -273,6 +278,42 @@ def test_what_is_under_way_ends_before_new_samples_are_compared() -> None:
     )
     fault, _ = watch.look_again(probe)
     assert fault is Fault.STALE_ROLLOUTS and calls == ["rest", "sample"]
+
+
+@pytest.mark.parametrize(("off", "found"), [(0, False), (3, True)])
+def test_of_a_row_of_several_versions_the_tokens_of_present_weights_are_compared(
+    monkeypatch: pytest.MonkeyPatch, off: int, found: bool
+) -> None:
+    """Rows 0 and 1 end in tokens of version 2; what version 1 sampled differs by 5 nats, and is not looked at."""
+    spans = ((Span(0, 2, 1), Span(2, 4, 2)), (Span(0, 3, 1), Span(3, 4, 2)), (Span(0, 4, 1),))
+    ids, logp = (7, 8, 9, 257), (-1.0, -2.0, -3.0, -4.0)
+    rows = [make_sample(sample_index=row, completion_ids=ids, sampler_logp=logp, spans=of) for row, of in enumerate(spans)]
+    theirs = torch.tensor(logp).repeat(3)
+    theirs[[0, 1, 4, 5, 6, 8, 9, 10, 11]] += 5.0
+    theirs[off] += 0.25 if off else 0.0
+    looked: list[Sample] = []
+    said: list[str] = []
+    monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda trainer, samples, *rest: looked.extend(samples))
+    side: Any = SimpleNamespace(processes=Processes.alone())
+    sampling, nothing = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,)), cast(Any, None)
+    probe = Probe(
+        trainer=side,
+        engine=nothing,
+        engine_share=nothing,
+        expected=nothing,
+        tokenizer=nothing,
+        prompts=(),
+        sampling=sampling,
+        bounds=Bounds(1e-4, None),
+        seed=0,
+        version=0,
+    )
+    watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, rest=lambda: None, say=said.append)
+    assert watch(Samples.of(rows), theirs, 3) is found
+    assert watch(Samples.of(rows), theirs, 4) is None, "nothing was sampled by version 3"
+    if found:
+        assert "0.25" in said[0] and [list(sample.completion_ids) for sample in looked] == [[9, 257], [257]]
+        assert [list(sample.prompt_ids) for sample in looked] == [[5, 6, 7, 8], [5, 6, 7, 8, 9]]
 
 
 @pytest.mark.slow

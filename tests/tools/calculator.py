@@ -1,6 +1,8 @@
 """The tool of tools-tiny-grpo.yaml, in its folder."""
 
 import ast
+import asyncio
+import hashlib
 import operator
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.USub: operator.neg}
@@ -13,6 +15,17 @@ def calculator(e: str) -> str:
         e: Numbers with + - * and parentheses, such as 37*(52-8).
     """
     return str(value_of(ast.parse(e.rstrip(" ="), mode="eval").body))
+
+
+async def far_away(e: str) -> str:
+    """Computes an expression of whole numbers. A call takes 50 to 500 ms; how long follows from the expression.
+
+    Args:
+        e: Numbers with + - * and parentheses, such as 37*(52-8).
+    """
+    share = hashlib.sha256(e.encode("utf-8", "replace")).digest()[0] / 255
+    await asyncio.sleep(0.05 + 0.45 * share)
+    return calculator(e)
 
 
 def value_of(node: ast.expr) -> int:

@@ -29,3 +29,28 @@ def test_the_recipe_learns_to_use_its_tool(warm: Path, tmp_path: Path, engine: s
     assert fmean(rewards[-5:]) - fmean(rewards[:3]) >= 0.3
     assert max(record["sampler/delta_max"] for record in records) <= 1e-4
     assert fmean(record["turns/mean"] for record in records[-5:]) > 1.8
+
+
+@pytest.mark.vllm
+def test_four_steps_ahead_the_same_is_learned(warm: Path, tmp_path: Path) -> None:
+    """By weights that change under the conversations; at a learning rate for samples that are four versions old."""
+    settings = [
+        f"model.path={warm}",
+        "engine={kind: server, launch: true}",
+        "run.steps=120",
+        "optim={learning_rate: 1.0e-4, warmup_steps: 5}",
+        "trainer.correction={mode: token_mask, min: 0.5, max: 2.0}",
+    ]
+    last = []
+    for ahead in (0, 4):
+        said = [part for setting in (*settings, f"rollout.ahead={ahead}") for part in ("--set", setting)]
+        run = tmp_path / f"ahead{ahead}"
+        command = [sys.executable, "-m", "rlgen", "train", str(RECIPE), "--run-dir", str(run), *said]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        records = read_jsonl(run / "metrics.jsonl")
+        rewards = [record["reward/exact_match/mean"] for record in records]
+        assert fmean(rewards[-20:]) - fmean(rewards[:5]) >= 0.12
+        assert max(record["rollout/staleness_max"] for record in records) == ahead
+        assert sum(record["rollout/dropped_stale"] for record in records) == 0
+        last.append(fmean(rewards[-20:]))
+    assert abs(last[0] - last[1]) <= 0.05

@@ -93,6 +93,7 @@ def collector(engine: Engine, scorer: Scorer, folder: Path, elsewhere: bool) -> 
         tokenizer=byte_tokenizer(),
         submit_to=None,
         max_staleness=1,
+        ahead=0,
         in_flight=False,
         journal=journal,
         journals=True,
