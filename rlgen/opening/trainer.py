@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from rlgen.data import Rows, listed
+from rlgen.errors import SetupError
 from rlgen.files import write_text
 from rlgen.models.lora import describe
+from rlgen.models.memory_errors import memory_for
 from rlgen.models.weights import bits
 from rlgen.opening.data import Data, open_data
 from rlgen.opening.dialogue import open_dialogue
@@ -40,8 +42,12 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.collect import Collector
+from rlgen.trainers.exact import ExactSum
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.report import Reporter
+from rlgen.trainers.stream import Stream, provisional_totals
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position
 
 
@@ -194,6 +200,8 @@ def build_trainer(
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(learner.policy.model, processes)
     watch.means.extend(processes.agreed(lambda: journal.starts_from(done, weights, ())))
+    windows = build_windows(recipe, learner, pair.sampling, processes, scorer.weights)
+    update = build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch)
     return Trainer(
         recipe=recipe,
         processes=processes,
@@ -212,9 +220,10 @@ def build_trainer(
             early=early,
             journal=journal,
             algorithm=learner.algorithm,
+            stream=build_stream(recipe, pair, sampler, early, list(scorer.weights), windows, update),
         ),
-        windows=build_windows(recipe, learner, pair.sampling, processes, scorer.weights),
-        update=build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch),
+        windows=windows,
+        update=update,
         schedule=learner.schedule,
         checkpoints=checkpoints,
         report=Reporter(
@@ -257,9 +266,49 @@ def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlySc
         journals=pair.engine_share.first,
         all_or_none=abilities.whole_step,
         say=attempt.console.say,
-        # Beside an engine that needs the cores of this machine, rewards would only slow it down.
-        group_finished=early.add if abilities.elsewhere and pair.engine_share.first else None,
+        # Beside an engine that needs the cores of this machine, rewards would only slow it down: unless groups are trained on.
+        group_finished=early.add if (abilities.elsewhere or recipe.rollout.stream) and pair.engine_share.first else None,
         dialogue=dialogue,
+        interruptible=recipe.rollout.stream,
+    )
+
+
+def build_stream(
+    recipe: Recipe,
+    pair: Pair,
+    sampler: Sampler,
+    early: EarlyScoring,
+    labels: Sequence[str],
+    windows: WindowBuilder,
+    update: Updater,
+) -> Stream | None:
+    """Returns the object that trains on groups while others are sampled; None if the recipe does not stream.
+
+    Raises:
+        SetupError: several processes were started, engine and trainer share a GPU, or the memory does not suffice.
+    """
+    if not recipe.rollout.stream:
+        return None
+    abilities, processes, learner = pair.engine.abilities, pair.processes, pair.learner
+    if processes.world > 1:
+        raise SetupError(
+            "rollout.stream: several processes deal the rows of a whole step among them; start one, or set it to false"
+        )
+    if not abilities.elsewhere and processes.device.type == "cuda":
+        raise SetupError("rollout.stream: on one GPU engine and trainer would wait for each other; set engine.kind to server")
+    with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
+        sums = ExactSum([parameter for parameter in learner.policy.parameters() if parameter.requires_grad])
+    rollout = recipe.rollout
+    return Stream(
+        processes=processes,
+        sampler=sampler,
+        early=early,
+        labels=labels,
+        windows=windows,
+        update=update,
+        sums=sums,
+        provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
+        threads=None if abilities.elsewhere else max(1, torch.get_num_threads() // 2),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from rlgen.algorithms.base import Signal
 from rlgen.engines.base import Engine
 from rlgen.errors import CheckpointError, DivergedError, EngineError, SentinelError, Stopped
 from rlgen.models.policy import Policy
@@ -24,8 +25,8 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.report import Reporter
-from rlgen.trainers.update import Skipped, Updater
-from rlgen.trainers.window import WindowBuilder
+from rlgen.trainers.update import Part, Skipped, Updater
+from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Position
 
 
@@ -71,8 +72,8 @@ class Trainer:
                     got = self.collect(step, at.prompts, clock, stop)
                 collected = clock.seconds
                 with clock("train"):
-                    window, signal, measured = self.windows.build(got.learned_from, got.samples, got.epoch)
-                    learned, skipped = self.update(window, step)
+                    window, signal, measured, first = self.window(got)
+                    learned, skipped = self.update(window, step, first)
                     self.schedule.step()
             except SentinelError:  # nothing of this step was trained on, nor must it be after a resume
                 self.collect.early.close()  # that of the next step too
@@ -110,6 +111,12 @@ class Trainer:
                 raise checkup.ends
             saving = clock.seconds
             stop.took(seconds, update, *self.checkpoints.took())
+
+    def window(self, got: Collected) -> tuple[Window, Signal, dict[str, Any], Part | None]:
+        """Returns the window of a step, its signal and metrics, and what has run of it while it was sampled and scored."""
+        if self.collect.stream is not None:
+            return self.collect.stream.finish(got.learned_from, got.samples)
+        return *self.windows.build(got.learned_from, got.samples, got.epoch), None
 
     def sync(self, step: int) -> tuple[EngineError | None, dict[str, Any]]:
         """Sends the weights of `step` to the engine. Returns the engine's error or None, and the metrics measured after the sync.
