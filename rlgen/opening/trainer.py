@@ -291,9 +291,7 @@ def build_stream(
         return None
     abilities, processes, learner = pair.engine.abilities, pair.processes, pair.learner
     if processes.world > 1:
-        raise SetupError(
-            "rollout.stream: several processes deal the rows of a whole step among them; start one, or set it to false"
-        )
+        raise SetupError("rollout.stream: several processes deal the rows of a step among them; start one, or set it to false")
     if not abilities.elsewhere and processes.device.type == "cuda":
         raise SetupError("rollout.stream: on one GPU engine and trainer would wait for each other; set engine.kind to server")
     with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):

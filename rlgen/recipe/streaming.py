@@ -39,7 +39,7 @@ def _of_the_engine(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 def _of_the_rollout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields path, reason and hint of samples that come otherwise, and of processes."""
     rollout, processes = recipe.rollout, recipe.processes
-    remove = "remove one of them"
+    remove, alone = "remove one of them", "run one process, or set rollout.stream to false"
     if rollout.ahead:
         yield "rollout.ahead", "with rollout.ahead its samples are there before the step begins", remove
     if rollout.refill:
@@ -49,7 +49,7 @@ def _of_the_rollout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield (
             path,
             "several processes deal the rows of a whole step among them",
-            "run one process, or set rollout.stream to false",
+            alone,
         )
 
 

@@ -15,8 +15,8 @@ SHIFT = 1.5 * 2.0 ** (52 + GRID)
 class ExactSum:
     """The sum of gradients of parameters, which are added part by part in any order: the same bits whatever the order.
 
-    The rounding is 2^-45 at most, of each part. Where a number is above 2^7, as in a gradient that diverges, the sum is as exact as
-    float64 is, but its last bits depend on the order. Holds 8 bytes for each number of the parameters.
+    The rounding is 2^-45 at most, of each part. Where a number is above 2^7, as in a gradient that diverges, the sum is as exact
+    as float64 is, but its last bits depend on the order. Holds 8 bytes for each number of the parameters.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

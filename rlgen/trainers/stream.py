@@ -1,12 +1,12 @@
 """Trains on the groups of a step that are complete while others are still sampled, by the same weights (`rollout.stream`).
 
-A group runs forward and backward as soon as its rewards are there: its advantages or pairs need no other group. What it is divided
-by is not known yet, so its loss is divided by counts of which it is known beforehand that they are enough (`Stream.provisional`),
-and loss and gradient of the whole step once by the true ones, before the optimizer step. Everything else is `Updater`'s, as ever.
+A group runs forward and backward as soon as its rewards are there: its advantages or pairs need no other group. What its loss is
+divided by is not known yet, so it is divided by counts that no step exceeds (`Stream.provisional`), and loss and gradient of the
+whole step are brought to the true ones, by one factor, before the optimizer step. Everything else is `Updater`'s, as ever.
 
 Time decides which group is trained first, and must decide nothing else. So the micro-batches of a group follow from its own rows,
-gradients are added exactly (`ExactSum`), and all other numbers in the order of prompts. A step that is sampled again, or taken from
-the journal after a kill, has the same bits.
+gradients are added exactly (`ExactSum`), and all other numbers in the order of prompts. A step that is sampled again, or taken
+from the journal after a kill, has the same bits.
 """
 
 import threading
@@ -191,8 +191,8 @@ def join_windows(windows: Sequence[Window]) -> Window:
     rows = np.cumsum([0, *(len(window.rows) for window in windows)]).tolist()
     pairs = np.cumsum([0, *(window.totals.pairs for window in windows)]).tolist()
 
-    def moved(batches: Sequence[tuple[int, ...]], by: int) -> list[tuple[int, ...]]:
-        return [tuple(row + by for row in batch) for batch in batches]
+    def moved(batch: tuple[int, ...], by: int) -> tuple[int, ...]:
+        return tuple(row + by for row in batch)
 
     return Window(
         samples=Samples.join([window.samples for window in windows]),
@@ -206,13 +206,13 @@ def join_windows(windows: Sequence[Window]) -> Window:
         positions=sum(window.positions for window in windows),
         epoch=windows[0].epoch,
         micro_batches=tuple(
-            batch for window, by in zip(windows, rows, strict=False) for batch in moved(window.micro_batches, by)
+            moved(batch, by) for window, by in zip(windows, rows, strict=False) for batch in window.micro_batches
         ),
-        idle=tuple(batch for window, by in zip(windows, rows, strict=False) for batch in moved(window.idle, by)),
+        idle=tuple(moved(batch, by) for window, by in zip(windows, rows, strict=False) for batch in window.idle),
         frozen={name: torch.cat([window.frozen[name] for window in windows]) for name in windows[0].frozen},
         computed={
             name: {
-                moved([batch], by)[0]: values
+                moved(batch, by): values
                 for window, by in zip(windows, rows, strict=False)
                 for batch, values in window.computed.get(name, {}).items()
             }
