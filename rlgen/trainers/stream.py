@@ -188,11 +188,11 @@ def provisional_totals(prompts: int, group_size: int, max_tokens: int) -> Totals
 
 def join_windows(windows: Sequence[Window]) -> Window:
     """Returns the window of the rows of all `windows`, which ran with the same denominators, in their order."""
-    rows = np.cumsum([0, *(len(window.rows) for window in windows)]).tolist()
+    firsts = np.cumsum([0, *(len(window.rows) for window in windows)]).tolist()
     pairs = np.cumsum([0, *(window.totals.pairs for window in windows)]).tolist()
 
-    def moved(batch: tuple[int, ...], by: int) -> tuple[int, ...]:
-        return tuple(row + by for row in batch)
+    def moved(rows: tuple[int, ...], by: int) -> tuple[int, ...]:
+        return tuple(row + by for row in rows)
 
     return Window(
         samples=Samples.join([window.samples for window in windows]),
@@ -206,15 +206,15 @@ def join_windows(windows: Sequence[Window]) -> Window:
         positions=sum(window.positions for window in windows),
         epoch=windows[0].epoch,
         micro_batches=tuple(
-            moved(batch, by) for window, by in zip(windows, rows, strict=False) for batch in window.micro_batches
+            moved(rows, by) for window, by in zip(windows, firsts, strict=False) for rows in window.micro_batches
         ),
-        idle=tuple(moved(batch, by) for window, by in zip(windows, rows, strict=False) for batch in window.idle),
+        idle=tuple(moved(rows, by) for window, by in zip(windows, firsts, strict=False) for rows in window.idle),
         frozen={name: torch.cat([window.frozen[name] for window in windows]) for name in windows[0].frozen},
         computed={
             name: {
-                moved(batch, by): values
-                for window, by in zip(windows, rows, strict=False)
-                for batch, values in window.computed.get(name, {}).items()
+                moved(rows, by): values
+                for window, by in zip(windows, firsts, strict=False)
+                for rows, values in window.computed.get(name, {}).items()
             }
             for name in {name for window in windows for name in window.computed}
         },
