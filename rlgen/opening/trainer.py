@@ -1,6 +1,6 @@
 """Builds the trainer of one attempt: opens every part, the cheapest first, and passes to each what it needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +11,13 @@ from rlgen.data import Rows, listed
 from rlgen.errors import SetupError
 from rlgen.files import write_text
 from rlgen.models.lora import describe
-from rlgen.models.memory_errors import memory_for
 from rlgen.models.weights import bits
 from rlgen.opening.data import Data, open_data
 from rlgen.opening.dialogue import open_dialogue
 from rlgen.opening.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.opening.inputs import record_attempt, reward_files, same_inputs
 from rlgen.opening.largest import try_largest
-from rlgen.opening.learner import build_updater, build_windows
+from rlgen.opening.learner import build_groups, build_updater, build_windows
 from rlgen.opening.pair import Pair, open_pair
 from rlgen.opening.probe import probe_of
 from rlgen.processes import Processes
@@ -42,12 +41,10 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.collect import Collector
-from rlgen.trainers.exact import ExactSum
+from rlgen.trainers.groups import Groups
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.report import Reporter
-from rlgen.trainers.stream import Stream, provisional_totals
-from rlgen.trainers.update import Updater
-from rlgen.trainers.window import WindowBuilder
+from rlgen.trainers.stream import Stream
 from rlgen.types import Position
 
 
@@ -220,7 +217,7 @@ def build_trainer(
             early=early,
             journal=journal,
             algorithm=learner.algorithm,
-            stream=build_stream(recipe, pair, sampler, early, list(scorer.weights), windows, update),
+            stream=build_stream(pair, sampler, early, scorer.weights, build_groups(recipe, learner, windows, update)),
         ),
         windows=windows,
         update=update,
@@ -274,40 +271,21 @@ def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlySc
 
 
 def build_stream(
-    recipe: Recipe,
-    pair: Pair,
-    sampler: Sampler,
-    early: EarlyScoring,
-    labels: Sequence[str],
-    windows: WindowBuilder,
-    update: Updater,
+    pair: Pair, sampler: Sampler, early: EarlyScoring, weights: Mapping[str, float], groups: Groups | None
 ) -> Stream | None:
     """Returns the object that trains on groups while others are sampled; None if the recipe does not stream.
 
     Raises:
-        SetupError: several processes were started, engine and trainer share a GPU, or the memory does not suffice.
+        SetupError: several processes were started, or engine and trainer share a GPU.
     """
-    if not recipe.rollout.stream:
+    if groups is None:
         return None
-    abilities, processes, learner = pair.engine.abilities, pair.processes, pair.learner
+    processes = pair.processes
     if processes.world > 1:
         raise SetupError("rollout.stream: several processes deal the rows of a step among them; start one, or set it to false")
-    if not abilities.elsewhere and processes.device.type == "cuda":
+    if not pair.engine.abilities.elsewhere and processes.device.type == "cuda":
         raise SetupError("rollout.stream: on one GPU engine and trainer would wait for each other; set engine.kind to server")
-    with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
-        sums = ExactSum([parameter for parameter in learner.policy.parameters() if parameter.requires_grad])
-    rollout = recipe.rollout
-    return Stream(
-        processes=processes,
-        sampler=sampler,
-        early=early,
-        labels=labels,
-        windows=windows,
-        update=update,
-        sums=sums,
-        provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
-        threads=None if abilities.elsewhere else max(1, torch.get_num_threads() // 2),
-    )
+    return Stream(processes=processes, sampler=sampler, early=early, labels=tuple(weights), groups=groups)
 
 
 def build_writer(

@@ -72,7 +72,7 @@ class Collector:
         except BaseException:  # a stop, too: no reward is computed any more
             self.early.close()
             if self.stream is not None:
-                self.stream.drop()
+                self.stream.groups.drop()
             raise
 
     def collected(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
@@ -89,7 +89,7 @@ class Collector:
                 # Patient: one engine may have much longer completions, or lose a server, or have to sample what the journals of
                 # others still hold after a kill.
                 if self.stream is not None:
-                    sample = partial(self.stream.while_sampling, step, prompts, position / len(self.prompts), sample)
+                    sample = partial(self.stream.while_sampling, step, position / len(self.prompts), sample)
                 groups, dropped = self.processes.agreed(sample, waits_for_others=self.engine_share.shared, patient=True)
             stop.check(self.processes)
             with clock("reward"):

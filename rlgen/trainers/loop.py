@@ -25,7 +25,7 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.report import Reporter
-from rlgen.trainers.update import Part, Skipped, Updater
+from rlgen.trainers.update import Skipped, Updater
 from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Position
 
@@ -72,8 +72,7 @@ class Trainer:
                     got = self.collect(step, at.prompts, clock, stop)
                 collected = clock.seconds
                 with clock("train"):
-                    window, signal, measured, first = self.window(got)
-                    learned, skipped = self.update(window, step, first)
+                    window, signal, measured, learned, skipped = self.learn(got, step)
                     self.schedule.step()
             except SentinelError:  # nothing of this step was trained on, nor must it be after a resume
                 self.collect.early.close()  # that of the next step too
@@ -112,11 +111,14 @@ class Trainer:
             saving = clock.seconds
             stop.took(seconds, update, *self.checkpoints.took())
 
-    def window(self, got: Collected) -> tuple[Window, Signal, dict[str, Any], Part | None]:
-        """Returns the window of a step, its signal and metrics, and what has run of it while it was sampled and scored."""
-        if self.collect.stream is not None:
-            return self.collect.stream.finish(got.learned_from, got.samples)
-        return *self.windows.build(got.learned_from, got.samples, got.epoch), None
+    def learn(self, got: Collected, step: int) -> tuple[Window, Signal, dict[str, Any], dict[str, Any], Skipped | None]:
+        """Takes the optimizer steps of a step. Returns its window and signal, the metrics of both, and the skipped update."""
+        stream = self.collect.stream
+        if stream is None:
+            window, signal, measured = self.windows.build(got.learned_from, got.samples, got.epoch)
+            return window, signal, measured, *self.update(window, step)
+        window, signal, measured, first = stream.groups.finish(got.learned_from, got.samples, got.epoch)
+        return window, signal, measured, *self.update(window, step, first)
 
     def sync(self, step: int) -> tuple[EngineError | None, dict[str, Any]]:
         """Sends the weights of `step` to the engine. Returns the engine's error or None, and the metrics measured after the sync.
