@@ -12,7 +12,7 @@ def stream_contradictions(recipe: Recipe) -> list[Finding]:
     if not recipe.rollout.stream:
         return []
     return [
-        Finding(path, f"rollout.stream trains on groups while others are sampled: {what}", hint)
+        Finding(path, f"{path} beside rollout.stream, which trains on groups while others are sampled: {what}", hint)
         for path, what, hint in (*_of_the_engine(recipe), *_of_the_rollout(recipe), *_of_the_trainer(recipe))
     ]
 
@@ -41,9 +41,9 @@ def _of_the_rollout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     rollout, processes = recipe.rollout, recipe.processes
     remove, alone = "remove one of them", "run one process, or set rollout.stream to false"
     if rollout.ahead:
-        yield "rollout.ahead", "with rollout.ahead its samples are there before the step begins", remove
+        yield "rollout.ahead", "its samples are there before the step begins", remove
     if rollout.refill:
-        yield "rollout.refill", "rollout.refill replaces groups when the rewards of all are known", remove
+        yield "rollout.refill", "groups are replaced when the rewards of all are known", remove
     if (processes.count or 1) > 1 or processes.strategy == "fsdp":
         path = "processes.strategy" if processes.strategy == "fsdp" else "processes.count"
         yield (
