@@ -214,7 +214,11 @@ class Metric(StrEnum):
     )
 
     TIME_STEP = "time/step", "seconds", "The whole step; the times below add up to it."
-    TIME_GENERATE = "time/generate", "seconds", "Sampling, or waiting for samples; with `rollout.stream` the training meanwhile, too."
+    TIME_GENERATE = (
+        "time/generate",
+        "seconds",
+        "Sampling, or waiting for samples; with `rollout.stream` the training meanwhile, too.",
+    )
     TIME_REWARD = "time/reward", "seconds", "Scoring."
     TIME_TRAIN = "time/train", "seconds", "Forward, backward and optimizer steps, when all is sampled."
     TIME_SYNC = "time/sync", "seconds", "Sending weights to the engine."
