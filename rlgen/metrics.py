@@ -219,9 +219,13 @@ class Metric(StrEnum):
     )
 
     TIME_STEP = "time/step", "seconds", "The whole step; the times below add up to it."
-    TIME_GENERATE = "time/generate", "seconds", "Sampling, or waiting for samples."
+    TIME_GENERATE = (
+        "time/generate",
+        "seconds",
+        "Sampling, or waiting for samples; with `rollout.stream` the training meanwhile, too.",
+    )
     TIME_REWARD = "time/reward", "seconds", "Scoring."
-    TIME_TRAIN = "time/train", "seconds", "Forward, backward and optimizer steps."
+    TIME_TRAIN = "time/train", "seconds", "Forward, backward and optimizer steps, when all is sampled."
     TIME_SYNC = "time/sync", "seconds", "Sending weights to the engine."
     TIME_SAVE = "time/save", "seconds", "Writing rollouts, and the checkpoint of the step before."
     TIME_EVAL = "time/eval", "seconds", "Evaluating.", "`eval`"

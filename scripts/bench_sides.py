@@ -166,8 +166,8 @@ class Steps:
         return call
 
 
-def run_rlgen(workload: Workload, folder: Path, steps: Steps) -> None:
-    """Trains with rlgen, as `rlgen train` does."""
+def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = False) -> None:
+    """Trains with rlgen, as `rlgen train` does; with `stream`, on groups that are complete while others are sampled."""
     (folder / "rewards.py").write_text(REWARD)
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(workload, 200)))
     recipe = {
@@ -180,6 +180,7 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps) -> None:
             "prompts_per_step": workload.prompts,
             "group_size": workload.group_size,
             "max_completion_tokens": workload.longest,
+            "stream": stream,
         },
         "engine": {"kind": "colocated"},
         "trainer": {"kind": "grpo", "loss": "dapo"},
@@ -338,7 +339,7 @@ def setattr_linear(layer: Any, remove_weight: bool = False) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-SIDES = {"rlgen": run_rlgen, "TRL": run_trl, "floor": run_floor}
+SIDES = {"rlgen": run_rlgen, "stream": partial(run_rlgen, stream=True), "TRL": run_trl, "floor": run_floor}
 
 
 def main() -> None:

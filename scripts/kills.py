@@ -55,6 +55,8 @@ ENGINES = {
     "evaluated": ["engine={kind: transformers}", "checkpoint={every: 3, keep: 1}", "eval={limit: 6, every: 1, group_size: 2}"],
     "colocated": [],
     "server": [SERVER],
+    "stream": ["rollout.stream=true", "rewards=[{use: length, args: {target: 6}}]"],
+    "stream-server": [SERVER, "rollout.stream=true", "rewards=[{use: length, args: {target: 6}}]"],
     "ahead": [SERVER, "rollout.ahead=1", "sentinel.probe_every=2"],
     # Long completions, few at a time: they are under way for several steps.
     "flight": [
@@ -66,6 +68,7 @@ IN_FLIGHT = ("flight",)
 SAVE = "file:/checkpoints/:{at}@4"  # the n-th write of a save, where `at` is a share of all of them
 JOURNAL, FRAMES = "rlgen.rollout.journal", "rlgen.rollout.frames"
 LOOP, UPDATE, FILES = "rlgen.trainers.loop", "rlgen.trainers.update", "rlgen.run.directory"
+EXACT = "rlgen.trainers.exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,16 @@ KILLS = [
             ("after the sync", f"after:{LOOP}:send_weights:1@3"),
             ("between journal and save", f"before:{LOOP}:Checkpoints.save:1@4"),
             ("while a save is written", f"after:{LOOP}:Checkpoints.save:1@6"),
+        )
+    ),
+    *(
+        Kill(engine, *what)
+        for engine in ("stream", "stream-server")
+        for what in (
+            ("between completions", f"after:{JOURNAL}:Journal.answered:9@4"),
+            ("while a group runs backward", f"half:{UPDATE}:Updater._backward:2@4"),
+            ("before a gradient is added", f"before:{EXACT}:ExactSum.take:2@5"),
+            ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@3"),
         )
     ),
 ]

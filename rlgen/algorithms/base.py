@@ -1,7 +1,7 @@
 """Interface of an algorithm: two pure functions, `advantages` and `loss`, and properties that say what they need computed."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.kl import KL
 from rlgen.recipe.trainers import CorrectionRecipe, PolicyRecipe
+
+Denominator: TypeAlias = Literal["sequences", "tokens", "prompts", "pairs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,11 @@ class Algorithm(Protocol):
     @property
     def learns_without_advantage(self) -> bool:
         """Returns whether a row whose advantage is exactly 0 has a gradient. If not, it is left out of the backward pass."""
+        ...
+
+    @property
+    def divides_by(self) -> Denominator:
+        """Returns the one count of `Totals` by which the loss divides; an entropy bonus divides by the tokens besides."""
         ...
 
     def advantages(self, scores: Scores) -> Signal: ...

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlgen.algorithms.base import PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
+from rlgen.algorithms.base import Denominator, PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
 from rlgen.losses.advantages import gdpo_advantages, group_advantages, without_signal
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.policy import Objective, policy_loss
 from rlgen.losses.variants import Cispo, Clip, RatioLevel, Sapo, Variant, Vespo
 from rlgen.recipe.trainers import GRPORecipe
 
+DENOMINATORS: dict[str, Denominator] = {"token_mean": "tokens", "prompt_mean": "prompts"}  # by aggregation; others: sequences
 SEQUENCE_RATIOS: dict[str, RatioLevel] = {"gspo": "sequence", "luspo": "sequence", "gspo_token": "sequence_token"}
 
 
@@ -45,6 +46,10 @@ class GRPO(PolicyGradient):
             advantages = group_advantages(rewards, ids, recipe.scale_rewards)
             silent = without_signal(rewards, ids)
         return Signal.of_policy(advantages, silent, scores, recipe)
+
+    @property
+    def divides_by(self) -> Denominator:
+        return DENOMINATORS.get(self.recipe.aggregation, "sequences")
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the loss of a micro-batch, by the recipe's variant and aggregation."""

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlgen.algorithms.base import Scores, Signal, correction_of
+from rlgen.algorithms.base import Denominator, Scores, Signal, correction_of
 from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.preference import dpo_loss, select_pairs
@@ -53,6 +53,10 @@ class OnlineDPO:
     @property
     def learns_without_advantage(self) -> bool:
         return True  # the rows of a pair have one, the others are not trained
+
+    @property
+    def divides_by(self) -> Denominator:
+        return "pairs"
 
     def advantages(self, scores: Scores) -> Signal:
         """Returns +1 for the chosen row of a pair and -1 for the rejected; rows without a pair are not trained."""

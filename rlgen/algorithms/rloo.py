@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlgen.algorithms.base import PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
+from rlgen.algorithms.base import Denominator, PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
 from rlgen.losses.advantages import normalized, rloo_advantages, without_signal
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.policy import Objective, policy_loss
@@ -39,6 +39,10 @@ class RLOO(PolicyGradient):
         if self.recipe.normalize_advantages:
             advantages = normalized(advantages, ~rewards.isnan())
         return Signal.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, self.recipe)
+
+    @property
+    def divides_by(self) -> Denominator:
+        return "sequences"
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the loss of a micro-batch."""

@@ -116,6 +116,7 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         sharded=strategy == "fsdp",
         shard=recipe.processes.shard,
         defer_sync=recipe.processes.defer_sync,
+        streams=recipe.rollout.stream,
         engine=place_of(engine),
         engine_bytes=getattr(torch, engine.dtype or recipe.model.dtype).itemsize,
         sequences=min(engine.max_num_seqs, -(-recipe.samples_per_step // servers)),

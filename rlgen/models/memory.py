@@ -58,6 +58,7 @@ class Plan:
     sharded: bool  # whether weights, gradients and moments are sharded over the processes
     shard: int | None = None  # processes that share the weights among them; None: all
     defer_sync: bool = False  # whether sharded training adds up whole gradients
+    streams: bool = False  # whether training adds up gradients in float64, in any order (`rollout.stream`)
     engine: str  # colocated, beside (a server on the same GPU), transformers, or elsewhere
     engine_bytes: int  # bytes per weight of the engine
     sequences: int  # decoded at the same time
@@ -80,6 +81,7 @@ HOW = {
     "reference": "4 bytes a parameter (counted); none with adapters, which are switched off for it",
     "Adam moments": "8 bytes a trained parameter",
     "gradients": "4 bytes a trained parameter",
+    "sums of gradients": "8 bytes a trained parameter: what rollout.stream adds up in any order",
     "buckets to send": "4 bytes a trained parameter: DDP's copy of the gradients",
     "gathered tensor": "2 x bytes of the trainer's dtype x elements of the largest tensor: a forward pass of eight tokens, which"
     " gathers it through a buffer of its size",
@@ -264,6 +266,8 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
     if plan.sharded:  # otherwise the reference is copied later
         load = base | {"gathered tensor": 2 * plan.trainer_bytes * counts.largest}
     base = base | {"Adam moments": ADAM * FLOAT32 * trained}
+    if plan.streams:
+        base = base | {"sums of gradients": 2 * FLOAT32 * trained}
     gradients = {"gradients": FLOAT32 * trained}
     added_up = {"whole gradients": FLOAT32 * counts.parameters} if plan.sharded and plan.defer_sync and not adapters else {}
     if plan.sharded:
@@ -402,6 +406,9 @@ def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[
     if plan.sharded and plan.defer_sync:
         why = "gradients are sent after each micro-batch, and none is held whole"
         hint("processes.defer_sync=false", why, replace(plan, defer_sync=False))
+    if plan.streams:
+        why = "training begins when all of a step is sampled, and adds gradients up where they are"
+        hint("rollout.stream=false", why, replace(plan, streams=False))
     if plan.engine in ("colocated", "beside"):
         if plan.engine == "colocated" and not plan.sleeps:
             why = "the engine's weights and cache are gone while the trainer works"

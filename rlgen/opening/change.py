@@ -16,7 +16,7 @@ from rlgen.algorithms.base import Algorithm, Signal
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
-from rlgen.opening.learner import Learner, build_updater, build_windows, open_optimizer
+from rlgen.opening.learner import Learner, build_groups, build_updater, build_windows, open_optimizer
 from rlgen.opening.reopen import flat
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe, load_recipe
@@ -24,6 +24,7 @@ from rlgen.rollout.score import score_own
 from rlgen.run.directory import finite
 from rlgen.run.state import optimizer_tensors, place_optimizer
 from rlgen.trainers.collect import Collected
+from rlgen.trainers.groups import Groups
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Sampling
@@ -51,6 +52,7 @@ class Side:
     weights: Mapping[str, float]  # of the rewards, by label
     windows: WindowBuilder
     update: Updater
+    groups: Groups | None  # of a run that streams, whose steps are sums over groups
 
     @classmethod
     def of(cls, recipe: Recipe, learner: Learner, processes: Processes) -> "Side":
@@ -58,13 +60,16 @@ class Side:
         rollout = recipe.rollout
         sampling = Sampling(max_tokens=rollout.max_completion_tokens, temperature=rollout.temperature, stop_ids=())
         weights = {reward.label: reward.weight for reward in recipe.rewards}
+        windows = build_windows(recipe, learner, sampling, processes, weights)
+        update = build_updater(recipe, learner, sampling, processes, None)
         return cls(
             processes=processes,
             recipe=recipe,
             learner=learner,
             weights=weights,
-            windows=build_windows(recipe, learner, sampling, processes, weights),
-            update=build_updater(recipe, learner, sampling, processes, None),
+            windows=windows,
+            update=update,
+            groups=build_groups(recipe, learner, windows, update),
         )
 
     @property
@@ -140,8 +145,12 @@ def changed_learner(recipe: Recipe, learner: Learner, step: int) -> Learner:
 
 def computed(side: Side, got: Collected, step: int) -> Computed:
     """Computes a step as training does, and moves the weights; the caller steps the schedule."""
-    window, signal, measured = side.windows.build(got.learned_from, got.samples, got.epoch)
-    learned, _ = side.update(window, step)
+    if side.groups is None:
+        window, signal, measured = side.windows.build(got.learned_from, got.samples, got.epoch)
+        learned, _ = side.update(window, step)
+    else:
+        window, signal, measured, first = side.groups.finish(got.learned_from, got.samples, got.epoch)
+        learned, _ = side.update(window, step, first)
     return Computed(metrics=finite({**measured, **learned}), signal=signal, window=window)
 
 

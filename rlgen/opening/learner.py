@@ -19,6 +19,8 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.watch import Watch
+from rlgen.trainers.exact import ExactSum
+from rlgen.trainers.groups import Groups, provisional_totals
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position, Sampling
@@ -120,4 +122,24 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
         watch=watch,
         less_memory=partial(what_helps, recipe),
         deterministic=recipe.run.deterministic,
+    )
+
+
+def build_groups(recipe: Recipe, learner: Learner, windows: WindowBuilder, update: Updater) -> Groups | None:
+    """Returns the object that trains on a step group by group; None if the recipe does not stream.
+
+    Raises:
+        SetupError: the memory does not suffice for the sums of gradients.
+    """
+    rollout = recipe.rollout
+    if not rollout.stream:
+        return None
+    with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
+        sums = ExactSum([parameter for parameter in learner.policy.parameters() if parameter.requires_grad])
+    return Groups(
+        windows=windows,
+        update=update,
+        sums=sums,
+        provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
+        threads=None if recipe.engine.kind == "server" else max(1, torch.get_num_threads() // 2),
     )

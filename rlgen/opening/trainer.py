@@ -1,6 +1,6 @@
 """Builds the trainer of one attempt: opens every part, the cheapest first, and passes to each what it needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from rlgen.data import Rows, listed
+from rlgen.errors import SetupError
 from rlgen.files import write_text
 from rlgen.models.lora import describe
 from rlgen.models.weights import bits
@@ -16,7 +17,7 @@ from rlgen.opening.dialogue import open_dialogue
 from rlgen.opening.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.opening.inputs import record_attempt, reward_files, same_inputs
 from rlgen.opening.largest import try_largest
-from rlgen.opening.learner import build_updater, build_windows
+from rlgen.opening.learner import build_groups, build_updater, build_windows
 from rlgen.opening.pair import Pair, open_pair
 from rlgen.opening.probe import probe_of
 from rlgen.processes import Processes
@@ -40,8 +41,10 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.collect import Collector
+from rlgen.trainers.groups import Groups
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.report import Reporter
+from rlgen.trainers.stream import Stream
 from rlgen.types import Position
 
 
@@ -194,6 +197,8 @@ def build_trainer(
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(learner.policy.model, processes)
     watch.means.extend(processes.agreed(lambda: journal.starts_from(done, weights, ())))
+    windows = build_windows(recipe, learner, pair.sampling, processes, scorer.weights)
+    update = build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch)
     return Trainer(
         recipe=recipe,
         processes=processes,
@@ -212,9 +217,10 @@ def build_trainer(
             early=early,
             journal=journal,
             algorithm=learner.algorithm,
+            stream=build_stream(pair, sampler, early, scorer.weights, build_groups(recipe, learner, windows, update)),
         ),
-        windows=build_windows(recipe, learner, pair.sampling, processes, scorer.weights),
-        update=build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch),
+        windows=windows,
+        update=update,
         schedule=learner.schedule,
         checkpoints=checkpoints,
         report=Reporter(
@@ -259,10 +265,29 @@ def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlySc
         journals=pair.engine_share.first,
         all_or_none=abilities.whole_step,
         say=attempt.console.say,
-        # Beside an engine that needs the cores of this machine, rewards would only slow it down.
-        group_finished=early.add if abilities.elsewhere and pair.engine_share.first else None,
+        # Beside an engine that needs the cores of this machine, rewards would only slow it down: unless groups are trained on.
+        group_finished=early.add if (abilities.elsewhere or recipe.rollout.stream) and pair.engine_share.first else None,
         dialogue=dialogue,
+        interruptible=recipe.rollout.stream,
     )
+
+
+def build_stream(
+    pair: Pair, sampler: Sampler, early: EarlyScoring, weights: Mapping[str, float], groups: Groups | None
+) -> Stream | None:
+    """Returns the object that trains on groups while others are sampled; None if the recipe does not stream.
+
+    Raises:
+        SetupError: several processes were started, or engine and trainer share a GPU.
+    """
+    if groups is None:
+        return None
+    processes = pair.processes
+    if processes.world > 1:
+        raise SetupError("rollout.stream: several processes deal the rows of a step among them; start one, or set it to false")
+    if not pair.engine.abilities.elsewhere and processes.device.type == "cuda":
+        raise SetupError("rollout.stream: on one GPU engine and trainer would wait for each other; set engine.kind to server")
+    return Stream(processes=processes, sampler=sampler, early=early, labels=tuple(weights), groups=groups)
 
 
 def build_writer(

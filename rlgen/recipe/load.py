@@ -24,6 +24,7 @@ from rlgen.recipe.rules import Finding, contradictions
 from rlgen.recipe.secrets import secrets_in
 from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source
+from rlgen.recipe.streaming import stream_contradictions
 
 REWARD_PLACE = r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*"
 
@@ -121,7 +122,7 @@ def _findings(recipe: Recipe, given: dict[yaml.Path, str]) -> list[Finding]:
         # The field itself, or a part of it.
         place = next((place for place in written if f"{place}.".startswith(f"{finding.path}.")), None)
         useless += [] if place is None else [replace(finding, path=place)]
-    return contradictions(recipe) + useless
+    return contradictions(recipe) + stream_contradictions(recipe) + useless
 
 
 def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> list[Problem]:

@@ -37,6 +37,11 @@ class EarlyScoring:
             elif not self._closed:
                 self._waiting.setdefault(step, []).append(group)
 
+    def settled(self, step: int) -> list[Group]:
+        """Returns the groups of `step` that have been scored since the last time, see `Scoring.settled`. Does not wait."""
+        with self._lock:
+            return self._scoring.settled() if self._scoring is not None and self._step == step else []
+
     def result(self, step: int, groups: Sequence[Group]) -> list[Group]:
         """Waits for the rewards of a step and returns its groups with them, see `Scoring.result`. Closes the step."""
         with self._lock:  # not while the calls are waited for: groups of the next step arrive

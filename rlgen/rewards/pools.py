@@ -33,7 +33,12 @@ class JoinedStream:
 
     def outcomes(self) -> Iterator[CallOutcome]:
         """Waits for the outcome of each call that was added, see `CallStream.outcomes`."""
-        return self.streams[0].next_outcomes(sum(stream.added for stream in self.streams))
+        first = self.streams[0]
+        return first.next_outcomes(sum(stream.added for stream in self.streams) - first.taken)
+
+    def there(self) -> Iterator[CallOutcome]:
+        """Yields the outcomes that have arrived, see `CallStream.there`."""
+        return self.streams[0].there()
 
     def close(self) -> None:
         """Cancels the calls that still run, in every pool."""

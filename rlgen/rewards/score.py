@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rlgen.rewards.pools import Pools
 from rlgen.rewards.resolve import MESSAGES, RewardFunction, resolve
 from rlgen.types import Group, Ids, Sample, whole_conversation
 from rlgen.workers.failures import Failed
-from rlgen.workers.pool import Pool, WorkerLimits, limits_of
+from rlgen.workers.pool import CallOutcome, Pool, WorkerLimits, limits_of
 from rlgen.workers.worker import WorkerCall, ids_from
 
 log = logging.getLogger(__name__)
@@ -168,14 +169,38 @@ class Scoring:
         self._lock = threading.Lock()
         self._groups: dict[int, Group] = {}  # as they were added last, by id
         self._asks: list[Ask] = []
+        self._outcomes: dict[int, CallOutcome] = {}  # that have been taken from the stream, by call, in the order of arrival
+        self._calls: dict[int, range] = {}  # of each group, as indices into `_asks`
 
     def add(self, group: Group) -> None:
         """Starts the calls for a group, all of whose completions are sampled. May be called from any thread."""
         with self._lock:  # the id of a call is its index in `_asks`
             asks, calls = self._scorer.calls_of(group, self._step, len(self._asks))
             self._groups[group.group_id] = group
+            self._calls[group.group_id] = range(len(self._asks), len(self._asks) + len(asks))
             self._asks += asks
             self._stream.add(calls)
+
+    def settled(self) -> list[Group]:
+        """Returns, without waiting, the groups whose calls have all returned since the last time, with their rewards.
+
+        Failures are judged by `result`.
+
+        Raises:
+            RewardError: workers that were started cannot import the functions.
+        """
+        settled = []
+        for outcome in self._stream.there():
+            self._outcomes[outcome.id] = outcome
+            with self._lock:
+                group = self._asks[outcome.id].group
+                calls = self._calls[group.group_id]
+            if outcome.id in calls and all(number in self._outcomes for number in calls):
+                values = Values({}, {})
+                for number in calls:
+                    values.take(self._asks[number], self._outcomes[number].value)
+                settled.append(self._scorer.scored(group, values))
+        return settled
 
     def result(self, groups: Sequence[Group]) -> list[Group]:
         """Waits for all calls, and returns all groups of the step with their rewards, in this order.
@@ -195,7 +220,7 @@ class Scoring:
         budget = {reward.label: math.ceil(reward.max_error_fraction * calls[reward.label]) for reward in scorer.rewards}
         spent: Counter[str] = Counter()
         with closing(self._stream):
-            for outcome in self._stream.outcomes():
+            for outcome in chain(list(self._outcomes.values()), self._stream.outcomes()):
                 if outcome.id not in counting:
                     continue
                 ask, result = self._asks[outcome.id], outcome.value

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine, Finished, Pending, Submit
+from rlgen.engines.further import Further
 from rlgen.errors import SentinelError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import Conversations, Dialogue, Joined
@@ -60,6 +61,9 @@ class Sampler:
     # Told of each group of a step when all its answers are there, perhaps in another thread; None: nobody needs them early.
     group_finished: Callable[[int, Group], None] | None = None
     dialogue: Dialogue | None = None  # how conversations of several turns are led; None: a completion is one turn
+    interruptible: bool = False  # another thread may call `give_up`
+    joining: Further | None = None  # what may join the call of the engine that is going on, if it can be given up
+    given_up: BaseException | None = None
     pending: dict[int, Call] = field(default_factory=dict)
 
     def groups(self, step: int, prompts: Sequence[Prompt] | None = None) -> tuple[list[Group], int]:
@@ -127,11 +131,22 @@ class Sampler:
     def generate(self, call: Call) -> list[Completion]:
         """Samples what the journal does not answer, turn by turn where there is a dialogue."""
         asked = [call.requests[place] for place in call.asked]
+        if self.interruptible:
+            self.joining = Further() if call.talks is None else call.talks.further
+            if self.given_up is not None:
+                raise self.given_up
         if call.talks is None:
-            return self.engine.generate(asked, self.sampling, call.finished)
+            with_further = () if self.joining is None else (self.joining,)
+            return self.engine.generate(asked, self.sampling, call.finished, *with_further)
         with closing(call.talks):
             self.engine.generate(asked, self.sampling, call.talks.finished, call.talks.further)
         return call.talks.result()
+
+    def give_up(self, error: BaseException) -> None:
+        """Makes the call of the engine that goes on or begins in another thread raise `error`, at its next decode step."""
+        self.given_up = error
+        if self.joining is not None:
+            self.joining.fail(error)
 
     def hand_over(
         self, step: int, prompt: Prompt, requests: Sequence[Request], answers: Sequence[Completion], oldest: int

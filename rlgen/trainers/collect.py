@@ -20,6 +20,7 @@ from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopRequest
+from rlgen.trainers.stream import Stream
 from rlgen.types import Group, Prompt, Samples
 
 
@@ -58,6 +59,7 @@ class Collector:
     early: EarlyScoring  # by `scorer`: while others are sampled, if the sampler tells it of groups, else afterwards
     journal: Journal
     algorithm: Algorithm
+    stream: Stream | None = None  # trains on groups while others are sampled; None: training begins when all are there
 
     def __call__(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
         """Samples and scores the prompts of a step, from `position` on.
@@ -69,6 +71,8 @@ class Collector:
             return self.collected(step, position, clock, stop)
         except BaseException:  # a stop, too: no reward is computed any more
             self.early.close()
+            if self.stream is not None:
+                self.stream.groups.drop()
             raise
 
     def collected(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
@@ -84,6 +88,8 @@ class Collector:
                 sample = partial(self.sample, step, prompts, not left)
                 # Patient: one engine may have much longer completions, or lose a server, or have to sample what the journals of
                 # others still hold after a kill.
+                if self.stream is not None:
+                    sample = partial(self.stream.while_sampling, step, position / len(self.prompts), sample)
                 groups, dropped = self.processes.agreed(sample, waits_for_others=self.engine_share.shared, patient=True)
             stop.check(self.processes)
             with clock("reward"):

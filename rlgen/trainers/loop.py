@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from rlgen.algorithms.base import Signal
 from rlgen.engines.base import Engine
 from rlgen.errors import CheckpointError, DivergedError, EngineError, SentinelError, Stopped
 from rlgen.models.policy import Policy
@@ -25,7 +26,7 @@ from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.report import Reporter
 from rlgen.trainers.update import Skipped, Updater
-from rlgen.trainers.window import WindowBuilder
+from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Position
 
 
@@ -71,8 +72,7 @@ class Trainer:
                     got = self.collect(step, at.prompts, clock, stop)
                 collected = clock.seconds
                 with clock("train"):
-                    window, signal, measured = self.windows.build(got.learned_from, got.samples, got.epoch)
-                    learned, skipped = self.update(window, step)
+                    window, signal, measured, learned, skipped = self.learn(got, step)
                     self.schedule.step()
             except SentinelError:  # nothing of this step was trained on, nor must it be after a resume
                 self.collect.early.close()  # that of the next step too
@@ -110,6 +110,15 @@ class Trainer:
                 raise checkup.ends
             saving = clock.seconds
             stop.took(seconds, update, *self.checkpoints.took())
+
+    def learn(self, got: Collected, step: int) -> tuple[Window, Signal, dict[str, Any], dict[str, Any], Skipped | None]:
+        """Takes the optimizer steps of a step. Returns its window and signal, the metrics of both, and the skipped update."""
+        stream = self.collect.stream
+        if stream is None:
+            window, signal, measured = self.windows.build(got.learned_from, got.samples, got.epoch)
+            return window, signal, measured, *self.update(window, step)
+        window, signal, measured, first = stream.groups.finish(got.learned_from, got.samples, got.epoch)
+        return window, signal, measured, *self.update(window, step, first)
 
     def sync(self, step: int) -> tuple[EngineError | None, dict[str, Any]]:
         """Sends the weights of `step` to the engine. Returns the engine's error or None, and the metrics measured after the sync.

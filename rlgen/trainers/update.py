@@ -158,11 +158,14 @@ class Updater:
     less_memory: Callable[[Phase], Sequence[str]]  # settings to suggest if memory does not suffice
     deterministic: bool  # kernels that give the same bits each time
 
-    def __call__(self, window: Window, step: int) -> tuple[dict[str, Any], Skipped | None]:
+    def __call__(self, window: Window, step: int, first: Part | None = None) -> tuple[dict[str, Any], Skipped | None]:
         """Trains on `window`. Returns the metrics over all processes, and the skipped update or None, which is the same in all.
 
         Every update of the step counts in one metric: `updates/done`, `updates/empty` (nothing to learn: no tokens, or a gradient
         of exactly zero, on which Adam would move weights by its momentum) or `updates/skipped` (not finite).
+
+        Args:
+            first: the micro-batches of the first update, where they have run already (`rollout.stream`). None: they run here.
 
         Raises:
             SentinelError: engine and trainer differ on the rows; raised before any weight changes.
@@ -170,9 +173,9 @@ class Updater:
             SetupError: a process has too little memory.
         """
         with same_bits(self.deterministic):
-            return self._train(window, step)
+            return self._train(window, step, first)
 
-    def _train(self, window: Window, step: int) -> tuple[dict[str, Any], Skipped | None]:
+    def _train(self, window: Window, step: int, first: Part | None) -> tuple[dict[str, Any], Skipped | None]:
         """Trains on `window`, for `__call__`."""
         metrics: dict[str, Any] = {
             Metric.LOSS: None,
@@ -192,7 +195,10 @@ class Updater:
         parts: list[Part] = []
         skipped: Skipped | None = None
         for update in range(self.updates):
-            part = Part.sum(self.processes.together(partial(self._run, window, update), waits_for_others=self.sharded))
+            if first is None or update:
+                part = Part.sum(self.processes.together(partial(self._run, window, update), waits_for_others=self.sharded))
+            else:
+                part = first
             if update == 0:
                 metrics |= self._mismatch(window, step)
                 metrics[Metric.TOKENS_PADDING] = part.positions - window.positions
@@ -213,6 +219,11 @@ class Updater:
         total = Part.sum(parts)
         metrics[Metric.LOSS] = total.loss / len(parts)
         return metrics | {name: stat.value for name, stat in total.stats.items()}, skipped
+
+    def run_first(self, window: Window) -> Part:
+        """Runs the micro-batches of a first update, and adds up their gradients in the parameters. For `trainers.stream`."""
+        with same_bits(self.deterministic):
+            return self._run(window, 0)
 
     def gradient(self, window: Window) -> Tensor:
         """Returns the gradient of the first update on `window`, [N] float64 on the CPU. Changes no weight.

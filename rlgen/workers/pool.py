@@ -80,6 +80,7 @@ class CallStream:
         self._pool = pool
         self._came: SimpleQueue[CallOutcome | Exception] = SimpleQueue() if came is None else came
         self.added = 0  # number of calls
+        self.taken = 0  # of these and of those of streams that share the queue, outcomes that were taken
 
     def add(self, calls: Sequence[WorkerCall]) -> None:
         """Queues calls, which run as soon as a worker is free. May be called from any thread; after an error it does nothing."""
@@ -91,12 +92,17 @@ class CallStream:
         self._came.put(what)
 
     def outcomes(self) -> Iterator[CallOutcome]:
-        """Waits for the outcome of each call that was added, and yields the outcomes in the order in which they arrive.
+        """Waits for the outcome of each call that was added, and yields those that were not taken, in the order of their arrival.
 
         Raises:
             RlgenError: workers that were started cannot import the functions.
         """
-        return self.next_outcomes(self.added)
+        return self.next_outcomes(self.added - self.taken)
+
+    def there(self) -> Iterator[CallOutcome]:
+        """Yields the outcomes that have arrived, without waiting. Raises as `outcomes` does."""
+        while not self._came.empty():  # nobody else takes from it
+            yield self.take()
 
     def next_outcomes(self, count: int) -> Iterator[CallOutcome]:
         """Yields the next outcomes in the queue, those of other pools that share it among them; raises as `outcomes` does."""
@@ -113,6 +119,7 @@ class CallStream:
         outcome = self._came.get()
         if isinstance(outcome, Exception):
             raise outcome
+        self.taken += 1
         return outcome
 
     def close(self) -> None:

@@ -320,6 +320,15 @@ def test_deferred_gradients_are_held_whole() -> None:
     assert [hint.saves for hint in found if hint.setting == "processes.defer_sync=false"] == [4 * GIB]
 
 
+def test_sums_of_gradients_are_held_all_the_time() -> None:
+    found = needs(COUNTS, replace(PLAN, streams=True))
+    of_phase = {phase: parts.get("sums of gradients") for phase, parts in found.items()}
+    assert of_phase.pop("load") is None and set(of_phase.values()) == {8000}
+    assert not any("sums of gradients" in parts for parts in needs(COUNTS, PLAN).values())
+    saves = hints(replace(COUNTS, parameters=GIB), None, replace(PLAN, streams=True), frozenset())
+    assert [hint.saves for hint in saves if hint.setting == "rollout.stream=false"] == [8 * GIB]
+
+
 def test_checkpointing_keeps_less_and_computes_a_layer_again() -> None:
     found = needs(COUNTS, replace(PLAN, checkpointing=True))
     assert found["backward"]["activations"] == 1000 + 4000

@@ -1,0 +1,213 @@
+"""Trains on a step group by group, in any order, with the result of the whole step (`rollout.stream`).
+
+A group has its advantages or pairs in itself, and can run forward and backward as soon as it is scored. What its loss is divided
+by is not known yet; so it is divided by counts that no step exceeds (`Groups.provisional`), and loss and gradient of the whole
+step are brought to the true ones, by one factor, before the optimizer step. Everything else is `Updater`'s, as ever.
+
+Time decides which group is trained first, and must decide nothing else. So the micro-batches of a group follow from its own rows,
+gradients are added exactly (`ExactSum`), and all other numbers in the order of the step's table.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlgen.algorithms.base import Signal
+from rlgen.losses.inputs import Mean, Totals
+from rlgen.metrics import Metric
+from rlgen.rollout.table import RowTable
+from rlgen.trainers.exact import ExactSum
+from rlgen.trainers.update import Part, Updater
+from rlgen.trainers.window import Window, WindowBuilder
+from rlgen.types import Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What is left of one group, whose gradient is in the sums. Its rows are numbered from 0."""
+
+    table: RowTable
+    window: Window
+    signal: Signal
+    measured: Mapping[str, Any]
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Runs forward and backward on the groups of a step.
+
+    Gradients are held in `sums` until `finish` makes them those of the parameters; only `Updater` then changes weights. For one
+    process.
+    """
+
+    windows: WindowBuilder
+    update: Updater
+    sums: ExactSum
+    provisional: Totals
+    # Of torch, where the engine computes in this process: it has the others meanwhile. Training has as many in all of a step,
+    # because their number may decide last bits. None: the engine is elsewhere.
+    threads: int | None
+    learned: dict[int, Learned] = field(default_factory=dict)  # by group id
+
+    def learn(self, table: RowTable, samples: Samples, epoch: float) -> None:
+        """Runs forward and backward on the rows of one group, and adds the gradient to the sums.
+
+        Args:
+            table: of the group alone.
+            epoch: passes over the data before the step.
+        """
+        with self.own_threads():
+            window, signal, measured = self.windows.build(table, samples, epoch)
+            part = self.update.run_first(replace(window, totals=self.provisional))
+            self.sums.take()
+        group_id = int(table.group_id[0])
+        self.learned[group_id] = Learned(table=table, window=window, signal=signal, measured=measured, part=part)
+
+    def finish(self, table: RowTable, samples: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any], Part]:
+        """Trains on the groups that are left, and makes the whole gradient that of the parameters.
+
+        Args:
+            table: of the step, group by group.
+
+        Returns:
+            Window, signal and metrics of the whole step, as `WindowBuilder.build` does, and the result of its micro-batches.
+        """
+        try:
+            of_step = []
+            for group_id in dict.fromkeys(table.group_id.tolist()):
+                rows = np.flatnonzero(table.group_id == group_id)
+                own = replace(table.take(rows), place=np.arange(len(rows)))
+                if group_id not in self.learned:
+                    self.learn(own, samples.take(table.place[rows]), epoch)
+                of_step.append(self.learned[group_id])
+                same = np.array_equal(own.reward, of_step[-1].table.reward, equal_nan=True)
+                assert same and rows[-1] - rows[0] == len(rows) - 1, f"group {group_id} is not as it was trained on"
+            joined = self.joined(of_step)
+        except BaseException:
+            self.drop()
+            raise
+        self.learned.clear()
+        self.sums.drop()
+        return joined
+
+    def joined(self, of_step: Sequence[Learned]) -> tuple[Window, Signal, dict[str, Any], Part]:
+        """Returns the sums over all groups of the step, in their order; see `finish`."""
+        window = join_windows([one.window for one in of_step], [len(one.table) for one in of_step])
+        tokens, divisor = window.totals.tokens, self.update.algorithm.divides_by
+        factor = getattr(self.provisional, divisor) / max(getattr(window.totals, divisor), 1)
+        if tokens:
+            self.sums.give(factor)
+        measured = dict(of_step[0].measured)
+        if Metric.KL_REF_K1 in measured:
+            sampled = [int(one.table.sampled_tokens.sum()) for one in of_step]
+            total = sum((one.measured[Metric.KL_REF_K1] or 0.0) * count for one, count in zip(of_step, sampled, strict=True))
+            measured[Metric.KL_REF_K1] = total / sum(sampled) if sum(sampled) else None
+        part = joined_parts([one.part for one in of_step], [len(one.table) for one in of_step])
+        part = scaled(part, factor, self.provisional.tokens / max(tokens, 1))
+        return window, join_signals([one.signal for one in of_step]), measured, part
+
+    def drop(self) -> None:
+        """Forgets the gradients of a step that is given up."""
+        self.learned.clear()
+        self.sums.drop()
+        self.update.optimizer.zero_grad()
+
+    @contextmanager
+    def own_threads(self) -> Iterator[None]:
+        """Lets torch compute with the threads of training inside the block, in the calling thread."""
+        before = torch.get_num_threads()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def provisional_totals(prompts: int, group_size: int, max_tokens: int) -> Totals:
+    """Returns denominators that no step exceeds."""
+    rows = prompts * group_size
+    return Totals(sequences=rows, tokens=rows * max_tokens, kept=rows * max_tokens, prompts=prompts, pairs=rows)
+
+
+def join_windows(windows: Sequence[Window], rows: Sequence[int]) -> Window:
+    """Returns the window of all groups, in their order.
+
+    Args:
+        rows: of the step's table, of each group.
+    """
+    at = firsts([len(window.rows) for window in windows])
+    pairs = firsts([window.totals.pairs for window in windows])
+
+    def moved(batches: Sequence[tuple[int, ...]], first: int) -> list[tuple[int, ...]]:
+        return [tuple(row + first for row in batch) for batch in batches]
+
+    computed: dict[str, dict[tuple[int, ...], Tensor]] = {}
+    for window, first in zip(windows, at, strict=True):
+        for name, values in window.computed.items():
+            computed.setdefault(name, {}).update(zip(moved(list(values), first), values.values(), strict=True))
+    return Window(
+        samples=Samples.join([window.samples for window in windows]),
+        rows=np.concatenate([window.rows + first for window, first in zip(windows, firsts(rows), strict=True)]),
+        advantages=torch.cat([window.advantages for window in windows]),
+        pair_id=torch.cat([renumbered(window.pair_id, first) for window, first in zip(windows, pairs, strict=True)]),
+        group_tokens=torch.cat([window.group_tokens for window in windows]),
+        totals=Totals(**{one.name: sum(getattr(window.totals, one.name) for window in windows) for one in fields(Totals)}),
+        positions=sum(window.positions for window in windows),
+        epoch=windows[0].epoch,
+        micro_batches=tuple(
+            rows for window, first in zip(windows, at, strict=True) for rows in moved(window.micro_batches, first)
+        ),
+        idle=tuple(rows for window, first in zip(windows, at, strict=True) for rows in moved(window.idle, first)),
+        frozen={name: torch.cat([window.frozen[name] for window in windows]) for name in windows[0].frozen},
+        computed=computed,
+        mismatches=[gap for window in windows for gap in window.mismatches],
+    )
+
+
+def join_signals(signals: Sequence[Signal]) -> Signal:
+    """Returns the signal of the rows of all groups, in their order."""
+    pairs = firsts([int(signal.pair_id.max()) + 1 for signal in signals])
+    return Signal(
+        advantages=torch.cat([signal.advantages for signal in signals]),
+        counted=torch.cat([signal.counted for signal in signals]),
+        trained=torch.cat([signal.trained for signal in signals]),
+        pair_id=torch.cat([renumbered(signal.pair_id, first) for signal, first in zip(signals, pairs, strict=True)]),
+    )
+
+
+def joined_parts(parts: Sequence[Part], rows: Sequence[int]) -> Part:
+    """Returns the sum of the results of all groups; `rows` is as in `join_windows`."""
+    places = zip(parts, firsts(rows), strict=True)
+    return Part.sum([replace(part, nonfinite=frozenset(place + first for place in part.nonfinite)) for part, first in places])
+
+
+def scaled(part: Part, factor: float, token_factor: float) -> Part:
+    """Returns the result of a step whose loss was divided by provisional denominators, as by the true ones.
+
+    Args:
+        factor: provisional over true denominator of the loss.
+        token_factor: the same of the tokens: the mean `policy_loss` counts the share of a micro-batch in them.
+    """
+    stats = dict(part.stats)
+    if Metric.POLICY_LOSS in stats:
+        mean = stats[Metric.POLICY_LOSS]
+        stats[Metric.POLICY_LOSS] = Mean(mean.total * factor, mean.count * token_factor)
+    return replace(part, loss=part.loss * factor, stats=stats)
+
+
+def firsts(counts: Sequence[int]) -> list[int]:
+    """Returns where each of consecutive parts of these lengths begins."""
+    begins: list[int] = np.cumsum([0, *counts])[:-1].tolist()
+    return begins
+
+
+def renumbered(pair_id: Tensor, first: int) -> Tensor:
+    """Returns [B] with pairs numbered from `first` on; -1 stays."""
+    return torch.where(pair_id < 0, pair_id, pair_id + first)

@@ -1,0 +1,365 @@
+"""Training on groups while others are sampled: what happens when, what an error leaves, and that runs are as without it."""
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import read_jsonl
+from helpers.rollouts import rollout_rows
+from helpers.samples import completion
+from helpers.waiting import until
+from safetensors.torch import load_file
+
+from rlgen.cli.train import train_command
+from rlgen.engines.base import Facts, Finished, Settings
+from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.further import Further
+from rlgen.errors import EngineError, RewardError, RlgenError, SentinelError, Stopped
+from rlgen.models.tiny import byte_tokenizer
+from rlgen.processes import EngineShare, Processes
+from rlgen.recipe.models import RewardRecipe, RolloutRecipe, ScoringRecipe
+from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rollout.journal import Journal
+from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.table import RowTable
+from rlgen.run.clock import Clock
+from rlgen.run.compare import first_difference
+from rlgen.run.signals import StopNow, StopRequest
+from rlgen.trainers.collect import Collector
+from rlgen.trainers.stream import Stream
+from rlgen.trainers.update import Updater
+from rlgen.types import Completion, Prompt, Request, Sampling, ids_of
+
+SIZE, PROMPTS = 2, 3
+SAMPLING = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
+REWARD = """
+def f(completion_ids):
+    if {fails} == completion_ids[0]:
+        raise ValueError("no")
+    return float(completion_ids[0])
+"""
+Events = list[str]
+
+
+class Engine:
+    """Answers each request with its place, in the order of places, and calls `before` with each place; hears of `further`."""
+
+    def __init__(self, events: Events, before: Callable[[int, Further], None]) -> None:
+        self.events, self.before = events, before
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished, further: Further) -> list[Completion]:
+        answers = []
+        self.events.append(f"begin in {threading.current_thread().name}")
+        try:
+            for place, request in enumerate(requests):
+                self.before(place, further)
+                answers.append(completion((place, 257), (-1.0, -0.5), request.prompt_ids))
+                self.events.append(f"answer {place}")
+                finished(place, answers[-1])
+        except BaseException as error:
+            self.events.append(f"ended by {type(error).__name__}")
+            raise
+        return answers
+
+    def sleep(self) -> None:
+        pass
+
+
+class Groups:
+    """Takes down which groups are trained on, with which rewards, and in which thread."""
+
+    threads = None
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.found: dict[int, list[float]] = {}
+        self.during: Callable[[], None] = lambda: None
+
+    def learn(self, table: RowTable, samples: Any, epoch: float) -> None:
+        self.events.append(f"train {table.group_id[0]} in {threading.current_thread().name}")
+        self.found[int(table.group_id[0])] = samples.reward.tolist()
+        self.during()
+        self.events.append(f"trained {table.group_id[0]}")
+
+    def drop(self) -> None:
+        self.events.append("drop")
+
+
+class Prompts:
+    def take(self, position: int, count: int) -> list[Prompt]:
+        return [
+            Prompt(position=at, row=at, text="", prompt_ids=ids_of([at]), columns={}) for at in range(position, position + count)
+        ]
+
+    def __len__(self) -> int:
+        return 100
+
+
+@pytest.fixture
+def open_collector(tmp_path: Path) -> Iterator[Callable[..., Collector]]:
+    scorers: list[Scorer] = []
+
+    def opened(engine: Engine, groups: Groups, fails: int = -1) -> Collector:
+        (tmp_path / "rewards.py").write_text(REWARD.format(fails=fails))
+        scorers.append(open_scorer([RewardRecipe(use=f"{tmp_path}/rewards.py:f")], set(), 20, ScoringRecipe(workers=1)))
+        settings = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
+        facts = Facts(
+            engine="e", plan="p", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None
+        )
+        alone, early, prompts = Processes.alone(), EarlyScoring(scorers[-1]), Prompts()
+        journal = Journal.open(tmp_path / "journal", 0, alone, facts, ["judge"], print)
+        journal.starts_from(0, "w0", ())
+        sampler = Sampler(
+            engine=engine,  # type: ignore[arg-type]
+            prompts_of=lambda step: prompts.take((step - 1) * PROMPTS, PROMPTS),
+            sampling=SAMPLING,
+            group_size=SIZE,
+            run_seed=0,
+            tokenizer=byte_tokenizer(),
+            submit_to=None,
+            max_staleness=1,
+            in_flight=False,
+            journal=journal,
+            journals=True,
+            all_or_none=False,
+            say=print,
+            group_finished=early.add,
+            interruptible=True,
+        )
+        parts: dict[str, Any] = {"engine": engine, "prompts": prompts, "algorithm": SimpleNamespace(), "groups": groups}
+        stream = Stream(processes=alone, sampler=sampler, early=early, labels=("f",), groups=parts.pop("groups"))
+        return Collector(
+            recipe=RolloutRecipe(prompts_per_step=PROMPTS, group_size=SIZE, stream=True),
+            processes=alone,
+            engine_share=EngineShare.of(alone, 1),
+            sampler=sampler,
+            scorer=scorers[-1],
+            early=early,
+            journal=journal,
+            stream=stream,
+            **parts,
+        )
+
+    yield opened
+    for scorer in scorers:
+        scorer.close()
+
+
+def test_complete_groups_are_trained_on_while_others_are_sampled(open_collector: Callable[..., Collector]) -> None:
+    events: Events = []
+
+    def before(place: int, further: Further) -> None:
+        if place == 4:  # the first of the third group: not before two groups were trained on
+            until(lambda: "trained 1" in events)
+
+    groups = Groups(events)
+    got = open_collector(Engine(events, before), groups)(1, 0, Clock(), StopRequest(False))
+    main = threading.current_thread().name
+    assert events[0] == "begin in rlgen-stream" and main != "rlgen-stream"
+    order = [event for event in events if event.startswith(("answer", "trained"))]
+    assert order.index("answer 3") < order.index("trained 1") < order.index("answer 4"), order
+    assert order.index("trained 0") < order.index("answer 4") and f"train 0 in {main}" in events
+    assert groups.found.items() >= {0: [0.0, 1.0], 1: [2.0, 3.0]}.items(), "rewards are those of the group"
+    assert [sample.reward for sample in got.samples] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_no_group_is_trained_on_before_its_last_completion(open_collector: Callable[..., Collector]) -> None:
+    events: Events = []
+
+    def before(place: int, further: Further) -> None:
+        if place == 3:
+            until(lambda: "trained 0" in events)
+            time.sleep(0.1)
+            assert not any(event.startswith("train 1") for event in events)
+
+    open_collector(Engine(events, before), Groups(events))(1, 0, Clock(), StopRequest(False))
+    assert "trained 0" in events
+
+
+@pytest.mark.parametrize("what", ["engine", "stop", "training", "reward"])
+def test_an_error_in_mid_stream_ends_sampling_and_leaves_nothing(open_collector: Callable[..., Collector], what: str) -> None:
+    events: Events = []
+
+    def before(place: int, further: Further) -> None:
+        if place == 4 and what != "reward":
+            until(lambda: "trained 0" in events or any(event.startswith("train 0") for event in events))
+            if what == "engine":
+                raise EngineError("gone")
+            until(lambda: further.take() == [] and False)  # decodes on, until it is told that it need not
+
+    groups = Groups(events)
+    if what in ("stop", "training"):
+
+        def during() -> None:
+            raise StopNow if what == "stop" else RuntimeError("no kernel")
+
+        groups.during = during
+    collect = open_collector(Engine(events, before), groups, fails=3 if what == "reward" else -1)
+    expected: dict[str, type[BaseException]] = {
+        "engine": EngineError,
+        "stop": StopNow,
+        "training": RuntimeError,
+        "reward": RewardError,
+    }
+    with pytest.raises(expected[what]):
+        collect(1, 0, Clock(), StopRequest(False))
+    assert "drop" in events
+    assert not any(thread.name == "rlgen-stream" for thread in threading.enumerate())
+    if what != "reward":
+        assert events.index("ended by EngineError") < len(events), "sampling ended"
+        assert "answer 4" not in events
+
+
+# From here on: real vLLM.
+
+STREAM = "rollout.stream=true"
+LONGER = ["rollout={prompts_per_step: 6, group_size: 4, max_completion_tokens: 60}", "rewards=[{use: 'r.py:spread'}]"]
+SERVER = "engine={kind: server, launch: true, start_timeout: 600.0}"
+
+
+@pytest.fixture
+def recipe(recipe_file: Path) -> Path:
+    """Completions of unequal lengths, whose rewards differ."""
+    recipe_file.with_name("r.py").write_text("def spread(completion_ids): return sum(completion_ids) % 97 / 97\n")
+    return recipe_file
+
+
+def run(recipe: Path, name: str, *overrides: str, resume: bool = False) -> Path:
+    directory = recipe.parent / name
+    train_command(recipe, [*LONGER, *overrides], resume, False, None, directory)
+    return directory
+
+
+class Overlap:
+    """Counts the groups that are trained on while vLLM decodes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.sampling = 0, threading.Event()
+        generate, run_first = ColocatedEngine.generate, Updater.run_first
+
+        def generating(engine: ColocatedEngine, *given: Any) -> list[Completion]:
+            self.sampling.set()
+            try:
+                return generate(engine, *given)
+            finally:
+                self.sampling.clear()
+
+        def running(update: Updater, window: Any) -> Any:
+            self.count += self.sampling.is_set()
+            return run_first(update, window)
+
+        monkeypatch.setattr(ColocatedEngine, "generate", generating)
+        monkeypatch.setattr(Updater, "run_first", running)
+
+
+def compare(plain: Path, streamed: Path, steps: int) -> None:
+    """Ids are the same to the last; the rest to rounding."""
+    ours, theirs = (
+        [(row["step"], row["group_id"], row["sample_index"], row["completion_ids"]) for row in rollout_rows(one)]
+        for one in (streamed, plain)
+    )
+    assert ours == theirs and len(ours) == steps * 24
+    for mine, other in zip(read_jsonl(streamed / "metrics.jsonl"), read_jsonl(plain / "metrics.jsonl"), strict=True):
+        assert mine.keys() == other.keys()
+        for key in ("loss", "grad_norm", "reward/mean", "entropy", "tokens/trained", "policy_loss", "is/weight_mean"):
+            if key in other:
+                assert mine[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
+        assert mine["updates/done"] == other["updates/done"] == 1 and mine["sampler/delta_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_runs_on_vllm_are_as_without_it_and_equal_to_the_last_bit(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run(recipe, "plain", "run.steps=3")
+    overlap = Overlap(monkeypatch)
+    streamed, again = (run(recipe, name, STREAM, "run.steps=3") for name in ("streamed", "again"))
+    assert overlap.count >= 2, "nothing was trained on while vLLM sampled"
+    assert first_difference(streamed, again) is None
+    compare(plain, streamed, 3)
+    # One step from the same weights: the gradients differ by rounding, which the moments are made of.
+    moments = [load_file(one / "checkpoints" / "step_000003" / "state" / "optimizer.safetensors") for one in (plain, streamed)]
+    for name, value in moments[0].items():
+        assert torch.allclose(value, moments[1][name], rtol=1e-3, atol=1e-6 * float(value.abs().max())), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["colocated", "server"])
+def test_a_stop_in_mid_stream_loses_nothing(recipe: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    settings = [STREAM, "run.steps=3", "checkpoint={every: 1, keep: 9}", *([SERVER] if engine == "server" else [])]
+    whole = run(recipe, "whole", *settings)
+    real, calls = Updater.run_first, 0
+
+    def stopping(update: Updater, window: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 8:  # in the second step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(update, window)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "run_first", stopping)
+        with pytest.raises(Stopped, match="after step 1 of 3"):
+            run(recipe, "stopped", *settings)
+    stopped = run(recipe, "stopped", *settings, resume=True)
+    assert first_difference(whole, stopped) is None
+    if engine == "server":
+        compare(run(recipe, "plain", SERVER, "run.steps=3"), whole, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["loss", "gradient", "drift"])
+def test_what_is_wrong_in_mid_stream_moves_no_weight(recipe: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    real, calls = Updater.run_first, 0
+
+    def wrong(update: Updater, window: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        part = real(update, window)
+        if calls != 8:
+            return part
+        if what == "drift":
+            for name in ("old_at_sampling",):
+                window.computed[name] = {rows: values + 0.5 for rows, values in window.computed[name].items()}
+        elif what == "loss":
+            return replace(part, loss=math.nan)
+        else:
+            next(one for one in update.policy.parameters() if one.grad is not None).grad.view(-1)[3] = math.inf  # type: ignore[union-attr]
+        return part
+
+    monkeypatch.setattr(Updater, "run_first", wrong)
+    settings = [STREAM, "run.steps=2", "optim.max_nonfinite=1", "checkpoint={every: 1, keep: 9}"]
+    folder = recipe.parent / "run" / "checkpoints"
+    if what == "drift":
+        with pytest.raises(SentinelError):
+            run(recipe, "run", *settings)
+        assert [path.name for path in folder.iterdir()] == ["step_000001"]
+        return
+    run(recipe, "run", *settings)
+    first, second = (load_file(folder / f"step_00000{step}" / "model.safetensors") for step in (1, 2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [record["updates/skipped"] for record in read_jsonl(recipe.parent / "run" / "metrics.jsonl")] == [0, 1]
+
+
+def test_it_is_refused_where_engine_and_trainer_share_a_gpu_or_several_processes_run() -> None:
+    from rlgen.opening.trainer import build_stream
+
+    def pair(world: int, device: str, elsewhere: bool) -> Any:
+        processes = SimpleNamespace(world=world, device=torch.device(device))
+        return SimpleNamespace(processes=processes, engine=SimpleNamespace(abilities=SimpleNamespace(elsewhere=elsewhere)))
+
+    parts: dict[str, Any] = {"sampler": None, "early": None, "weights": {"f": 1.0}}
+    for given, words in (((2, "cpu", True), "several processes"), ((1, "cuda", False), "on one GPU")):
+        with pytest.raises(RlgenError, match=words):
+            build_stream(pair(*given), **parts, groups=Groups([]))  # type: ignore[arg-type]
+    for given in ((1, "cpu", False), (1, "cuda", True)):
+        assert build_stream(pair(*given), **parts, groups=Groups([])) is not None  # type: ignore[arg-type]
+    assert build_stream(pair(2, "cuda", False), **parts, groups=None) is None
