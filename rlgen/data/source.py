@@ -65,10 +65,10 @@ class Rows:
         rows = [self.rows[index] for index in indices]
         return [[row[name] for row in rows] for name in columns]
 
-    def batches(self, columns: Sequence[str]) -> Iterator[tuple[range, list[list[Any]]]]:
-        """Yields (indices, values of `columns`) for all rows in order, `BATCH` rows at a time."""
-        for start in range(0, len(self.rows), BATCH):
-            indices = range(start, min(start + BATCH, len(self.rows)))
+    def batches(self, columns: Sequence[str], size: int = BATCH) -> Iterator[tuple[range, list[list[Any]]]]:
+        """Yields (indices, values of `columns`) for all rows in order, `size` rows at a time."""
+        for start in range(0, len(self.rows), size):
+            indices = range(start, min(start + size, len(self.rows)))
             yield indices, self.values(indices, columns)
 
 
@@ -113,7 +113,7 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
         rows = hub_rows(data)
     if not len(rows.rows):
         raise DataError(f"data.source: {data.source} holds no row")
-    for key, column in (("prompt", data.columns.prompt), ("answer", data.columns.answer)):
+    for key, column in (("prompt", data.columns.prompt), ("answer", data.columns.answer), ("images", data.columns.images)):
         if column is not None and column not in rows.columns:
             close = get_close_matches(column, rows.columns, n=1)
             guess = f"did you mean `{close[0]}`? " if close else ""
