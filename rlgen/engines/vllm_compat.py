@@ -545,7 +545,7 @@ def finish_listening(model: nn.Module, model_config: Any) -> tuple[str, ...]:
 
 
 def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
-    """Loads weights into the engine of this process as `load_into` does, and empties its prefix cache.
+    """Loads weights into the engine of this process as `load_into` does, and empties its caches of prefixes and of images.
 
     Raises:
         EngineError: the prefix cache could not be emptied.
@@ -556,6 +556,9 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
         lambda tensors: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors}),
         weights,
     )
+    # The reload has emptied the worker's cache of embedded images, and the scheduler still counts on what was in it.
+    if hasattr(llm.llm_engine, "reset_encoder_cache"):
+        llm.llm_engine.reset_encoder_cache()
     if not reset_prefix_cache(llm):
         raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
     return not_loaded
