@@ -1,6 +1,7 @@
 """Engines that are given images: the ids that they report are those of the row, and their log-probs the trainer's."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
