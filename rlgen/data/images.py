@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 from rlgen.data.source import Rows
 from rlgen.errors import DataError
 from rlgen.types import Image
@@ -38,16 +36,6 @@ class Encoded:
     def reference(self) -> dict[str, str | None]:
         """Returns what rewards and records get in place of the image."""
         return {"path": self.path, "sha256": self.sha256}
-
-
-def undecoded(table: datasets.Dataset, column: str) -> datasets.Dataset:
-    """Returns a data set whose column gives images as their files have them, not as pixels."""
-    feature, kept = table.features[column], datasets.Image(decode=False)
-    if isinstance(feature, datasets.Image):
-        return table.cast_column(column, kept)
-    if isinstance(getattr(feature, "feature", None), datasets.Image):
-        return table.cast_column(column, datasets.List(kept))
-    return table
 
 
 def encoded(value: Any, rows: Rows, where: str) -> list[Encoded]:

@@ -2,19 +2,18 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.data.cache import cached
 from rlgen.data.chats import as_messages
-from rlgen.data.images import Encoded, Placeholder, encoded, undecoded, with_parts
+from rlgen.data.images import Encoded, Placeholder, encoded, with_parts
 from rlgen.data.source import Rows
 from rlgen.data.tokens import PROMPTS, WITH_IMAGES, place, prompts_key, write_prompts
 from rlgen.errors import DataError
@@ -141,8 +140,6 @@ def build_prompts(
         SetupError: the cache is not writable.
     """
     limit = limit or PromptLimit(data.max_prompt_tokens, f"data.max_prompt_tokens is {data.max_prompt_tokens}")
-    if data.columns.images is not None and isinstance(rows.rows, datasets.Dataset):
-        rows = replace(rows, rows=undecoded(rows.rows, data.columns.images))
     make = partial(write_prompts, data, rows, tokenizer, limit, tools, images)
     key = (
         prompts_key(data, rows, tokenizer, limit, tools) if images is None else None

@@ -8,7 +8,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain, islice
@@ -121,7 +121,19 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
                 f"data.columns.{key}: {data.source} has no column `{column}`; {guess}It has {', '.join(rows.columns)};"
                 f" set data.columns.{key} to one of them"
             )
+    if data.columns.images is not None and isinstance(rows.rows, datasets.Dataset):
+        return replace(rows, rows=undecoded(rows.rows, data.columns.images))
     return rows
+
+
+def undecoded(table: datasets.Dataset, column: str) -> datasets.Dataset:
+    """Returns a data set whose column gives images as their files have them, not as pixels."""
+    feature, kept = table.features[column], datasets.Image(decode=False)
+    if isinstance(feature, datasets.Image):
+        return table.cast_column(column, kept)
+    if isinstance(getattr(feature, "feature", None), datasets.Image):
+        return table.cast_column(column, datasets.List(kept))
+    return table
 
 
 def task_rows(data: DataRecipe, seed: int) -> Rows:

@@ -14,7 +14,7 @@ from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.lora import without_adapter
 from rlgen.models.packing import Rows, pack
-from rlgen.models.vision import Vision
+from rlgen.models.vision import Vision, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Batch
 
@@ -142,6 +142,8 @@ class Policy(nn.Module):
             self.check()
         if dtype == HALF:
             compute_in_half(model)
+            if vision is not None:
+                round_pixels(model)
 
     def check(self) -> None:
         """Raises SetupError if the model computes its logits in a way that rlgen does not know."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from rlgen.errors import DataError, SetupError
+from rlgen.models.half import HALF
 from rlgen.types import Image
 
 CACHED_BYTES = 256 << 20  # of pixel values that are kept, so that an image of a group is not processed for each completion
@@ -169,6 +170,13 @@ class Vision:
             columns += own
             rows += [row] * len(own)
         return rows, columns
+
+
+def round_pixels(model: PreTrainedModel) -> None:
+    """Makes the first layer of the vision tower, whose weights `compute_in_half` rounds, round its pixels, too."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(HALF),))
 
 
 def size(processed: Processed) -> int:

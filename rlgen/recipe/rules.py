@@ -262,7 +262,6 @@ def _image_contradictions(recipe: Recipe) -> list[Finding]:
         ("engine.model_impl transformers", here is not None and here.model_impl == "transformers", "remove it"),
         ("tools", bool(recipe.tools), "remove tools, or the column"),
         ("model.lora", model.lora is not None, "remove it: all weights of the language model are then trained"),
-        ("model.dtype bfloat16", model.dtype != "float32", "set model.dtype to float32"),
         ("model.compile", model.compile, "remove it"),
         ("optim.packing true", recipe.optim.packing is True, "remove it"),
         ("processes.strategy fsdp", processes.strategy == "fsdp", "set it to ddp"),

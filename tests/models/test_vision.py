@@ -55,6 +55,14 @@ def test_a_mixed_batch_is_what_the_model_itself_computes(policy: Policy) -> None
         assert torch.allclose(found, expected, atol=1e-5)
 
 
+def test_bfloat16_rounds_pixels_too(policy: Policy) -> None:
+    """The tower's first layer refuses float32 pixels beside rounded weights."""
+    rows = [sample(policy, "what?", [picture(1)]), sample(policy, "what?", [picture(2)])]
+    half = Policy(load_model(locate(MODEL), None, torch.float32, "sdpa", CPU), torch.bfloat16, True, vision())
+    gaps = [(one - other).abs().max() for one, other in zip(logp(policy, rows), logp(half, rows), strict=True)]
+    assert all(0 < gap < 0.05 for gap in gaps)
+
+
 def test_another_image_gives_other_log_probs(policy: Policy) -> None:
     one, other = logp(policy, [sample(policy, "what?", [picture(1)]), sample(policy, "what?", [picture(2)])])
     assert (one - other).abs().max() > 1e-2

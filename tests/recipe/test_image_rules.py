@@ -20,7 +20,6 @@ ODD: dict[str, dict[str, Any]] = {
     "engine.model_impl": {"engine": {"kind": "colocated", "model_impl": "transformers"}},
     "tools": {"tools": [{"use": "t.py:f"}]},
     "model.lora": {"model": {**RECIPE["model"], "lora": {}}},
-    "model.dtype": {"model": {"path": "tiny:idefics3"}},
     "model.compile": {"model": {**RECIPE["model"], "compile": True}},
     "optim.packing": {"optim": {"packing": True}},
     "processes.strategy": {"processes": {"strategy": "fsdp"}},
