@@ -58,6 +58,16 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """One image of a prompt, as its file has it. Image(sha256="9f86d0...", data=b"\\x89PNG...", start=17, stop=51)"""
+
+    sha256: str  # of `data`; names the image in caches and records
+    data: bytes = field(repr=False)  # the encoded file: nobody holds the pixels of more images than are computed at a time
+    start: int  # its ids in the prompt, as the model's processor writes them for one placeholder: prompt_ids[start:stop]
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt(_Record):
     """One data row, templated and tokenised once.
@@ -71,6 +81,7 @@ class Prompt(_Record):
     prompt_ids: Ids  # [L] what the model sees
     columns: Mapping[str, Any]  # the data set's columns, for rewards
     messages: Sequence[Mapping[str, Any]] | None = None  # the same as a chat, for rewards; None: a text without a template
+    images: tuple[Image, ...] = ()  # in the order of their places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,6 +91,7 @@ class Request(_Record):
     prompt_ids: Ids  # [L]
     seed: int  # derived from the sample's position, never from call order
     max_tokens: int | None = None  # of this completion; None: those of `Sampling`
+    images: tuple[Image, ...] = ()  # of the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +191,7 @@ class Sample(_Record):
     reward_errors: Mapping[str, str] = field(default_factory=dict)  # by name: "timeout: no answer within 30 s (r.py:3)"
     messages: str = ""  # as of `Completion`; `completion` is the text of the turn after them
     counts: Mapping[str, int] = field(default_factory=dict)  # as of `Completion`
+    images: tuple[Image, ...] = ()  # of the prompt
 
     @property
     def failed(self) -> bool:
@@ -265,6 +278,7 @@ class Samples(_Record):
     # [B] as of `Sample`; (): there are none
     messages: tuple[str, ...] = ()
     counts: tuple[Mapping[str, int], ...] = ()
+    images: tuple[tuple[Image, ...], ...] = ()
 
     @classmethod
     def of(cls, samples: Sequence[Sample], labels: Sequence[str] | None = None) -> "Samples":
@@ -293,6 +307,7 @@ class Samples(_Record):
             reward_errors=tuple(sample.reward_errors for sample in samples),
             messages=tuple(sample.messages for sample in samples) if any(sample.messages for sample in samples) else (),
             counts=tuple(sample.counts for sample in samples) if any(sample.counts for sample in samples) else (),
+            images=tuple(sample.images for sample in samples) if any(sample.images for sample in samples) else (),
         )
 
     def __len__(self) -> int:
@@ -316,6 +331,7 @@ class Samples(_Record):
             reward_errors=self.reward_errors[row],
             messages=self.messages[row] if self.messages else "",
             counts=self.counts[row] if self.counts else {},
+            images=self.images[row] if self.images else (),
         )
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> "Samples":
@@ -340,6 +356,7 @@ class Samples(_Record):
             reward_errors=tuple(self.reward_errors[row] for row in rows),
             messages=tuple(self.messages[row] for row in rows) if self.messages else (),
             counts=tuple(self.counts[row] for row in rows) if self.counts else (),
+            images=tuple(self.images[row] for row in rows) if self.images else (),
         )
 
     @classmethod
@@ -369,6 +386,7 @@ class Samples(_Record):
             reward_errors=tuple(errors for part in parts for errors in part.reward_errors),
             messages=_joined([part.messages for part in parts], lengths, ""),
             counts=_joined([part.counts for part in parts], lengths, {}),
+            images=_joined([part.images for part in parts], lengths, ()),
         )
 
     @property
@@ -470,6 +488,7 @@ class Batch:
     mask: "Tensor"  # [B, T] bool, true on sampled tokens, the stop token included
     places: "Tensor"  # [2, N] row and column of each true position of the mask, row by row; known without asking the device
     sampler_logp: "Tensor"  # [B, T] float32
+    images: tuple[tuple[Image, ...], ...] = ()  # [B] of each row's prompt; (): no row has any
 
 
 @dataclass(frozen=True, slots=True)

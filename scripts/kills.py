@@ -53,6 +53,11 @@ ENGINES = {
     "preferences": ["engine={kind: transformers}", "trainer={kind: online_dpo, updates_per_rollout: 2}"],
     "reference": ["engine={kind: transformers}", "trainer={kind: rloo, beta: 0.05}", "rollout.temperature=0.8"],
     "evaluated": ["engine={kind: transformers}", "checkpoint={every: 3, keep: 1}", "eval={limit: 6, every: 1, group_size: 2}"],
+    "images": [
+        "engine={kind: transformers}",
+        "model.path=tiny:idefics3",
+        "data={source: 'task:colours', chat: true, columns: {images: images}, options: {texts: 0.4}}",
+    ],
     "colocated": [],
     "server": [SERVER],
     "stream": ["rollout.stream=true", "rewards=[{use: length, args: {target: 6}}]"],

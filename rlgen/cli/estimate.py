@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgen.cli.output import echo
+from rlgen.errors import SetupError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, EngineRecipe, ModelRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import PolicyRecipe
@@ -48,6 +49,8 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
     from rlgen.models.load import locate
     from rlgen.models.memory import HOW, cache_needed, count, engine_parts, hints, needs, peak, read_config
 
+    if recipe.data.columns.images is not None:
+        raise SetupError("data.columns.images: `rlgen estimate` counts models of texts, and not their vision towers")
     config = read_config(locate(recipe.model.path), recipe.model.revision)
     plan = plan_of(recipe, device)
 

@@ -178,6 +178,7 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
     from rlgen.files import flush_tree
     from rlgen.models.load import load_model, load_tokenizer
     from rlgen.models.lora import CONFIG
+    from rlgen.models.vision import Vision, reads_images
     from rlgen.models.weights import own_tensors
 
     disable_progress_bar()
@@ -195,6 +196,8 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
         rounded = log_probs(rounded_to(getattr(torch, dtype), model), ids)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         tokenizer = load_tokenizer(str(checkpoint), None)
+        if reads_images(model.config):
+            Vision.open(str(checkpoint), None, model.config).processor.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         again = load_model(str(folder), None, torch.float32, "sdpa", device)
     except (OSError, ValueError, KeyError, SafetensorError) as error:

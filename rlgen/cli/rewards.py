@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlgen.cli.output import echo
 from rlgen.errors import DataError, RewardError
@@ -20,6 +20,9 @@ from rlgen.rewards.score import Ask, Scorer, open_scorer, place
 from rlgen.types import Group, Prompt, Sample, ids_of, logp_of, one_span
 from rlgen.workers.failures import Failed
 from rlgen.workers.worker import WorkerCall
+
+if TYPE_CHECKING:
+    from rlgen.data.source import Rows
 
 KINDS = ("gold", "empty", "garbage", "long")  # kinds of answers: the data's own, "", noise, and LONG characters of noise
 LONG = 100_000  # characters
@@ -57,7 +60,7 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
     for number in range(len(rows.rows)):
         row = with_answer(rows.rows[number], recipe.data.columns.answer)
         if row[recipe.data.columns.prompt] and row.get("answer", "") is not None:
-            prompts.append(prompt_of(number, row, recipe.data))
+            prompts.append(prompt_of(number, row, recipe.data, rows))
         if len(prompts) == count:
             break
     if not prompts:
@@ -80,12 +83,17 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
         raise RewardError("; ".join(problems))
 
 
-def prompt_of(position: int, columns: Mapping[str, Any], data: DataRecipe) -> Prompt:
-    """Returns a data row as a prompt without any template; a chat becomes the text of its messages."""
+def prompt_of(position: int, columns: Mapping[str, Any], data: DataRecipe, rows: "Rows") -> Prompt:
+    """Returns a data row as a prompt without any template; a chat becomes the text of its messages, images their references."""
     from rlgen.data.chats import as_messages
+    from rlgen.data.images import encoded, with_parts
 
-    prompt = columns[data.columns.prompt]
-    messages = as_messages(prompt, data, f"data.source: {data.source}, row {position}")
+    prompt, where = columns[data.columns.prompt], f"data.source: {data.source}, row {position}"
+    messages = as_messages(prompt, data, where)
+    if data.columns.images is not None:
+        images = encoded(columns[data.columns.images], rows, where)
+        messages = with_parts(messages, len(images), where)
+        columns = {**columns, data.columns.images: [image.reference for image in images]}
     text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
     return Prompt(
         position=position, row=position, text=text, prompt_ids=ids_of(text.encode()), columns=columns, messages=messages

@@ -27,10 +27,13 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
             raise DataError(f"{where}: a message needs a role of {', '.join(ROLES)}: {str(message)[:80]}")
         if message.get("tool_calls"):
             raise DataError(f"{where}: a message calls tools, which a prompt cannot; remove it from the data")
+        if isinstance(message.get("content"), list) and data.columns.images is not None:
+            check_parts(message, where)
+            continue
         if isinstance(message.get("content"), list):
             raise DataError(
                 f"{where}: the content of the {message['role']}'s message is a list of parts, but prompts are texts;"
-                " write the text itself"
+                " write the text itself, or name the column of their images in data.columns.images"
             )
         if not isinstance(message.get("content"), str) or not message["content"].strip():
             raise DataError(f"{where}: the message of the {message['role']} has no text as content")
@@ -42,6 +45,21 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
     if system and prompt[0]["role"] in ("system", "developer"):
         raise DataError(f"{where}: the row has a system message of its own beside data.system; remove one of them")
     return [*system, *map(dict, prompt)]
+
+
+def check_parts(message: Mapping[str, Any], where: str) -> None:
+    """Raises DataError unless the content of a message is a list of texts and places of images, with a text among them."""
+    kinds = []
+    for part in message["content"]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "image") or (kind == "text" and not isinstance(part.get("text"), str)):
+            raise DataError(
+                f"{where}: a part of a message is {{type: text, text: ...}} or {{type: image}}, whose image is in the column"
+                f" that data.columns.images names: {str(part)[:80]}"
+            )
+        kinds.append(kind)
+    if not kinds:
+        raise DataError(f"{where}: the message of the {message['role']} is empty")
 
 
 def render(

@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlgen.data.cache import cached
 from rlgen.data.chats import as_messages
+from rlgen.data.images import Encoded, Placeholder, encoded, with_parts
 from rlgen.data.source import Rows
-from rlgen.data.tokens import PROMPTS, place, prompts_key, write_prompts
+from rlgen.data.tokens import PROMPTS, WITH_IMAGES, place, prompts_key, write_prompts
 from rlgen.errors import DataError
 from rlgen.recipe.models import DataRecipe
 from rlgen.recipe.sizes import PromptLimit
-from rlgen.types import Prompt
+from rlgen.types import Image, Prompt
 
 # Files may have a few rows without an answer, which are skipped; a larger share is a mistake.
 MAX_NO_ANSWER = 0.01
@@ -57,17 +58,46 @@ class PromptStream:
         places = [self.place(position) for position in range(start, start + count)]
         numbers, texts, ids = (self.table.column(name) for name in PROMPTS.names)
         columns = self.rows.at([numbers[place].as_py() for place in places])
+        read = [self.encoded(row, columns[index]) for index, row in enumerate(places)]
         return [
             Prompt(
                 position=start + index,
                 row=row,
                 text=texts[row].as_py(),
                 prompt_ids=ids[row].values.to_numpy().copy(),  # a copy, because the mapped bytes are read-only
-                columns=with_answer(columns[index], self.data.columns.answer),
-                messages=as_messages(columns[index][self.data.columns.prompt], self.data, place(self.rows.source, row)),
+                columns=self.for_rewards(columns[index], read[index]),
+                messages=self.messages(columns[index], read[index], place(self.rows.source, row)),
+                images=self.images(row, read[index]),
             )
             for index, row in enumerate(places)
         ]
+
+    def encoded(self, row: int, columns: Mapping[str, Any]) -> list[Encoded] | None:
+        """Returns the images of a row of the table; None: prompts have none."""
+        column = self.data.columns.images
+        return None if column is None else encoded(columns[column], self.rows, place(self.rows.source, row))
+
+    def for_rewards(self, columns: Mapping[str, Any], images: Sequence[Encoded] | None) -> dict[str, Any]:
+        """Returns the columns of a row for rewards: in place of an image its path and SHA-256."""
+        row = with_answer(columns, self.data.columns.answer)
+        if images is not None and self.data.columns.images is not None:
+            row[self.data.columns.images] = [image.reference for image in images]
+        return row
+
+    def messages(self, columns: Mapping[str, Any], images: Sequence[Encoded] | None, where: str) -> list[dict[str, Any]] | None:
+        """Returns the messages of a row as the chat template gets them; None: its prompt is a text."""
+        messages = as_messages(columns[self.data.columns.prompt], self.data, where)
+        return messages if images is None else with_parts(messages, len(images), where)
+
+    def images(self, row: int, images: Sequence[Encoded] | None) -> tuple[Image, ...]:
+        """Returns the images of a row of the table with their places. Raises DataError if one has changed meanwhile."""
+        if images is None:
+            return ()
+        placed = self.table.column("images")[row].as_py()
+        if [one["sha256"] for one in placed] != [image.sha256 for image in images]:
+            named = ", ".join(image.path or image.sha256 for image in images)
+            raise DataError(f"{place(self.rows.source, row)}: {named} changed while the run goes on; bring it back, and resume")
+        return tuple(Image(data=image.data, **one) for one, image in zip(placed, images, strict=True))
 
     def at(self, position: int) -> Prompt:
         """Returns the prompt at a position."""
@@ -95,12 +125,14 @@ def build_prompts(
     seed: int,
     limit: PromptLimit | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    images: Placeholder | None = None,
 ) -> PromptStream:
     """Templates and tokenises every row, or takes the result from the cache. Skips and counts rows without a prompt or an answer.
 
     Args:
         limit: on the tokens of a prompt; None: `data.max_prompt_tokens`.
         tools: schemas that the chat template shows to the model.
+        images: how images stand in prompts; None: prompts have none.
 
     Raises:
         DataError: a row is not a valid prompt, a prompt is too long and the recipe refuses those, too many rows have no answer,
@@ -108,8 +140,11 @@ def build_prompts(
         SetupError: the cache is not writable.
     """
     limit = limit or PromptLimit(data.max_prompt_tokens, f"data.max_prompt_tokens is {data.max_prompt_tokens}")
-    make = partial(write_prompts, data, rows, tokenizer, limit, tools)
-    made = cached("prompts", prompts_key(data, rows, tokenizer, limit, tools), PROMPTS, make)
+    make = partial(write_prompts, data, rows, tokenizer, limit, tools, images)
+    key = (
+        prompts_key(data, rows, tokenizer, limit, tools) if images is None else None
+    )  # files may change beside those of the rows
+    made = cached("prompts", key, PROMPTS if images is None else WITH_IMAGES, make)
     counts, over_long = made.facts["counts"], tuple(made.facts["over_long"])
     refuse(data, rows, counts, made.facts["chats"], made.facts["usual"])
     if not counts["used"]:
@@ -178,8 +213,22 @@ def warnings_of(data: DataRecipe, prompts: PromptStream, has_template: bool) -> 
 
 def overlap(prompts: PromptStream, others: PromptStream) -> int:
     """Returns how many of the prompts are among the others, too, compared by the text that the model sees."""
+    if prompts.data.columns.images is not None or others.data.columns.images is not None:
+        both = [
+            [(str(text), str(seen)) for text, seen in zip(*pair, strict=True)] for pair in map(seen_by_model, (prompts, others))
+        ]
+        known = set(both[1])
+        return sum(one in known for one in both[0])
     own, theirs = (stream.table.column("text") for stream in (prompts, others))
     return int(pyarrow.compute.sum(pyarrow.compute.is_in(own, value_set=theirs.combine_chunks())).as_py() or 0)
+
+
+def seen_by_model(prompts: PromptStream) -> tuple[list[Any], list[Any]]:
+    """Returns the texts of all prompts, and the digests of each one's images."""
+    texts = prompts.table.column("text").to_pylist()
+    if "images" not in prompts.table.column_names:
+        return texts, [[]] * len(texts)
+    return texts, [[image["sha256"] for image in images] for images in prompts.table.column("images").to_pylist()]
 
 
 def listed(counts: Mapping[str, int]) -> str:

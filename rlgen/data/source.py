@@ -8,7 +8,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain, islice
@@ -65,10 +65,10 @@ class Rows:
         rows = [self.rows[index] for index in indices]
         return [[row[name] for row in rows] for name in columns]
 
-    def batches(self, columns: Sequence[str]) -> Iterator[tuple[range, list[list[Any]]]]:
-        """Yields (indices, values of `columns`) for all rows in order, `BATCH` rows at a time."""
-        for start in range(0, len(self.rows), BATCH):
-            indices = range(start, min(start + BATCH, len(self.rows)))
+    def batches(self, columns: Sequence[str], size: int = BATCH) -> Iterator[tuple[range, list[list[Any]]]]:
+        """Yields (indices, values of `columns`) for all rows in order, `size` rows at a time."""
+        for start in range(0, len(self.rows), size):
+            indices = range(start, min(start + size, len(self.rows)))
             yield indices, self.values(indices, columns)
 
 
@@ -113,7 +113,7 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
         rows = hub_rows(data)
     if not len(rows.rows):
         raise DataError(f"data.source: {data.source} holds no row")
-    for key, column in (("prompt", data.columns.prompt), ("answer", data.columns.answer)):
+    for key, column in (("prompt", data.columns.prompt), ("answer", data.columns.answer), ("images", data.columns.images)):
         if column is not None and column not in rows.columns:
             close = get_close_matches(column, rows.columns, n=1)
             guess = f"did you mean `{close[0]}`? " if close else ""
@@ -121,7 +121,19 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
                 f"data.columns.{key}: {data.source} has no column `{column}`; {guess}It has {', '.join(rows.columns)};"
                 f" set data.columns.{key} to one of them"
             )
+    if data.columns.images is not None and isinstance(rows.rows, datasets.Dataset):
+        return replace(rows, rows=undecoded(rows.rows, data.columns.images))
     return rows
+
+
+def undecoded(table: datasets.Dataset, column: str) -> datasets.Dataset:
+    """Returns a data set whose column gives images as their files have them, not as pixels."""
+    feature, kept = table.features[column], datasets.Image(decode=False)
+    if isinstance(feature, datasets.Image):
+        return table.cast_column(column, kept)
+    if isinstance(getattr(feature, "feature", None), datasets.Image):
+        return table.cast_column(column, datasets.List(kept))
+    return table
 
 
 def task_rows(data: DataRecipe, seed: int) -> Rows:

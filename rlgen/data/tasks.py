@@ -4,6 +4,7 @@ A row depends on the seed, its index and the rows before it, so a larger size ke
 `task:gym` are those of the package reasoning-gym, and follow from its version too.
 """
 
+import base64
 import json
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -11,16 +12,22 @@ from random import Random
 from typing import Any
 
 from rlgen.errors import DataError, SetupError
-from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions
+from rlgen.recipe.models import ArithmeticOptions, ColoursOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions
 
 Row = dict[str, Any]
 
 # Draws without a new prompt after which a prompt may be repeated.
 MAX_DRAWS = 1000
 
+COLOURS = {
+    **{"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 220)},
+    **{"yellow": (240, 220, 40), "black": (15, 15, 15), "white": (245, 245, 245)},
+}
+
 
 def generate(name: str, options: Any, seed: int) -> list[Row]:
-    """Returns the rows of task `name`, with text columns `prompt` and `answer`; countdown adds `numbers` and `target`.
+    """Returns the rows of task `name`, with text columns `prompt` and `answer`; countdown adds `numbers` and `target`, colours
+    adds `images`.
 
     Args:
         name: a key of TASKS, or gym.
@@ -114,6 +121,23 @@ def expression(rng: Random, numbers: list[int]) -> tuple[int, str]:
     return value, text[1:-1] if len(numbers) > 1 else text
 
 
+def colours(rng: Random, options: ColoursOptions) -> Row:
+    """Returns a row such as {"prompt": "Which colour is on the left?", "answer": "red", "images": ["data:image/..."]}.
+
+    The picture has a left and a right half, with noise. A row without a picture names the colours in its prompt.
+    """
+    halves, place = rng.sample(sorted(COLOURS), 2), rng.randrange(2)
+    question = f"Which colour is on the {('left', 'right')[place]}?"
+    if rng.random() < options.texts:
+        return {"prompt": f"{halves[0]} {halves[1]}. {question}", "answer": halves[place], "images": []}
+    side, row = options.side, bytearray()
+    for _ in range(side):
+        for x in range(side):
+            row += bytes(max(0, min(255, part + rng.randint(-10, 10))) for part in COLOURS[halves[2 * x >= side]])
+    picture = base64.b64encode(b"P6 %d %d 255\n" % (side, side) + row).decode()
+    return {"prompt": question, "answer": halves[place], "images": [f"data:image/x-portable-pixmap;base64,{picture}"]}
+
+
 def gym(options: GymOptions, seed: int) -> list[Row]:
     """Returns rows of a data set of reasoning-gym, with its facts for the scorer in the column `metadata`, as JSON text.
 
@@ -153,4 +177,5 @@ TASKS: dict[str, Callable[[Random, Any], Row]] = {
     "reverse": reverse,
     "sort": sort,
     "countdown": countdown,
+    "colours": colours,
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlgen.engines.further import Further
-from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
+from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -215,11 +215,12 @@ class Engine(Protocol):
         """
         ...
 
-    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:
+    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         """Computes log-probs at temperature 1 of given completions, in one forward pass instead of decoding.
 
         Args:
             rows: prompt ids and completion ids; together shorter than `Facts.max_model_len`.
+            images: of each prompt; (): no prompt has any.
 
         Returns:
             [L] log-probs of each completion's ids.

@@ -15,7 +15,7 @@ from rlgen.engines.further import Further
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.out_of_memory import reason
-from rlgen.types import Completion, Ids, LogProbs, Request, Sampling, ids_of, logp_of, one_span
+from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling, ids_of, logp_of, one_span
 
 
 class ColocatedEngine:
@@ -74,6 +74,7 @@ class ColocatedEngine:
     ) -> list[Completion]:
         def given(requests: Sequence[Request]) -> tuple[list[dict[str, Any]], list[Any]]:
             prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
+            prompts = vllm_compat.with_images(prompts, [request.images for request in requests], self._plan.image_token)
             return prompts, [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
 
         with self._kept_as_is():
@@ -117,9 +118,10 @@ class ColocatedEngine:
             cached_tokens=output.num_cached_tokens or 0,
         )
 
-    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:
+    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         with self._kept_as_is():
             prompts = [{"prompt_token_ids": np.concatenate(row).tolist()} for row in rows]
+            prompts = vllm_compat.with_images(prompts, images or [()] * len(rows), self._plan.image_token)
             outputs = self._run(prompts, [vllm_compat.prefill_params(self._vllm)] * len(rows))
             return [
                 logp_of(vllm_compat.prompt_logp(output, first=len(prompt_ids)))

@@ -23,6 +23,7 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import EngineError, SetupError, UsageError
 from rlgen.models.load import load_config, load_model
 from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.vision import Vision, reads_images
 from rlgen.processes import EngineShare, Processes, cores
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
@@ -56,7 +57,8 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
     with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
         model = load_model(location, recipe.model.revision, dtype, recipe.model.attention, processes.device)
-    return TransformersEngine(model=model, fp32_head=recipe.model.fp32_head, max_num_seqs=settings.max_num_seqs)
+    vision = Vision.open(location, recipe.model.revision, model.config) if reads_images(model.config) else None
+    return TransformersEngine(model=model, fp32_head=recipe.model.fp32_head, max_num_seqs=settings.max_num_seqs, vision=vision)
 
 
 def engine_share_of(recipe: Recipe, processes: Processes) -> EngineShare:

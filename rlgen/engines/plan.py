@@ -57,6 +57,7 @@ class EnginePlan:
     extra: Mapping[str, Any]  # further arguments of vLLM; the recipe refuses those that rlgen sets
     on_gpu: bool
     vllm: str | None  # installed version; None: not installed
+    image_token: int | None = None  # id of an image's placeholder; None: prompts have no images
 
     @classmethod
     def of(cls, recipe: Recipe, location: str) -> "EnginePlan":
@@ -89,6 +90,7 @@ class EnginePlan:
             extra=settings.extra,
             on_gpu=torch.cuda.is_available(),
             vllm=vllm_version(),
+            image_token=image_token_of(recipe, location),
         )
 
     @property
@@ -118,6 +120,14 @@ class EnginePlan:
     def keeps_states(self) -> bool:
         """Returns whether the model has recurrent layers. Raises SetupError if its config cannot be read."""
         return keeps_states(read_config(self.model, self.revision))
+
+
+def image_token_of(recipe: Recipe, location: str) -> int | None:
+    """Returns the id of an image's placeholder; None: the recipe names no images. Raises SetupError without a config."""
+    if recipe.data.columns.images is None:
+        return None
+    token: int = read_config(location, recipe.model.revision).image_token_id
+    return token
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from rlgen.engines.base import Abilities, Facts, Finished, Receipt
 from rlgen.engines.further import Further
 from rlgen.engines.http import Server, connections
 from rlgen.errors import EngineError, ServerLost
-from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
+from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
 
 CLOSING_SECONDS = 0.2  # sampling ends this soon after the engine is closed
 
@@ -236,7 +236,8 @@ class ServerEngine:
         """Runs `generate` in the background and returns its future. What is more than `calls` waits."""
         return self._background.submit(self.generate, requests, sampling, finished, further)
 
-    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:
+    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
+        assert not any(images)  # the recipe refuses them
         return asyncio.run(client.prefill(self._keeper.servers, rows, self._connections))
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:

@@ -16,9 +16,10 @@ from rlgen.losses.logp import head_dtype
 from rlgen.models.decoder import decoder_of
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import Head
+from rlgen.models.vision import Vision
 from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.out_of_memory import is_out_of_memory, one_line
-from rlgen.types import Completion, FinishReason, Ids, LogProbs, Request, Sampling, ids_of, one_span
+from rlgen.types import Completion, FinishReason, Ids, Image, LogProbs, Request, Sampling, ids_of, one_span
 
 
 class TransformersEngine:
@@ -28,16 +29,18 @@ class TransformersEngine:
         model: the engine's own copy, in its own dtype and on its own device; `sync` overwrites its weights.
         fp32_head: whether logits are computed in float32 whatever the dtype, as the trainer does.
         max_num_seqs: completions decoded at the same time.
+        vision: embeds the images of prompts; None: the model reads none.
 
     Raises:
         SetupError: the model's code cannot decode a batch with a cache.
     """
 
-    def __init__(self, *, model: PreTrainedModel, fp32_head: bool, max_num_seqs: int) -> None:
+    def __init__(self, *, model: PreTrainedModel, fp32_head: bool, max_num_seqs: int, vision: Vision | None = None) -> None:
         self._model = model.requires_grad_(False)
         self._head = Head.of(model)
         self._fp32_head = fp32_head
         self._max_num_seqs = max_num_seqs
+        self._vision = vision
         self._version = 0
         self._try_decoding()
 
@@ -153,9 +156,10 @@ class TransformersEngine:
         running = torch.arange(len(requests), device=device)  # rows still being decoded; finished ones are removed
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
         cache = None  # the model makes its own: some have other kinds of layers than its config says
+        inputs = self._inputs(ids, [request.images for request in requests], [width - len(r.prompt_ids) for r in requests])
         for step in range(longest):
             output = decoder_of(self._model)(
-                input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True
+                **inputs, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True
             )
             hidden, cache = output.last_hidden_state[:, -1], output.past_key_values
             logits = self._head.logits(hidden, self._fp32_head)
@@ -180,16 +184,24 @@ class TransformersEngine:
             if len(keep) < len(running):
                 cache.reorder_cache(keep)  # not `batch_select_indices`, which layers of linear attention lack
                 running, attended, positions, chosen = running[keep], attended[keep], positions[keep], chosen[keep]
-            ids = chosen[:, None]
+            inputs = {"input_ids": chosen[:, None]}
             attended = torch.cat([attended, attended.new_ones(len(running), 1)], dim=-1)
             positions = positions[:, -1:] + 1
 
+    def _inputs(self, ids: Tensor, images: Sequence[Sequence[Image]], left: Sequence[int]) -> dict[str, Tensor]:
+        """Returns what the decoder computes from: ids [B, S], or their embeddings if a row has images."""
+        if not any(images):
+            return {"input_ids": ids}
+        assert self._vision is not None  # no other model is given images
+        return {"inputs_embeds": self._vision.embed(self._model, ids, images, left)}
+
     @torch.no_grad()
-    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]]) -> list[LogProbs]:
+    def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         answers = []
-        for prompt_ids, completion_ids in rows:
+        for (prompt_ids, completion_ids), own in zip(rows, images or [()] * len(rows), strict=True):
             ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids], dtype=np.int64))[None].to(self._model.device)
-            hidden = decoder_of(self._model)(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt_ids) - 1 : -1]
+            hidden = decoder_of(self._model)(**self._inputs(ids, [own], [0]), use_cache=False).last_hidden_state
+            hidden = hidden[0, len(prompt_ids) - 1 : -1]
             logp = self._head.logits(hidden, self._fp32_head).log_softmax(-1)
             answers.append(logp.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].cpu().numpy())
         return answers

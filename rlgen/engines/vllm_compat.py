@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings, wider_parameters
 from rlgen.errors import EngineError, SetupError
+from rlgen.models.vision import decoded, with_placeholders
 from rlgen.out_of_memory import GIB, is_out_of_memory, reason
-from rlgen.types import Request, Sampling
+from rlgen.types import Image, Request, Sampling
 
 if TYPE_CHECKING:
     from rlgen.engines.plan import EnginePlan  # a server's worker imports this file and needs no recipe
@@ -36,6 +37,9 @@ GPU_SHARE = 0.45
 # vLLM does not start unless this share of the GPU's memory is free. With a KV cache of fixed size the share is not needed,
 # so the least is passed.
 LEAST_SHARE = 0.01
+
+# Of processed images, so that one is not processed for each completion of its group.
+IMAGE_CACHE_GIB = 1.0
 
 Weights = Iterable[tuple[str, Tensor]]
 # Returns further prompts and their settings; given True, it waits until there are some, and returns none if none will come.
@@ -220,7 +224,7 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
         # Ignores the checkpoint's own sampling defaults; its EOS ids still end a completion.
         "generation_config": "vllm",
         # rlgen sends and receives ids; only a regular expression needs the tokenizer, to be compiled.
-        "skip_tokenizer_init": not plan.structured_outputs,
+        "skip_tokenizer_init": not plan.structured_outputs and plan.image_token is None,
         "enable_sleep_mode": plan.sleep,
         "seed": 0,
     }
@@ -235,6 +239,8 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
             chosen.setdefault("scheduler_cls", "rlgen.engines.decode.DecodeScheduler")
         if plan.keeps_states() and "enable_prefix_caching" not in plan.extra:
             chosen["enable_prefix_caching"] = False  # of recurrent layers it demands chunked prefill
+    if plan.image_token is not None:
+        chosen.setdefault("mm_processor_cache_gb", IMAGE_CACHE_GIB)
     if (cache := plan.kv_cache_bytes()) is not None:
         chosen["kv_cache_memory_bytes"] = cache
     return chosen
@@ -539,7 +545,7 @@ def finish_listening(model: nn.Module, model_config: Any) -> tuple[str, ...]:
 
 
 def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
-    """Loads weights into the engine of this process as `load_into` does, and empties its prefix cache.
+    """Loads weights into the engine of this process as `load_into` does, and empties its caches of prefixes and of images.
 
     Raises:
         EngineError: the prefix cache could not be emptied.
@@ -550,6 +556,9 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
         lambda tensors: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors}),
         weights,
     )
+    # The reload has emptied the worker's cache of embedded images, and the scheduler still counts on what was in it.
+    if hasattr(llm.llm_engine, "reset_encoder_cache"):
+        llm.llm_engine.reset_encoder_cache()
     if not reset_prefix_cache(llm):
         raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
     return not_loaded
@@ -609,6 +618,35 @@ def prompts_of(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
     The salt keeps cached activations of one weight version from being used with another if the cache is not emptied.
     """
     return [{"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": salt} for request in requests]
+
+
+def with_images(prompts: list[dict[str, Any]], images: Sequence[Sequence[Image]], token: int | None) -> list[dict[str, Any]]:
+    """Returns vLLM prompts with the images of each, whose SHA-256 is then in the prefix-cache key, too.
+
+    vLLM expands a placeholder to the ids of its image again, and reports with the answer which ids it used.
+
+    Args:
+        token: id of a placeholder; None: no prompt has images.
+    """
+    opened: dict[str, Any] = {}
+    made: list[dict[str, Any]] = []
+    for prompt, own in zip(prompts, images, strict=True):
+        if not own:
+            made.append(prompt)
+            continue
+        assert token is not None  # the recipe names images
+        for image in own:
+            if image.sha256 not in opened:
+                opened[image.sha256] = decoded(image.data)
+        made.append(
+            {
+                **prompt,
+                "prompt_token_ids": with_placeholders(prompt["prompt_token_ids"], own, token),
+                "multi_modal_data": {"image": [opened[image.sha256] for image in own]},
+                "multi_modal_uuids": {"image": [image.sha256 for image in own]},
+            }
+        )
+    return made
 
 
 class NcclEndpoint:

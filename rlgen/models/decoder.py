@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -23,7 +29,8 @@ def attention_of(config: PreTrainedConfig, asked: str) -> str:
     """
     if asked != "sdpa":
         return asked
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
+    other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), PreTrainedModel)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), other)
     # The fused attention ignores a cap of its logits without an error. Of others (sinks, ALiBi) transformers itself knows it.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "sdpa" if kind._supports_sdpa and not capped else "eager"

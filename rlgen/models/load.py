@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -23,6 +24,8 @@ from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 from rlgen.errors import SetupError
 from rlgen.models.decoder import attention_of
 from rlgen.models.tiny import build_tiny
+from rlgen.models.tiny_vision import NAME, build_tiny_vision
+from rlgen.models.vision import reads_images
 from rlgen.models.weights import non_finite, own_tensors
 from rlgen.recipe.paths import like
 
@@ -39,7 +42,8 @@ def locate(path: str) -> str:
         SetupError: there is no such tiny model, or the folder has no config.json.
     """
     if path.startswith("tiny:"):
-        return str(build_tiny(path.removeprefix("tiny:")))
+        name = path.removeprefix("tiny:")
+        return str(build_tiny_vision() if name == NAME else build_tiny(name))
     if path.startswith("/") and not Path(path).is_dir():
         hint = "name a folder that save_pretrained wrote, or a hub id; for a demo `rlgen recipes warm-start RECIPE` makes it"
         raise SetupError(f"model.path: there is no folder {path}; {like(path) or hint}")
@@ -168,8 +172,9 @@ def load_model(
         extra["distributed_config"] = DistributedConfig()
     try:
         config = load_config(location, revision)
+        kind = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
         with nullcontext() if divide is None else before_values(divide):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = kind.from_pretrained(
                 location,
                 revision=revision,
                 dtype=dtype,

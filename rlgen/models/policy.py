@@ -14,6 +14,7 @@ from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.lora import without_adapter
 from rlgen.models.packing import Rows, pack
+from rlgen.models.vision import Vision, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Batch
 
@@ -121,24 +122,28 @@ class Policy(nn.Module):
         model: a causal language model; its weights keep their own dtype (float32 for the one that is trained).
         dtype: of the forward pass's activations.
         fp32_head: whether logits are computed in float32 whatever `dtype`.
+        vision: embeds the images of prompts; None: the model reads none.
 
     Raises:
         SetupError: rlgen does not know how the model computes its logits. Of a model without values (on the meta device) `check`
             finds that out.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool, vision: Vision | None = None) -> None:
         super().__init__()
         self.model = model
         self.head = Head.of(model)
         self.dtype = dtype
         self.fp32_head = fp32_head
+        self.vision = vision
         self.packed = False
         self.unpacked: str | None = None  # why its rows are padded, though they could be packed here
         if model.device.type != "meta":
             self.check()
         if dtype == HALF:
             compute_in_half(model)
+            if vision is not None:
+                round_pixels(model)
 
     def check(self) -> None:
         """Raises SetupError if the model computes its logits in a way that rlgen does not know."""
@@ -184,8 +189,15 @@ class Policy(nn.Module):
                 packed = Rows(batch.lengths, batch.input_ids.device)
                 states_NH = packed.hidden(decoder, batch.input_ids)[packed.starts[rows] + predicting]
             else:
-                states_NH = decoder(input_ids=batch.input_ids, use_cache=False).last_hidden_state[rows, predicting]
+                states_NH = decoder(**self.inputs(batch), use_cache=False).last_hidden_state[rows, predicting]
         return Hidden(states_NH.to(self.dtype), rows, columns)
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns what the decoder computes from: ids, or their embeddings if a row has images."""
+        if not any(batch.images):
+            return {"input_ids": batch.input_ids}
+        assert self.vision is not None  # no other model is given images
+        return {"inputs_embeds": self.vision.embed(self.model, batch.input_ids, batch.images)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -163,7 +165,7 @@ def parse_name(name: str) -> tuple[str, bool]:
         raise SetupError(
             f"model.path: tiny:{name} is not a tiny model; there are "
             + ", ".join(f"tiny:{known}" for known in ARCHITECTURES)
-            + ", each also with -tied or -untied"
+            + ", each also with -tied or -untied, and tiny:idefics3, which reads images"
         )
     architecture = ARCHITECTURES[base]
     tied = architecture.tied if not tying else tying == "tied"
@@ -186,14 +188,24 @@ def build_tiny(name: str) -> Path:
     config = CONFIG_MAPPING[base](**settings, **special)
 
     made_from = [config.to_diff_dict(), CHAT_TEMPLATE, torch.__version__, BUILD]
+    name = f"{base}-{'tied' if tied else 'untied'}"
+    return in_cache(name, made_from, lambda folder: save_random(config, tokenizer, end_ids, folder))
+
+
+def in_cache(name: str, made_from: list[Any], save: Callable[[Path], None]) -> Path:
+    """Returns the folder of a tiny model, which `save` writes unless it is there.
+
+    Args:
+        made_from: all that decides its bytes.
+    """
     digest = hashlib.sha256(json.dumps(made_from, default=str).encode())
-    folder = cache_dir() / "tiny" / f"{base}-{'tied' if tied else 'untied'}-{digest.hexdigest()[:12]}"
+    folder = cache_dir() / "tiny" / f"{name}-{digest.hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Atomic rename: another process never sees an incomplete model.
     aside = Path(tempfile.mkdtemp(dir=folder.parent))
-    save_random(config, tokenizer, end_ids, aside)
+    save(aside)
     try:
         aside.rename(folder)
     except OSError:  # another process was faster: the bytes are the same
@@ -201,11 +213,21 @@ def build_tiny(name: str) -> Path:
     return folder
 
 
-def save_random(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, end_ids: list[int], folder: Path) -> None:
-    """Writes a random model of `config` and its tokenizer into `folder`. The same config gives the same bytes."""
+def save_random(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    end_ids: list[int],
+    folder: Path,
+    kind: Any = AutoModelForCausalLM,
+) -> None:
+    """Writes a random model of `config` and its tokenizer into `folder`. The same config gives the same bytes.
+
+    Args:
+        kind: transformers' class that makes a model of a config.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
         for tensor in own_tensors(model).values():
             if tensor.is_floating_point() and not tensor.any():
                 tensor.normal_(std=0.1)  # biases start at zero, and a test could not detect a missing one

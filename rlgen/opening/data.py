@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.data import PromptStream, Rows, build_prompts, cached_rows, listed, load_rows, overlap, warnings_of
+from rlgen.data import Placeholder, PromptStream, Rows, build_prompts, cached_rows, listed, load_rows, overlap, warnings_of
 from rlgen.errors import DataError, SetupError
-from rlgen.models.load import cached_model, check_model, load_tokenizer, locate, stop_ids
+from rlgen.models.load import cached_model, check_model, load_config, load_tokenizer, locate, stop_ids
+from rlgen.models.vision import FAMILIES, Vision, reads_images
 from rlgen.recipe import Recipe
 from rlgen.recipe.evaluation import data_of, seed_of
 from rlgen.recipe.models import EvalRecipe
@@ -55,10 +56,11 @@ def open_data(recipe: Recipe) -> Data:
     location = locate(recipe.model.path)
     tokenizer = open_tokenizer(recipe, location)
     positions = check_model(location, recipe.model.revision, tokenizer)
+    images = open_placeholder(recipe, location)
     limit = prompt_limit(recipe, positions)
     rows = load_rows(recipe.data, recipe.run.seed)
     tools = schemas_of(recipe.tools, recipe.scoring)
-    prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed, limit, tools)
+    prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed, limit, tools, images)
     if tools and prompts.chats < prompts.counts["used"]:
         raise DataError(
             f"tools: the prompts of {rows.source} are texts, but the chat template shows the model what tools there are; set"
@@ -72,7 +74,7 @@ def open_data(recipe: Recipe) -> Data:
         )
     held_out = None
     if recipe.eval is not None:
-        held_out = open_held_out(found, recipe.eval, positions, tokenizer, prompts, tools)
+        held_out = open_held_out(found, recipe.eval, positions, tokenizer, prompts, tools, images)
         found = found.model_copy(update={"eval": held_out.settings})
     said = cached_model(location, recipe.model.revision), cached_rows(rows, recipe.data.revision)
     return Data(
@@ -107,6 +109,30 @@ def open_tokenizer(recipe: Recipe, location: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def open_placeholder(recipe: Recipe, location: str) -> Placeholder | None:
+    """Returns how images stand in prompts; None: the recipe names no column of images.
+
+    Raises:
+        SetupError: the model reads images and the recipe names none, or the other way round; or its processor cannot be loaded.
+    """
+    config = load_config(location, recipe.model.revision)
+    if recipe.data.columns.images is None and not reads_images(config):
+        return None
+    if recipe.data.columns.images is None:
+        raise SetupError(
+            f"data.columns.images: model.path {recipe.model.path} reads images, and no column of them is named; name it (rows may"
+            " leave it empty), or take a model of texts"
+        )
+    if not reads_images(config):
+        known = ", ".join(FAMILIES)
+        raise SetupError(
+            f"data.columns.images: model.path {recipe.model.path} is a {config.model_type}, which reads no images, or not in a"
+            f" way that rlgen can train on; take a model of type {known}, or remove the column"
+        )
+    vision = Vision.open(location, recipe.model.revision, config)
+    return Placeholder(vision.token, vision.token_id, vision.ids)
+
+
 def open_held_out(
     recipe: Recipe,
     settings: EvalRecipe,
@@ -114,11 +140,13 @@ def open_held_out(
     tokenizer: PreTrainedTokenizerBase,
     training: PromptStream,
     tools: Sequence[dict[str, Any]],
+    images: Placeholder | None = None,
 ) -> HeldOut:
     """Reads the prompts of evaluations, and counts those that are trained on.
 
     Args:
         tools: schemas that the chat template shows to the model.
+        images: how images stand in prompts; None: prompts have none.
         recipe: with the sizes of training.
         positions: of the model; None: it does not say.
 
@@ -129,7 +157,7 @@ def open_held_out(
     data, limit = data_of(recipe, settings), eval_prompt_limit(recipe, settings, positions)
     try:
         rows = load_rows(data, seed_of(recipe))
-        prompts = build_prompts(data, rows, tokenizer, seed_of(recipe), limit, tools)
+        prompts = build_prompts(data, rows, tokenizer, seed_of(recipe), limit, tools, images if data.columns.images else None)
     except (DataError, SetupError) as error:
         error.args = (of_eval(str(error)),)
         raise

@@ -19,6 +19,7 @@ from rlgen.models.memory_errors import memory_for, what_helps
 from rlgen.models.packing import kernel_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
+from rlgen.models.vision import Vision, of_vision, reads_images
 from rlgen.models.weights import base_digest, bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
@@ -106,9 +107,13 @@ def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
         model = load_model(location, settings.revision, held, settings.attention, device, settings.quantization)
         if settings.lora is not None:
             add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
+    vision = Vision.open(location, settings.revision, model.config) if reads_images(model.config) else None
+    if vision is not None and not settings.train_vision:
+        for parameter in of_vision(model):
+            parameter.requires_grad_(False)
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
-    policy = Policy(model, dtype, settings.fp32_head)
+    policy = Policy(model, dtype, settings.fp32_head, vision)
     compile_and_pack(recipe, policy)
     return policy
 

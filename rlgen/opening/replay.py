@@ -202,7 +202,8 @@ class Recorder:
             at: the position before the step.
             own: the settings of the run, which decide the groups that further prompts replaced (`rollout.refill`).
         """
-        recipe, samples = self.past.recipe, own.processes.agreed(lambda: self.samples(step, own.processes))
+        recipe = self.past.recipe
+        samples = own.processes.agreed(lambda: self.with_images(self.samples(step, own.processes), step))
         table = RowTable.gather(samples, own.processes)
         table = table.take(np.lexsort((table.sample_index, table.group_id)))  # of `refill`, prompt by prompt as it was collected
         replaced = np.zeros(len(table), dtype=bool)
@@ -242,6 +243,24 @@ class Recorder:
                 " changed; bring it back, or replay a step after a later checkpoint"
             )
         return samples
+
+    def with_images(self, samples: Samples, step: int) -> Samples:
+        """Returns the samples with the images of their prompts, which are in the data alone.
+
+        Raises:
+            UsageError: the data, or an image, is not as it was when the step was trained.
+        """
+        if self.past.recipe.data.columns.images is None:
+            return samples
+        self.data = self.data or open_data(self.past.recipe)
+        prompts = self.data.prompts
+        if (was := self.past.attempt_of(step).get("prompt_ids")) not in (None, prompts.digest()):
+            raise UsageError(
+                f"step {step}: its prompts or their images have changed since it was trained (digest {was}, now"
+                f" {prompts.digest()}): bring them back"
+            )
+        of_group = {group: prompts.at(group).images for group in set(samples.group_id.tolist())}
+        return replace(samples, images=tuple(of_group[group] for group in samples.group_id.tolist()))
 
     def part(self, step: int, processes: Processes) -> Samples:
         """Returns the samples of a step that this process has sampled. Raises UsageError if its rollouts do not have them."""

@@ -46,6 +46,8 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
         SetupError: it was not reached, or the model cannot be loaded.
         CheckpointError: the folder cannot be written.
     """
+    if recipe.data.columns.images is not None:
+        raise SetupError("data.columns.images: a warm start answers texts; take a model that has learned to read images")
     location = locate(recipe.model.path)
     tokenizer = open_tokenizer(recipe, location)
     tools = schemas_of(recipe.tools, recipe.scoring)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rlgen.recipe.evaluation import temperature_of
 from rlgen.recipe.models import (
+    TASK_COLUMNS,
     ColocatedEngineRecipe,
     EvalRecipe,
     HealthRule,
@@ -34,6 +35,9 @@ def inert(recipe: Recipe) -> list[Finding]:
             found.append(
                 Finding(path, f"{path} has no effect without tools: a completion is one turn", "remove it, or add tools")
             )
+    if data.columns.images is None:
+        what = "model.train_vision has no effect without data.columns.images: no row has images"
+        found.append(Finding("model.train_vision", what, "remove it, or name the column of images"))
     found += _inert_in_health(recipe)
     task = recipe.task
     found += _inert_of_source("data", data.source)
@@ -83,7 +87,10 @@ def _inert_of_source(section: str, source: str) -> list[Finding]:
     if not task:
         path = f"{section}.options"
         found.append(Finding(path, f"{path} has an effect only with a task: source", "remove it"))
-    useless = ["columns", "subset", "split", "revision"] if task else ["subset", "split", "revision"] if local else []
+    useless = ["subset", "split", "revision"] if task or local else []
+    if task:
+        pictures = "images" in TASK_COLUMNS.get(source.removeprefix("task:"), ())
+        useless = [*(["columns.prompt", "columns.answer"] if pictures else ["columns"]), *useless]
     kind = "a task: source" if task else "local files"
     return found + [Finding(f"{section}.{key}", f"{section}.{key} has no effect with {kind}", "remove it") for key in useless]
 

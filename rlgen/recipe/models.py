@@ -69,6 +69,8 @@ class ModelRecipe(Strict):
     """Train low-rank adapters and leave the model itself as it is. None: train all weights."""
     quantization: Literal["nf4", "int8"] | None = None
     """Hold the frozen weights under an adapter in so few bits (bitsandbytes, GPU only). None: in `dtype`."""
+    train_vision: StrictBool = False
+    """With data.columns.images: train the vision tower and the projector too, not the language model alone."""
 
 
 class ColumnsRecipe(Strict):
@@ -76,6 +78,8 @@ class ColumnsRecipe(Strict):
     """Column of prompts: texts, or lists of messages."""
     answer: Text | None = None
     """Column that rewards receive as `answer`, besides its own name."""
+    images: Text | None = None
+    """Column of images, for a vision-language model: paths, bytes, or lists of them; rows without are texts. None: no images."""
 
 
 class DataRecipe(Strict):
@@ -147,6 +151,15 @@ class CountdownOptions(Strict):
     """Largest of them."""
 
 
+class ColoursOptions(Strict):
+    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    """Rows that are made."""
+    side: Annotated[StrictInt, Field(ge=2, le=512)] = 16
+    """Pixels of a side of the picture."""
+    texts: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.25
+    """Share of rows that name the colours and have no picture."""
+
+
 class GymOptions(Strict):
     dataset: Text
     """Data set of reasoning-gym, such as chain_sum; `pip install 'rlgen[gym]'`."""
@@ -156,16 +169,17 @@ class GymOptions(Strict):
     """Settings of the data set, without size and seed."""
 
 
-TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions | GymOptions]] = {
+TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions | ColoursOptions | GymOptions]] = {
     "arithmetic": ArithmeticOptions,
     "reverse": ReverseOptions,
     "sort": SortOptions,
     "countdown": CountdownOptions,
+    "colours": ColoursOptions,
     "gym": GymOptions,
 }
 
 # Columns of each task's rows.
-FURTHER_COLUMNS = {"countdown": ("numbers", "target"), "gym": ("metadata",)}
+FURTHER_COLUMNS = {"countdown": ("numbers", "target"), "colours": ("images",), "gym": ("metadata",)}
 TASK_COLUMNS = {name: ("prompt", "answer", *FURTHER_COLUMNS.get(name, ())) for name in TASKS}
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify")

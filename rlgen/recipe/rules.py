@@ -9,6 +9,7 @@ from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.judges import pairwise_places
 from rlgen.recipe.models import (
     RESERVED_ENGINE_ARGUMENTS,
+    TASK_COLUMNS,
     TASKS,
     ColocatedEngineRecipe,
     Recipe,
@@ -57,6 +58,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         *_process_contradictions(recipe),
         *_sink_contradictions(recipe),
         *_tool_contradictions(recipe),
+        *_image_contradictions(recipe),
     ]
     if recipe.tools and isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1:
         what = "engine.tensor_parallel_size above 1 with tools: processes that share an engine would all have to call each tool"
@@ -240,6 +242,37 @@ def _tool_contradictions(recipe: Recipe) -> list[Finding]:
     if recipe.structured_regex is not None:
         what = "engine.structured_regex restricts each turn to one expression, and calls of tools are others"
         found.append(Finding("engine.structured_regex", what, "remove it, or tools"))
+    return found
+
+
+def _image_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns what cannot be used together with images."""
+    columns = recipe.eval.columns if recipe.eval is not None else None
+    if recipe.data.columns.images is None and recipe.task is not None and "images" in TASK_COLUMNS.get(recipe.task, ()):
+        what = f"{recipe.data.source} asks about pictures, and data.columns.images names no column of them"
+        return [Finding("data.source", what, "add `columns: {images: images}` to data, and take a model that reads images")]
+    if recipe.data.columns.images is None:
+        if columns is None or columns.images is None:
+            return []
+        what = "eval.columns.images names a column, but data.columns.images none: the engine would be opened without images"
+        return [Finding("eval.columns.images", what, "name a column in data.columns.images, too, or remove it")]
+    found: list[Finding] = []
+    engine, model, processes = recipe.engine, recipe.model, recipe.processes
+    here = engine if isinstance(engine, ColocatedEngineRecipe) else None
+    for path, meets, hint in (
+        ("engine.kind server", isinstance(engine, ServerEngineRecipe), "set engine.kind to colocated or transformers"),
+        ("engine.tensor_parallel_size above 1", here is not None and here.tensor_parallel_size > 1, "set it to 1"),
+        ("engine.model_impl transformers", here is not None and here.model_impl == "transformers", "remove it"),
+        ("tools", bool(recipe.tools), "remove tools, or the column"),
+        ("model.lora", model.lora is not None, "remove it: all weights of the language model are then trained"),
+        ("model.compile", model.compile, "remove it"),
+        ("optim.packing true", recipe.optim.packing is True, "remove it"),
+        ("processes.strategy fsdp", processes.strategy == "fsdp", "set it to ddp"),
+        ("run.probe_max", recipe.run.probe_max, "remove it: the rows that it tries are texts"),
+    ):
+        if meets:
+            what = f"data.columns.images: prompts with images have not been shown to be right with {path}"
+            found.append(Finding(path.split()[0], what, hint))
     return found
 
 

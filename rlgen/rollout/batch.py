@@ -110,6 +110,7 @@ def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Batc
         mask=onto(mask, device),
         places=onto(torch.from_numpy(np.stack(mask.numpy().nonzero())), device),
         sampler_logp=onto(pad_rows([torch.from_numpy(samples.sampler_logp[row]) for row in rows], 0.0), device),
+        images=tuple(samples.images[row] for row in rows) if samples.images else (),
     )
 
 

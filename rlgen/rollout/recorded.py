@@ -131,4 +131,5 @@ def sample_of(answer: Answer, prompt: Prompt, seed: int, rewards: Mapping[str, A
         reward_errors=rewards["reward_errors"],
         messages=completion.messages,
         counts=completion.counts,
+        images=prompt.images,
     )

@@ -59,7 +59,7 @@ def rollout(
 def requests_for(prompts: Sequence[Prompt], group_size: int, run_seed: int) -> list[Request]:
     """Returns the requests of all prompts; those of one prompt are contiguous, in the order of the sample index."""
     return [
-        Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index))
+        Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index), images=prompt.images)
         for prompt in prompts
         for index in range(group_size)
     ]
@@ -93,6 +93,7 @@ def groups_of(
                 cached_tokens=completion.cached_tokens,
                 messages=completion.messages,
                 counts=completion.counts,
+                images=request.images,
             )
         )
     return [Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples[prompt.position])) for prompt in prompts]

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 import rlgen
 from rlgen.errors import CheckpointError
@@ -93,6 +93,7 @@ class Checkpoints:
         self.pinned: int | None = None
         self._room = Room()
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._processor: ProcessorMixin | None = None
         self._writer: Writer | None = None  # of the save that is going on
         self._longest = 0.0  # seconds
 
@@ -140,6 +141,7 @@ class Checkpoints:
         optimizer: Optimizer,
         schedule: LRScheduler,
         settle: Callable[[], None] = lambda: None,
+        processor: ProcessorMixin | None = None,
     ) -> Path:
         """Takes a snapshot, starts to write it in a thread, and returns the final path. `complete` tells when it is written.
 
@@ -148,6 +150,7 @@ class Checkpoints:
         Args:
             settle: called in the main process, in the writing thread, before the checkpoint is complete. It must return only when
                 everything that the checkpoint relies on is on disk.
+            processor: of a model that reads images.
 
         Raises:
             CheckpointError: the save could not be started; older checkpoints are untouched.
@@ -172,6 +175,7 @@ class Checkpoints:
         )
         if self._tokenizer is None:
             self._tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
+            self._processor = deepcopy(processor)
         part = Part(
             checkpoints=self.folder,
             keep=self.keep,
@@ -179,6 +183,7 @@ class Checkpoints:
             processes=processes,
             model=model,
             tokenizer=self._tokenizer,
+            processor=self._processor,
             base=self.base,
             held=self.held,
             snapshot=copied,

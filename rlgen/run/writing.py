@@ -16,7 +16,7 @@ from threading import Event, Thread
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
 from rlgen.files import appears, flush, read_json, unwritable, write_json
@@ -102,6 +102,7 @@ class Part:
     processes: Processes
     model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
     tokenizer: PreTrainedTokenizerBase
+    processor: ProcessorMixin | None  # of a model that reads images
     base: str | None  # digest of the base of an adapter at the beginning of the run
     held: str | None  # the same of what this process holds of it: its shards, or the whole
     snapshot: Snapshot
@@ -184,7 +185,9 @@ class Part:
             else:
                 save_file(self.snapshot.moments, state / "optimizer.safetensors")
             writer.goes_on()
-            self.tokenizer.save_pretrained(self.aside)
+            if self.processor is not None:
+                self.processor.save_pretrained(self.aside)
+            self.tokenizer.save_pretrained(self.aside)  # after it: the recipe may say another chat template
             for rank, draw in enumerate(self.snapshot.draws):
                 save_file(draw, state / random_name(rank))
             write_json(state / "state.json", self.snapshot.progress)

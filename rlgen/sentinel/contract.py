@@ -34,7 +34,7 @@ def contract(probe: Probe) -> Rung:
     by_length = sorted(probe.prompts, key=lambda prompt: len(prompt.prompt_ids))
     uneven = [by_length[0], by_length[-1], by_length[len(by_length) // 2]]
     requests = [
-        Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(probe.seed, prompt.position, index))
+        Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(probe.seed, prompt.position, index), images=prompt.images)
         for prompt in uneven
         for index in range(SAMPLES)
     ]

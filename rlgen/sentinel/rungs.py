@@ -278,8 +278,12 @@ def prefix_cache(probe: Probe) -> Rung:
 
 
 def long_prompt(probe: Probe, length: int) -> Prompt:
-    """Returns a prompt of `length` ids: the prompts of the probe one after another, repeated if they are too short."""
-    ids = np.concatenate([prompt.prompt_ids for prompt in probe.prompts])
+    """Returns a prompt of `length` ids: the texts of the probe's prompts one after another, repeated if they are too short."""
+    texts = []
+    for prompt in probe.prompts:
+        of_images = [np.arange(image.start, image.stop) for image in prompt.images]
+        texts.append(np.delete(prompt.prompt_ids, np.concatenate(of_images)) if of_images else prompt.prompt_ids)
+    ids = np.concatenate(texts)
     return Prompt(position=0, row=0, text="", prompt_ids=np.resize(ids, length), columns={})
 
 
@@ -288,7 +292,8 @@ def paths(probe: Probe) -> Rung:
     samples = probe.sample(1.0, FEWER_TOKENS)
     decoded = sampler_logp(samples)
     rows = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
-    prefilled = [torch.from_numpy(logp).double() for logp in probe.engine.prefill_logp(rows)]
+    images = [sample.images for sample in samples]
+    prefilled = [torch.from_numpy(logp).double() for logp in probe.engine.prefill_logp(rows, images if any(images) else ())]
     gap = between(decoded, prefilled)
     fault: Cause = (Fault.DECODE_PREFILL, "decoding and prefilling the same ids give different log-probs")
     if probe.bounds.hold(gap):

@@ -240,6 +240,7 @@ class Trainer:
                 self.update.optimizer,
                 self.schedule,
                 settle,
+                None if self.policy.vision is None else self.policy.vision.processor,
             )
         if wait:
             self.saved(True)

@@ -67,6 +67,16 @@ def test_killed_and_resumed_is_undisturbed(kills: Kills, kill: Kill, proof: Proo
 
 
 @pytest.mark.slow
+def test_killed_between_prompts_with_images(kills: Kills) -> None:
+    """Answers about images come from the journal again, and the images themselves from the data."""
+    outcome = kills(Kill("images", "in mid-generation", "after:rlgen.rollout.journal:Journal.answered:5@4"), "images_killed")
+    assert outcome.problem is None, outcome
+    rows = [row for step in range(1, STEPS + 1) for row in read_rollouts(kills.folder / "images_killed", step).to_pylist()]
+    assert {len(row["images"]) for row in rows} == {0, 1}
+    assert {image["path"] for row in rows for image in row["images"]} == {None} and "base64" not in str(rows)
+
+
+@pytest.mark.slow
 @pytest.mark.fault(63)
 def test_killed_among_further_prompts_with_an_adapter(kills: Kills, proof: Proof) -> None:
     kill = Kill("adapter", "after the rewards of a second round", "after:rlgen.rollout.journal:Journal.score:2@3")
