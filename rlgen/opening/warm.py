@@ -28,6 +28,7 @@ from rlgen.types import Prompt, Sampling
 BATCH = 64  # rows of a step
 EVERY, TESTED = 5, 128  # steps between two measurements, and prompts of each
 MOST_STEPS, LEARNING_RATE = 1500, 2e-3
+ASKS = 3  # with tools, one row in so many asks the tool: the others answer at once, so that the model has the choice
 TRAIN_SEED, TEST_SEED = 1001, 2002  # other rows than those of a run
 
 
@@ -90,10 +91,12 @@ def supervised_loss(
     """Returns the mean cross entropy of the answers' ids, the ends of turns among them.
 
     Args:
-        turns: tools; the first of them is asked the question before, and what it says is no answer's.
+        turns: tools; in one row of `ASKS` the first of them is asked the question before, and what it says is no answer's.
     """
     rows, labels = [], []
-    asked = [([], [])] * len(prompts) if turns is None else turns.demonstrated([prompt.columns["prompt"] for prompt in prompts])
+    asked: list[tuple[list[int], list[int]]] = [([], [])] * len(prompts)
+    if turns is not None:
+        asked[::ASKS] = turns.demonstrated([prompt.columns["prompt"] for prompt in prompts[::ASKS]])
     for prompt, (call, reply) in zip(prompts, asked, strict=True):
         answer = [*tokenizer(prompt.columns["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append(torch.tensor([*prompt.prompt_ids, *call, *reply, *answer]))
