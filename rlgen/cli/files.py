@@ -56,6 +56,10 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
     problems += unusable_models(loaded)
     functions = {f"rewards.{index}.use": reward.use for index, reward in enumerate(loaded.recipe.rewards)}
     functions |= {f"tools.{index}.use": tool.use for index, tool in enumerate(loaded.recipe.tools)}
+    if loaded.recipe.rollout.use is not None:
+        functions["rollout.use"] = loaded.recipe.rollout.use
+    if loaded.recipe.environment is not None:
+        functions["environment.use"] = loaded.recipe.environment.use
     for key, use in functions.items():
         file, _, function = use.rpartition(":")
         if not file.endswith(".py"):
@@ -152,7 +156,9 @@ def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
 
 
 def unusable_tools(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each tool that cannot be imported or described to a model; each is tried in a process of its own."""
+    """Returns a problem for each tool that cannot be imported or described to a model, and for an environment that cannot be
+    used; each is tried in a process of its own.
+    """
     problems: list[Problem] = []
     if loaded.recipe.tools:
         from rlgen.tools.box import schemas_of
@@ -162,6 +168,13 @@ def unusable_tools(loaded: LoadedRecipe) -> list[Problem]:
                 schemas_of([tool], loaded.recipe.scoring)
             except ToolError as error:
                 problems.append(Problem(loaded.origins[f"tools.{index}.use"], str(error)))
+    if loaded.recipe.environment is not None:
+        from rlgen.tools.arena import open_arena
+
+        try:
+            open_arena(loaded.recipe.environment, loaded.recipe.scoring).close()
+        except ToolError as error:
+            problems.append(Problem(loaded.origins["environment.use"], str(error)))
     return problems
 
 

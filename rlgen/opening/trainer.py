@@ -24,6 +24,7 @@ from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.best import Best
@@ -148,7 +149,7 @@ def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int)
     columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
     output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
     longest, failures = recipe.rollout.max_completion_tokens, directory.failed_rewards
-    size, turns = recipe.rollout.group_size, bool(recipe.tools)
+    size, turns = recipe.rollout.group_size, recipe.talks
     return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures, turns, directory.judge, size)
 
 
@@ -180,9 +181,10 @@ def build_trainer(
     """Builds the training loop from the parts that are open."""
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
     learner, done = pair.learner, pair.position.step
-    journal = open_journal(attempt, pair, scorer, dialogue)
+    custom = None if recipe.rollout.use is None else CustomRollout.load(recipe.rollout.use)
+    journal = open_journal(attempt, pair, scorer, dialogue, custom)
     early = EarlyScoring(scorer)
-    sampler = build_sampler(attempt, pair, journal, early, dialogue)
+    sampler = build_sampler(attempt, pair, journal, early, dialogue, custom)
     watch = build_watch(attempt, pair, probe, sampler)
     checkpoints = Checkpoints(
         directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind, learner.held
@@ -230,15 +232,25 @@ def build_trainer(
     )
 
 
-def open_journal(attempt: Attempt, pair: Pair, scorer: Scorer, dialogue: Dialogue | None) -> Journal:
+def open_journal(
+    attempt: Attempt, pair: Pair, scorer: Scorer, dialogue: Dialogue | None, custom: CustomRollout | None
+) -> Journal:
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
     judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [pair.learner.base, *([] if dialogue is None else [dialogue.digest])]
+    beside += [] if custom is None else [custom.use, custom.sha256]
     return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside)
 
 
-def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlyScoring, dialogue: Dialogue | None) -> Sampler:
+def build_sampler(
+    attempt: Attempt,
+    pair: Pair,
+    journal: Journal,
+    early: EarlyScoring,
+    dialogue: Dialogue | None,
+    custom: CustomRollout | None,
+) -> Sampler:
     """Returns the object that samples the prompts of each step."""
     recipe, prompts = attempt.recipe, pair.data.prompts
     count, steps = recipe.rollout.prompts_per_step, recipe.run.steps
@@ -258,8 +270,9 @@ def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlySc
         all_or_none=abilities.whole_step,
         say=attempt.console.say,
         # Beside an engine that needs the cores of this machine, rewards would only slow it down.
-        group_finished=early.add if abilities.elsewhere and pair.engine_share.first else None,
+        group_finished=early.add if abilities.elsewhere and pair.engine_share.first and custom is None else None,
         dialogue=dialogue,
+        custom=custom,
     )
 
 

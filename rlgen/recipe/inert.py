@@ -30,10 +30,10 @@ def inert(recipe: Recipe) -> list[Finding]:
             found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
     if not recipe.tools:
         found.append(Finding("data.tool_format", "data.tool_format has no effect without tools", "remove it, or add tools"))
+    if not recipe.talks:
         for path in ("rollout.max_turns", "rollout.reply_timeout"):
-            found.append(
-                Finding(path, f"{path} has no effect without tools: a completion is one turn", "remove it, or add tools")
-            )
+            what = f"{path} has no effect without tools or an environment: a completion is one turn"
+            found.append(Finding(path, what, "remove it, or add tools"))
     found += _inert_in_health(recipe)
     task = recipe.task
     found += _inert_of_source("data", data.source)
