@@ -13,7 +13,7 @@ from rlgen.errors import DataError, Problem, RewardError, ToolError
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
-from rlgen.recipe.models import BUILT_IN_REWARDS, TASK_COLUMNS
+from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN, TASK_COLUMNS
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
@@ -207,12 +207,13 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     """
     from rlgen.rewards.builtin import BUILTIN
     from rlgen.rewards.load import RewardSource, facts_of_model
-    from rlgen.rewards.resolve import resolve
+    from rlgen.rewards.resolve import MESSAGES, resolve
 
     problems: list[Problem] = []
     if columns is None:
         return problems
     columns = columns if loaded.recipe.data.columns.answer is None else {*columns, "answer"}
+    columns = columns | ({MESSAGES} if loaded.recipe.talks else set()) | ({SEED_COLUMN} if loaded.recipe.environment else set())
     for index, reward in enumerate(loaded.recipe.rewards):
         file, _, function = reward.use.rpartition(":")
         facts = RewardSource(reward.use, reward.timeout).load().facts if reward.use in BUILTIN else None

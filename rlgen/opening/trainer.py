@@ -14,7 +14,7 @@ from rlgen.models.weights import bits
 from rlgen.opening.data import Data, open_data
 from rlgen.opening.dialogue import open_dialogue
 from rlgen.opening.evaluation import build_evaluator, open_eval_scorer, words_of
-from rlgen.opening.inputs import record_attempt, reward_files, same_inputs
+from rlgen.opening.inputs import record_attempt, same_inputs, user_files
 from rlgen.opening.largest import try_largest
 from rlgen.opening.learner import build_updater, build_windows
 from rlgen.opening.pair import Pair, open_pair
@@ -84,11 +84,14 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
         dialogue = processes.agreed(lambda: open_dialogue(data, tools_log))
         if dialogue is not None:
             undo.callback(dialogue.turns.close)
+        own = recipe.rollout.use
+        custom = None if own is None else processes.agreed(lambda: CustomRollout.load(own))
+        code = user_files(scorer, judge, dialogue, custom)
         processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
         began_with = None
         if attempt.checkpoint:
-            rewards = {} if attempt.changed_rewards else reward_files(scorer, judge)
-            began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, rewards))
+            unchanged = {} if attempt.changed_rewards else code
+            began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, unchanged))
         pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
         undo.callback(pair.close)
         if attempt.checkpoint and (stored := saved_processes(attempt.checkpoint)) != processes.world:
@@ -101,12 +104,10 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
             console.say(f"lora: {describe(pair.learner.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")
         engine = pair.engine.facts()
-        processes.on_main(
-            lambda: record_attempt(attempt.directory, pair, reward_files(scorer, judge), rungs, attempt.notices, engine)
-        )
+        processes.on_main(lambda: record_attempt(attempt.directory, pair, code, rungs, attempt.notices, engine))
         if recipe.run.probe_max:
             console.say(try_memory(recipe, pair))
-        trainer = build_trainer(attempt, pair, scorer, judge, probe, dialogue)
+        trainer = build_trainer(attempt, pair, scorer, judge, probe, dialogue, custom)
         undo.pop_all()
     return trainer, pair.position
 
@@ -176,12 +177,17 @@ def try_memory(recipe: Recipe, pair: Pair) -> str:
 
 
 def build_trainer(
-    attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | None, probe: Probe, dialogue: Dialogue | None
+    attempt: Attempt,
+    pair: Pair,
+    scorer: Scorer,
+    judge: Scorer | None,
+    probe: Probe,
+    dialogue: Dialogue | None,
+    custom: CustomRollout | None,
 ) -> Trainer:
     """Builds the training loop from the parts that are open."""
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
     learner, done = pair.learner, pair.position.step
-    custom = None if recipe.rollout.use is None else CustomRollout.load(recipe.rollout.use)
     journal = open_journal(attempt, pair, scorer, dialogue, custom)
     early = EarlyScoring(scorer)
     sampler = build_sampler(attempt, pair, journal, early, dialogue, custom)

@@ -211,7 +211,8 @@ class ToolRecipe(Strict):
         return self.name or self.use.rpartition(":")[2]
 
 
-BUILT_IN_ENVIRONMENTS = ("guess_number", "grid", "calculator")
+BUILT_IN_ENVIRONMENTS = ("guess_number", "grid", "calculator", "openenv")
+SEED_COLUMN = "seed"  # from which an environment takes what is random, unless the data have one of their own
 ENVIRONMENT_REWARD = "environment"  # the built-in reward that adds up what the environment gave
 
 

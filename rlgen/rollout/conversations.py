@@ -229,8 +229,11 @@ class Conversations:
         return [self._joined[place] for place in range(len(self._all))]
 
     def close(self) -> None:
-        """Ends the clock: no reply is late any more."""
+        """Ends the clock, and gives up the conversations that have not ended: no reply is late any more."""
         self._clock.close()
+        for place, talk in enumerate(self._all):
+            if place not in self._joined:
+                self._dialogue.turns.end(talk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,11 @@ class EnvironmentTurns:
         digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
         return cls(arena=arena, suffixes=suffixes, tokenizer=tokenizer, column=column, digest=digest)
 
+    @property
+    def code(self) -> Mapping[str, str | None]:
+        """Returns the SHA-256 of the environment's code, by "environment/NAME"."""
+        return {f"environment/{self.arena.settings.use.rpartition(':')[2]}": self.arena.pools[0].facts()[0].sha256}
+
     def reply(self, talk: Talk, room: int, answer: Answer) -> None:
         """Passes a turn on. `answer` gets a Reply, which ends the conversation if the environment is done or has failed.
 
@@ -56,9 +61,8 @@ class EnvironmentTurns:
         done = partial(self.answered, talk, room, turn, answer)
         if talk.turn == 0:
             columns = talk.prompt.columns
-            self._talks[talk.conversation] = self.arena.begin(
-                begin_of(columns, self.column), first_of(columns, self.column), turn["content"], done
-            )
+            number = self._talks[talk.conversation] = self.arena.number()
+            self.arena.begin(number, begin_of(columns, self.column), first_of(columns, self.column), turn["content"], done)
         else:
             self.arena.step(self._talks[talk.conversation], turn["content"], done)
 

@@ -14,10 +14,10 @@ import pyarrow
 
 from rlgen.data.source import Rows, TextRows
 from rlgen.errors import RlgenError, ToolError
+from rlgen.recipe.models import SEED_COLUMN
 from rlgen.tools.arena import Arena, Done
 from rlgen.workers.failures import Failed
 
-SEED = "seed"  # column from which an environment takes what is random, unless the data have one of their own
 BEFORE = "before_reset"  # column of the data's own prompts, where the environment has replaced them
 AT_ONCE = 1000  # rows
 
@@ -36,7 +36,7 @@ def observed(rows: Rows, column: str, arena: Arena) -> Rows:
     replaced = False
     for start in range(0, len(rows.rows), AT_ONCE):
         some = rows.at(range(start, min(start + AT_ONCE, len(rows.rows))))
-        given = [{SEED: seed_of(start + place), **row} for place, row in enumerate(some)]
+        given = [{SEED_COLUMN: seed_of(start + place), **row} for place, row in enumerate(some)]
         for place, (row, first) in enumerate(zip(given, firsts(given, column, arena), strict=True), start):
             if isinstance(first, Failed):
                 raise ToolError(f"environment: it fails for row {place} of {rows.source}: {first.cause}: {first.message}")
@@ -44,7 +44,7 @@ def observed(rows: Rows, column: str, arena: Arena) -> Rows:
                 row |= {BEFORE: row[column], column: with_text(row[column], first)}
                 replaced = True
             texts.append(json.dumps(row, default=str))
-    columns = (*rows.columns, *(() if SEED in rows.columns else (SEED,)), *((BEFORE,) if replaced else ()))
+    columns = (*rows.columns, *(() if SEED_COLUMN in rows.columns else (SEED_COLUMN,)), *((BEFORE,) if replaced else ()))
     digest = hashlib.sha256(json.dumps([rows.fingerprint, texts]).encode()).hexdigest()
     held = TextRows(pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())]), columns)
     return replace(rows, rows=held, columns=columns, fingerprint=digest)

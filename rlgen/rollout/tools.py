@@ -48,6 +48,11 @@ class ToolTurns:
         digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
         return cls(box=box, suffixes=suffixes, tokenizer=tokenizer, format=form, digest=digest, opened=suffixes.opens_thinking)
 
+    @property
+    def code(self) -> Mapping[str, str | None]:
+        """Returns the SHA-256 of each tool's code, by "tools/NAME"."""
+        return {f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.pool.facts(), strict=True)}
+
     def reply(self, talk: Talk, room: int, answer: Answer) -> None:
         """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered.
 

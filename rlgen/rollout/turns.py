@@ -54,6 +54,11 @@ class Turns(Protocol):
         """Returns the digest of everything that decides replies: the tools' sources, their limits, the chat template."""
         ...
 
+    @property
+    def code(self) -> Mapping[str, str | None]:
+        """Returns the SHA-256 of the user's code behind each part that replies: {"tools/search": "9f86d0..."}; None: built in."""
+        ...
+
     def reply(self, talk: Talk, room: int, answer: Answer) -> None:
         """Works out what follows a turn, and calls `answer` once, perhaps from another thread, perhaps before it returns.
 

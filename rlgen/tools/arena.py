@@ -59,15 +59,18 @@ class Arena:
         """
         self._call(next(self._talks), {"begin": begin, "demonstrate": True}, done)
 
-    def begin(self, begin: dict[str, Any], expected: str | None, message: str, done: Done) -> int:
-        """Begins a conversation with the model's first message. Returns its number; `done` gets the answer, as of `step`.
+    def number(self) -> int:
+        """Returns the number of a conversation that is about to begin."""
+        return next(self._talks)
+
+    def begin(self, talk: int, begin: dict[str, Any], expected: str | None, message: str, done: Done) -> None:
+        """Begins a conversation with the model's first message. `done` gets the answer, as of `step`.
 
         Args:
+            talk: as `number` returned it.
             expected: what `first` was answered.
         """
-        talk = next(self._talks)
         self._call(talk, {"begin": begin, "expected": expected, "message": message}, done)
-        return talk
 
     def step(self, talk: int, message: str, done: Done) -> None:
         """Passes a message on, and returns. `done` gets {"text": ..., "characters": ..., "reward": ..., "done": ...} from another

@@ -59,6 +59,7 @@ class LoadedEnvironment:
     facts: FunctionFacts
     timeout: float
     _talks: dict[int, Any] = field(default_factory=dict)
+    _closing: "set[asyncio.Task[None]]" = field(default_factory=set)
     _hung: bool = False  # a thread of a call that took too long may still run
 
     async def function(
@@ -86,7 +87,7 @@ class LoadedEnvironment:
             Exception: whatever the environment raises; ValueError for what it must not return. The conversation has then ended.
         """
         if begin is None and message is None:
-            self._end(talk)
+            await self._end(talk)
             return {}
         if begin is not None:
             self._talks[talk] = None
@@ -103,20 +104,22 @@ class LoadedEnvironment:
             if demonstrate:
                 said = str(await called(self._talks[talk].demonstrate))
                 answer = step_of(await called(self._talks[talk].step, {"message": said}, by_name=False)) | {"said": said}
-                self._end(talk)
+                await self._end(talk)
                 return answer
             if message is None:
-                self._end(talk)
+                await self._end(talk)
                 return {"text": text}
             if talk not in self._talks:
                 raise RuntimeError("the process that held the state of this conversation has ended")
             answer = step_of(await called(self._talks[talk].step, {"message": message}, by_name=False))
         except BaseException as error:
             self._hung = self._hung or isinstance(error, asyncio.CancelledError)  # at its timeout
-            self._end(talk)
+            closing = asyncio.create_task(self._end(talk))  # which nobody waits for: there is no time left
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
             raise
         if answer["done"]:
-            self._end(talk)
+            await self._end(talk)
         return answer
 
     def value(self, answer: dict[str, Any], size: int | None) -> dict[str, Any]:
@@ -128,8 +131,10 @@ class LoadedEnvironment:
         """Returns type, message and line of what was raised."""
         return failure_of(error, self.facts.file)
 
-    def _end(self, talk: int) -> None:
-        """Forgets a conversation. Once none is left, the process ends if a call may still run: the next one starts another."""
+    async def _end(self, talk: int) -> None:
+        """Forgets a conversation, and closes it. Once none is left, the process ends if a call may still run: the next one starts
+        another.
+        """
         one = self._talks.pop(talk, None)
         if self._hung and not self._talks:
             leaves = threading.Timer(LEAVES_AFTER, self._leave)  # the loop stands still between steps
@@ -137,7 +142,8 @@ class LoadedEnvironment:
             leaves.start()
         close = getattr(one, "close", None)
         if callable(close):
-            threading.Thread(target=close, daemon=True).start()
+            with suppress(Exception):  # all that counts has been said
+                await called(close)
 
     def _leave(self) -> None:
         if not self._talks:

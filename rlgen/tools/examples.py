@@ -8,6 +8,8 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
+from rlgen.tools.openenv import OpenEnv
+
 Step = tuple[str, float, bool]  # observation, reward, done
 INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
@@ -103,4 +105,9 @@ def value_of(node: ast.expr) -> Fraction:
     raise ValueError("no expression of whole numbers")
 
 
-ENVIRONMENTS: dict[str, Callable[..., Any]] = {"guess_number": GuessNumber, "grid": Grid, "calculator": Calculator}
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {
+    "guess_number": GuessNumber,
+    "grid": Grid,
+    "calculator": Calculator,
+    "openenv": OpenEnv,
+}

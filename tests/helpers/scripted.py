@@ -1,7 +1,7 @@
 """Conversations without tools: replies that follow from the ids of a turn, and an engine that takes down what it is asked."""
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Scripted:
     digest: str = "scripted"
     talks: list[Talk] = field(default_factory=list)
     rooms: list[int] = field(default_factory=list)
+    code: Mapping[str, str | None] = field(default_factory=dict)
     ended: list[Hashable] = field(default_factory=list)
     closed: bool = False
 

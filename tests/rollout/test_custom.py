@@ -1,5 +1,6 @@
 """Rollouts of the user: what they return is proved to be what the engine sampled, id for id and bit for bit."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import RECIPE, ROOT, read_jsonl, tiny_model
 
+from rlgen.cli.replay import replay_command
 from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import EngineError, Fault, RecipeError, SentinelError, ToolError
@@ -217,7 +219,8 @@ def forced(prompts, engine):
 """
 
 
-def test_a_run_with_one_that_changes_nothing_is_the_same(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_with_one_that_changes_nothing_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     found = {}
@@ -232,6 +235,9 @@ def test_a_run_with_one_that_changes_nothing_is_the_same(tmp_path: Path) -> None
     for row in rows:
         assert row["loss_mask"] == [False] + [True] * (len(row["completion_ids"]) - 1)
         assert np.isnan(row["sampler_logp"]).tolist() == [not one for one in row["loss_mask"]]
+    capsys.readouterr()
+    replay_command(tmp_path / "forced", 2, [], True)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["differences"] == {}
     assert forced["tokens/generated"] == sum(len(row["completion_ids"]) - 1 for row in rows)
 
 

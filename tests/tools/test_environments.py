@@ -1,11 +1,13 @@
 """Environments: what they answer and give, in which order, and what becomes of those that fail."""
 
 import json
+import re
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,19 @@ from conftest import read_jsonl
 from helpers.waiting import HANGS
 from tool_files import Scripted
 from tool_templates import FAMILIES, tokenizer_of
+from transformers import AutoTokenizer
 
+from rlgen.cli.export import export_command
+from rlgen.cli.files import unfilled_parameters
+from rlgen.cli.replay import replay_command
+from rlgen.cli.rollouts import block
 from rlgen.cli.train import train_command
 from rlgen.data.source import load_rows
 from rlgen.data.suffix import Suffixes
-from rlgen.errors import RecipeError, SetupError, ToolError
+from rlgen.errors import RecipeError, SetupError, ToolError, UsageError
+from rlgen.look.pack import Chunk
+from rlgen.look.rows import Query, find, read_rows
+from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.opening import data
 from rlgen.recipe import load_recipe
 from rlgen.recipe.models import DataRecipe, EnvironmentRecipe, ScoringRecipe
@@ -124,7 +134,9 @@ class Answers:
         return take
 
     def begin(self, name: str, message: str, **columns: Any) -> int:
-        return self.arena.begin({"prompt": "p", "seed": 1, **columns}, None, message, self.done(name))
+        talk = self.arena.number()
+        self.arena.begin(talk, {"prompt": "p", "seed": 1, **columns}, None, message, self.done(name))
+        return talk
 
     def step(self, name: str, talk: int, message: str) -> None:
         self.arena.step(talk, message, self.done(name))
@@ -232,7 +244,7 @@ def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., Arena]
 
 def test_what_begins_otherwise_each_time_is_refused(arenas: Callable[..., Arena]) -> None:
     asked = Answers(arenas("Changing"))
-    asked.arena.begin({"prompt": "p", "seed": 1}, "1", "hello", asked.done("one"))
+    asked.arena.begin(0, {"prompt": "p", "seed": 1}, "1", "hello", asked.done("one"))
     assert "completions of one prompt must begin alike; take what is random from `seed`" in asked.of("one").message
 
 
@@ -366,15 +378,17 @@ def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., Arena])
 
 
 RECIPE = """\
-run: {name: worlds, steps: 2, seed: 3}
+run: {name: worlds, steps: 3, seed: 3}
 model: {path: "tiny:qwen3", dtype: float32}
-data: {source: "task:arithmetic", options: {digits: 1}, chat: true}
+data: {source: "task:arithmetic", options: {digits: 1}, chat: true, chat_template: chat.jinja}
 rewards: [{use: environment}, {use: length, args: {target: 6}, weight: 0.1}]
 environment: {use: "world.py:Length", args: {most: 40}}
 rollout: {prompts_per_step: 2, group_size: 4, max_completion_tokens: 110, max_turns: 3}
 engine: {kind: transformers}
 optim: {learning_rate: 1.0e-3}
+checkpoint: {every: 1, keep: 9}
 """
+TEMPLATE = "{# mine #}" + CHAT_TEMPLATE
 LENGTH = """\
 class Length:
     def __init__(self, most):
@@ -389,12 +403,18 @@ class Length:
 """
 
 
-def test_a_run_is_rewarded_by_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
-    recipe.write_text(RECIPE)
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
     (tmp_path / "world.py").write_text(LENGTH)
     monkeypatch.setattr(data, "stop_ids", lambda *given: (*range(180, 258), 259))  # so that turns end
-    train_command(recipe, [], False, False, None, run)
+    return tmp_path / "recipe.yaml"
+
+
+def test_a_run_is_rewarded_by_its_environment(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_command(recipe, [], False, False, 2, run)
     record = read_jsonl(run / "metrics.jsonl")[1]
     rows = read_rollouts(run, 2).to_pylist()
     given = []
@@ -411,6 +431,44 @@ def test_a_run_is_rewarded_by_its_environment(tmp_path: Path, monkeypatch: pytes
     assert record["reward/environment/mean"] == pytest.approx(np.mean(given)) and np.std(given) > 0
     assert record["tools/steps"] == sum(dict(row["tool_counts"]).get("steps", 0) for row in rows) > 8
     assert record["turns/max"] == 3 and record["sampler/delta_max"] < 1e-4
+
+
+def test_the_parameters_of_its_rewards_are_known(recipe: Path) -> None:
+    (recipe.parent / "r.py").write_text("def f(messages, seed, answer): pass\ndef g(message): pass\n")
+    given = "rewards=[{use: environment}, {use: 'r.py:f'}, {use: 'r.py:g'}]"
+    (problem,) = unfilled_parameters(load_recipe(recipe, [given]), {"prompt", "answer"})
+    assert "r.py:g needs `message`" in problem.what
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_replayed_and_exported(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, world = tmp_path / "run", tmp_path / "world.py"
+    train_command(recipe, [], False, False, 2, run)
+    world.write_text(LENGTH.replace("% 3", "% 4"))
+    with pytest.raises(UsageError, match=r"the file of environment Length .* was edited since the last attempt"):
+        train_command(recipe, [], True, False, None, run)
+    world.write_text(LENGTH)
+    train_command(recipe, [], True, False, None, run)
+    records = read_jsonl(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    capsys.readouterr()
+    replay_command(run, 3, [], True)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["differences"] == {} and found["metrics"]["loss"] == records[2]["loss"]
+    rows = read_rollouts(run, 3).to_pylist()
+    chunk = Chunk.of(SimpleNamespace(recipe=load_recipe(recipe, []).recipe), read_rollouts(run, 3))  # type: ignore[arg-type]
+    assert chunk.texts["messages"] == [json.loads(row["messages"]) for row in rows]
+    mask = np.concatenate([row["loss_mask"] for row in rows])
+    assert np.array_equal((chunk.flags & 1) == 1, mask) and np.array_equal(np.isnan(chunk.sampler), ~mask)
+    every = read_rows(run, find(run, Query()), slice(0, 100))
+    done = next(row for row in every if len(row["messages"]) > 2 and row["messages"][-1]["role"] == "environment")
+    shown = [line.strip() for line in block(done, full=True).plain.splitlines()]
+    named = [line.split("  ")[0] for line in shown if re.match(r"\d+: ", line)]
+    last = len(done["messages"])
+    between = [name for turn in range(1, last - 1, 2) for name in (f"{turn}: assistant", f"{turn + 1}: user, not trained on")]
+    assert named == [*between, f"{last}: environment, not trained on"], "the last turn is the completion below"
+    export_command(run, tmp_path / "out", "2", "float32", True)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The page rlgen/docs/environments.md: its environment is led as its recipe says, and its tables are right."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -25,7 +26,8 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 def test_the_environment_of_the_page_is_led_as_its_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (code,) = (text for kind, text in BLOCKS if kind == "python")
-    (part,) = (yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml")
+    part, further = (yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml")
+    inspect.signature(ENVIRONMENTS[further["environment"]["use"]]).bind(**further["environment"]["args"])
     (tmp_path / "worlds.py").write_text(code)
     (tmp_path / "rows.jsonl").write_text(2 * '{"prompt": "Find the number."}\n')
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**yaml.safe_load(RECIPE), **part}))
@@ -37,7 +39,8 @@ def test_the_environment_of_the_page_is_led_as_its_recipe_says(tmp_path: Path, m
         rows = observed(load_rows(recipe.data, 0), "prompt", arena).rows
         assert [row["prompt"] for row in rows] == 2 * ["Find the number. It is between 1 and 50."]
         begin = {"prompt": "Find the number.", "seed": rows[0]["seed"]}
-        talk = arena.begin(begin, rows[0]["prompt"], "hm", came.put)
+        talk = arena.number()
+        arena.begin(talk, begin, rows[0]["prompt"], "hm", came.put)
         assert came.get(timeout=HANGS) == {"text": "cold", "characters": 4, "reward": 0.0, "done": False}
         for guess in range(1, 4):
             arena.step(talk, str(guess), came.put)
@@ -50,7 +53,7 @@ def test_the_environment_of_the_page_is_led_as_its_recipe_says(tmp_path: Path, m
 
 def test_the_built_in_ones_are_in_the_table() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", PAGE, re.MULTILINE)
-    assert tuple(name for name, _ in rows) == tuple(ENVIRONMENTS) == BUILT_IN_ENVIRONMENTS
+    assert (*(name for name, _ in rows), "openenv") == tuple(ENVIRONMENTS) == BUILT_IN_ENVIRONMENTS
     for name, args in rows:
         given = {key: json.loads(value) for key, value in re.findall(r"`(\w+): (\d+)`", args)}
         defaults = ENVIRONMENTS[name].__init__.__defaults__  # type: ignore[misc]
