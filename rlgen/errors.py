@@ -120,6 +120,7 @@ class Fault(StrEnum):
     COMPLETION_ORDER = "completion_order", "The answers stand in another order than the questions."
     DROPPED_STOP_TOKEN = "dropped_stop_token", "The id that ended a completion is not in it."
     MISSING_LOGPROBS = "missing_logprobs", "There are fewer log-probs than ids, or none."
+    FOREIGN_TOKENS = "foreign_tokens", "A rollout of the user calls ids sampled that the engine did not sample there."
     SHIFTED_LOGPROBS = "shifted_logprobs", "A token has the log-prob of its neighbour."
     NUMERICS = "numerics", "The ids and weights are the same, and the log-probs differ from the start."
     RAW_LOGPROBS = "raw_logprobs", "The log-probs are of the logits before the temperature."

@@ -261,9 +261,9 @@ class Family(StrEnum):
     TOOLS = (
         "tools/<name>",
         "",
-        "How often it happened in the replies of a step, such as calls, malformed or timeouts; unanswered: turns or tokens had"
-        " run out; late: no reply within `rollout.reply_timeout`.",
-        "`tools`; what has happened",
+        "How often it happened in the replies of a step, such as calls, malformed, steps or timeouts; unanswered: turns or tokens"
+        " had run out; late: no reply within `rollout.reply_timeout`.",
+        "`tools`, `environment`; what has happened",
     )
     EVAL_REWARD = "eval/reward/<name>/mean", "reward", "Evaluation: mean of one reward, over completions, then prompts.", "`eval`"
     EVAL_FAILED = "eval/reward/<name>/failed", "samples", "Completions of an evaluation whose reward failed.", "`eval`"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+ENVIRONMENT = "environment"  # the role of a message that comes after the last turn, and that the model never reads
 T = TypeVar("T")
 Ids: TypeAlias = NDArray[np.int32]
 LogProbs: TypeAlias = NDArray[np.float32]
@@ -131,8 +132,18 @@ def one_span(tokens: int, version: int) -> tuple[Span, ...]:
 
 
 def whole_conversation(messages: str, completion: str) -> list[dict[str, Any]]:
-    """Returns all messages after the prompt: those of a `Completion`, and the text of the last turn as the assistant's."""
-    return [*json.loads(messages or "[]"), {"role": "assistant", "content": completion}]
+    """Returns all messages after the prompt: those of a `Completion`, and the text of the last turn as the assistant's.
+
+    What an environment said to the last turn stays behind it.
+    """
+    found = json.loads(messages or "[]")
+    end = end_of_talk(found)
+    return [*found[:end], {"role": "assistant", "content": completion}, *found[end:]]
+
+
+def end_of_talk(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Returns how many messages come before what an environment said to the last turn; all of them if it said nothing."""
+    return len(messages) - (bool(messages) and messages[-1]["role"] == ENVIRONMENT)
 
 
 def turns_of(spans: Sequence[Span]) -> list[tuple[int, int]]:

@@ -25,9 +25,11 @@ PAGES = {path.stem: path.read_text() for path in [ROOT / "README.md", *sorted((R
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Pages whose blocks are run by a test of their own.
 OWN_TESTS = {
+    "environments": "tests/tools/test_environments_page.py",
     "first-run": "tests/test_first_run.py",
     "judges": "tests/rewards/test_judges_page.py",
     "rewards": "tests/rewards/test_page.py",
+    "rollouts": "tests/rollout/test_custom.py",
     "tools": "tests/tools/test_tools_page.py",
     "troubleshooting": "tests/test_troubleshooting.py",
 }
@@ -152,7 +154,13 @@ def test_every_block_is_run_or_there_is_a_reason() -> None:
     run_here = {"README", "watch", "look", "replay", "evaluation", "coming-from-trl", "recipe", "sentinel"}
     rest = [(page, command) for page, command in commands() if page not in run_here | OWN_TESTS.keys()]
     assert [one for one in rest if not one[1].startswith(tuple(NOT_RUN))] == []
-    assert {page for page, kind, _ in blocks() if kind == "python"} == {"README", "rewards", "tools"} | EXCERPTS.keys()
+    assert {page for page, kind, _ in blocks() if kind == "python"} == {
+        "README",
+        "environments",
+        "rewards",
+        "rollouts",
+        "tools",
+    } | EXCERPTS.keys()
     assert {kind for _, kind, _ in blocks()} == {"", "yaml", "python", "sh", "diff"}
     assert {page for page, kind, _ in blocks() if kind in ("sh", "diff")} <= OWN_TESTS.keys()
     for page, file in OWN_TESTS.items():

@@ -89,7 +89,8 @@ def train(
         int | None, typer.Option(min=1, metavar="STEP", help="Go on from that checkpoint; later ones are set aside.")
     ] = None,
     allow_changed_rewards: Annotated[
-        bool, typer.Option("--allow-changed-rewards", help="Go on although the code of a reward was edited.")
+        bool,
+        typer.Option("--allow-changed-rewards", help="Go on although the code of a reward, a tool or an environment was edited."),
     ] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Delete what this run left before, and start it anew.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,

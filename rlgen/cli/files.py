@@ -13,7 +13,7 @@ from rlgen.errors import DataError, Problem, RewardError, ToolError
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
-from rlgen.recipe.models import BUILT_IN_REWARDS, TASK_COLUMNS
+from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN, TASK_COLUMNS
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
@@ -56,6 +56,10 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
     problems += unusable_models(loaded)
     functions = {f"rewards.{index}.use": reward.use for index, reward in enumerate(loaded.recipe.rewards)}
     functions |= {f"tools.{index}.use": tool.use for index, tool in enumerate(loaded.recipe.tools)}
+    if loaded.recipe.rollout.use is not None:
+        functions["rollout.use"] = loaded.recipe.rollout.use
+    if loaded.recipe.environment is not None:
+        functions["environment.use"] = loaded.recipe.environment.use
     for key, use in functions.items():
         file, _, function = use.rpartition(":")
         if not file.endswith(".py"):
@@ -152,7 +156,9 @@ def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
 
 
 def unusable_tools(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each tool that cannot be imported or described to a model; each is tried in a process of its own."""
+    """Returns a problem for each tool that cannot be imported or described to a model, and for an environment that cannot be
+    used; each is tried in a process of its own.
+    """
     problems: list[Problem] = []
     if loaded.recipe.tools:
         from rlgen.tools.box import schemas_of
@@ -162,6 +168,13 @@ def unusable_tools(loaded: LoadedRecipe) -> list[Problem]:
                 schemas_of([tool], loaded.recipe.scoring)
             except ToolError as error:
                 problems.append(Problem(loaded.origins[f"tools.{index}.use"], str(error)))
+    if loaded.recipe.environment is not None:
+        from rlgen.tools.arena import open_arena
+
+        try:
+            open_arena(loaded.recipe.environment, loaded.recipe.scoring).close()
+        except ToolError as error:
+            problems.append(Problem(loaded.origins["environment.use"], str(error)))
     return problems
 
 
@@ -194,12 +207,13 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     """
     from rlgen.rewards.builtin import BUILTIN
     from rlgen.rewards.load import RewardSource, facts_of_model
-    from rlgen.rewards.resolve import resolve
+    from rlgen.rewards.resolve import MESSAGES, resolve
 
     problems: list[Problem] = []
     if columns is None:
         return problems
     columns = columns if loaded.recipe.data.columns.answer is None else {*columns, "answer"}
+    columns = columns | ({MESSAGES} if loaded.recipe.talks else set()) | ({SEED_COLUMN} if loaded.recipe.environment else set())
     for index, reward in enumerate(loaded.recipe.rewards):
         file, _, function = reward.use.rpartition(":")
         facts = RewardSource(reward.use, reward.timeout).load().facts if reward.use in BUILTIN else None

@@ -136,6 +136,8 @@ def copy_command(name: str, path: Path | None) -> None:
 def named_files(recipe: Recipe) -> list[Path]:
     """Returns the files beside a recipe that it names: those of rewards and tools, and of the chat template; each once."""
     uses = [*(reward.use for reward in recipe.rewards), *(tool.use for tool in recipe.tools)]
+    uses += [recipe.environment.use] if recipe.environment is not None else []
+    uses += [recipe.rollout.use] if recipe.rollout.use is not None else []
     places = [use.rpartition(":")[0] for use in uses]
     template = [] if recipe.data.chat_template is None else [recipe.data.chat_template]
     return [Path(place) for place in (*dict.fromkeys(place for place in places if place.endswith(".py")), *template)]

@@ -67,7 +67,7 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
         raise DataError(f"data.source: {rows.source}: no row has a prompt and an answer")
     # Failures are only counted here, whatever `on_error` a run would use.
     entries = [entry.model_copy(update={"on_error": "skip"}) for entry in recipe.rewards]
-    longest, turns = recipe.rollout.max_completion_tokens, bool(recipe.tools)
+    longest, turns = recipe.rollout.max_completion_tokens, recipe.talks
     scorer = open_scorer(entries, columns, longest, recipe.scoring, turns=turns, group_size=len(KINDS))
     with closing(scorer):
         table = tried(scorer, [group_of(prompt, recipe) for prompt in prompts])

@@ -13,6 +13,7 @@ from rlgen.look.rows import Found, Query, find, gap, read_rows
 from rlgen.redact import printable, printable_json
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns
 from rlgen.run.find import find_run
+from rlgen.types import end_of_talk
 
 LINES, CHARACTERS = 6, 600  # of a text that is not shown in full
 
@@ -97,9 +98,12 @@ def block(row: dict[str, Any], full: bool) -> Text:
 
 
 def spoken(messages: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns the turns of a conversation before its last one, and the replies to them, by what they are."""
+    """Returns the turns of a conversation but its last one, and the replies to all of them, by what they are."""
     shown = {}
-    for place, message in enumerate(messages[:-1], 1):
+    last = end_of_talk(messages) - 1
+    for place, message in enumerate(messages, 1):
+        if place == last + 1:
+            continue
         calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", ())]
         parts = [message.get("reasoning_content"), message.get("content"), *calls]
         masked = "" if message["role"] == "assistant" else ", not trained on"

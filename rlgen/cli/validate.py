@@ -196,7 +196,8 @@ def plan(recipe: Recipe) -> str:
     rollout, trainer = recipe.rollout, recipe.trainer
     updates = trainer.updates_per_rollout
     tools = ", ".join(tool.label for tool in recipe.tools)
-    turns = f", in at most {rollout.max_turns} turns with the tools {tools}" if tools else ""
+    others = f"the tools {tools}" if tools else f"the environment {recipe.environment.use}" if recipe.environment else ""
+    turns = f", in at most {rollout.max_turns} turns with {others}" if others else ""
     return (
         f"{recipe.run.steps} steps of {trainer.kind}: {rollout.prompts_per_step} prompts × {rollout.group_size} ="
         f" {recipe.samples_per_step} samples by the {recipe.engine.kind} engine{turns},"

@@ -1,4 +1,5 @@
-"""Makes the ids between two turns of the model: the rest of its turn's end, the tools' answers, the header of its next turn.
+"""Makes the ids between two turns of the model: the rest of its turn's end, the answers of tools or of an environment, the header
+of its next turn.
 
 The chat template renders them, as what it puts behind a turn in a conversation that stands for the real one. So no id that the
 model sampled is ever decoded and tokenised again. This works with templates that leave a turn as it is once messages follow it,
@@ -9,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,7 @@ class Suffixes:
     tools: tuple[dict[str, Any], ...]
     ends: Mapping[int, str]  # stop ids, with their texts
     special: Mapping[int, str]  # all ids that a text can stand for, by the names of tokens
+    role: Literal["tool", "user"] = "tool"  # of the messages that answer
     verbatim: bool = True  # the template shows answers as they are
     _known: dict[tuple[str, ...], Between] = field(default_factory=dict)
     _specials: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -65,15 +67,21 @@ class Suffixes:
         data: DataRecipe,
         tools: Sequence[dict[str, Any]],
         stop_ids: Sequence[int],
+        role: Literal["tool", "user"] = "tool",
     ) -> "Suffixes":
         """Probes the chat template with several kinds of turns.
+
+        Args:
+            tools: schemas; (): an environment answers, and no turn calls anything.
+            role: of the messages that answer.
 
         Raises:
             SetupError: the template changes a turn once an answer follows it, or does not show what tools answer; or the
                 tokenizer is none of the fast ones.
         """
         if not tokenizer.is_fast:
-            raise SetupError(f"tools: {type(tokenizer).__name__} has no fast form, which tools need; take another model")
+            section = "tools" if tools else "environment"
+            raise SetupError(f"{section}: {type(tokenizer).__name__} has no fast form, which replies need; take another model")
         text = json.loads(tokenizer.backend_tokenizer.to_str())
         text |= {"truncation": None, "padding": None}
         made = cls(
@@ -82,6 +90,7 @@ class Suffixes:
             plain=Tokenizer.from_str(json.dumps({**text, "added_tokens": [], "post_processor": None})),
             data=data,
             tools=tuple(tools),
+            role=role,
             ends={one: tokenizer.convert_ids_to_tokens(one) for one in stop_ids},
             special={one: token.content for one, token in tokenizer.added_tokens_decoder.items()},
         )
@@ -170,7 +179,9 @@ class Suffixes:
         return self._specials[text]
 
     def _name(self, place: int) -> str:
-        """Returns the name of a tool."""
+        """Returns the name of a tool, or what an environment is called in its place."""
+        if not self.tools:
+            return "environment"
         return str(self.tools[place % len(self.tools)]["function"]["name"])
 
     def _render(self, messages: list[dict[str, Any]], ongoing: bool, with_tools: bool = True) -> str:
@@ -188,14 +199,27 @@ class Suffixes:
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"{type(error).__name__}: {error}") from error
 
-    def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str = "call", ongoing: bool = True) -> str:
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """Returns the kinds of turns that are answered, the usual one first."""
+        return KINDS if self.tools else KINDS[1:]
+
+    def _told(self, names: Sequence[str], answers: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields the messages that answer a turn."""
+        if self.role == "tool":
+            yield from told(names, answers)
+        else:
+            yield from ({"role": self.role, "content": answer} for answer in answers)
+
+    def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str = "", ongoing: bool = True) -> str:
         """Returns the text of a question, a turn of a kind, and answers. Some templates take arguments only as text, and some
         one call of a turn at most, whatever the model does.
         """
         tried: Refused | None = None
         for calls in (names, names[:1]):
             for as_text in (False, True):
-                talk = [{"role": "user", "content": USER}, turn(calls, kind, as_text), *told(names, answers)]
+                said = turn(calls, kind or self._kinds[0], as_text)
+                talk = [{"role": "user", "content": USER}, said, *self._told(names, answers)]
                 try:
                     return self._render(talk, ongoing)
                 except Refused as error:
@@ -203,19 +227,19 @@ class Suffixes:
         assert tried is not None
         raise tried
 
-    def _between(self, names: tuple[str, ...], kind: str = "call") -> Between:
+    def _between(self, names: tuple[str, ...], kind: str = "") -> Between:
         """Returns what stands around the answers of these tools. Raises Refused where the template does not show it."""
-        if kind == "call" and names in self._known:
+        if kind in ("", self._kinds[0]) and names in self._known:
             return self._known[names]
         holes = [f"{HOLE}{place}" for place in range(len(names))]
         text = self._whole(names, holes, kind)
         places = [text.find(hole) for hole in holes]
         if min(places) < 0 or places != sorted(places) or any(text.count(hole) != 1 for hole in holes):
-            raise Refused("it does not show what a tool answers")
+            raise Refused(f"it does not show what {self._who} answers")
         said = end_of_turn(text[: places[0]])
         stops = [(at, -len(token), token) for token in self.ends.values() if (at := text.find(token, said, places[0])) >= 0]
         if said < 0 or not stops:
-            raise Refused(f"no stop token ({', '.join(self.ends.values())}) stands between a turn and what a tool answers")
+            raise Refused(f"no stop token ({', '.join(self.ends.values())}) stands between a turn and what {self._who} answers")
         at, _, end = min(stops)
         rest, pieces = text[at + len(end) :], []
         for hole in holes:
@@ -223,7 +247,7 @@ class Suffixes:
             pieces.append(piece)
         alone = self._whole(names, [], kind, ongoing=False)
         found = Between((*pieces, rest), end, own=alone.find(end, max(0, end_of_turn(alone))) >= 0)
-        if kind == "call":
+        if kind in ("", self._kinds[0]):
             self._known[names] = found
         return found
 
@@ -238,12 +262,14 @@ class Suffixes:
     def _check(self) -> None:
         """Raises SetupError if what the template writes of a conversation changes as it goes on."""
         names = (self._name(0),)
-        where = f"tools: the chat template of {self.data.chat_template or self.tokenizer.name_or_path}"
+        section = "tools" if self.tools else "environment"
+        where = f"{section}: the chat template of {self.data.chat_template or self.tokenizer.name_or_path}"
         try:
             usual = self._between(names)
         except Refused as error:
-            raise SetupError(f"{where} cannot be used with tools: {error}; {REMEDY}") from error
-        for kind in KINDS:
+            those = "tools" if self.tools else "an environment"
+            raise SetupError(f"{where} cannot be used with {those}: {error}; {REMEDY}") from error
+        for kind in self._kinds:
             try:
                 found = self._between(names, kind)
                 whole = self._whole(names, [f"{HOLE}0"], kind)
@@ -253,12 +279,17 @@ class Suffixes:
                 alone = self._whole(names, [], kind, ongoing=False)
             except Refused:
                 continue  # it takes no such turn
-            if found != usual and kind != "plain":  # what has no call is not answered
+            if found != usual and (kind != "plain" or not self.tools):  # what has no call is answered by no tool
                 raise SetupError(f"{where} continues a turn ({kind}) otherwise than others; {REMEDY}")
-            for later, when in ((whole, "once a tool has answered"), (longer, "once the model has gone on")):
+            for later, when in ((whole, f"once {self._who} has answered"), (longer, "once the model has gone on")):
                 self._same_start(where, alone, later, kind, when)
             if kind.endswith("text") and SAID in whole and THOUGHT not in whole:
                 raise SetupError(f"{where} leaves out what the model thought, but the sampled ids have it; {REMEDY}")
+
+    @property
+    def _who(self) -> str:
+        """Returns who answers, in the words of messages."""
+        return "a tool" if self.tools else "the environment"
 
     def _round(self, names: tuple[str, ...], kind: str, number: int) -> list[dict[str, Any]]:
         """Returns a turn and an answer."""
@@ -268,7 +299,7 @@ class Suffixes:
             except Refused:
                 continue
             break
-        return [turn(names, kind, as_text), *told(names, [f"{HOLE}{number}"])]
+        return [turn(names, kind, as_text), *self._told(names, [f"{HOLE}{number}"])]
 
     def _same_start(self, where: str, alone: str, later: str, kind: str, when: str) -> None:
         """Raises SetupError if `later` does not begin with the turn of `alone`. An empty block of thinking may come and go."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from rlgen.models.load import cached_model, check_model, load_config, load_token
 from rlgen.models.vision import FAMILIES, Vision, reads_images
 from rlgen.recipe import Recipe
 from rlgen.recipe.evaluation import data_of, seed_of
-from rlgen.recipe.models import EvalRecipe
+from rlgen.recipe.models import DataRecipe, EvalRecipe
 from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
+from rlgen.rollout.observed import observed
+from rlgen.tools.arena import open_arena
 from rlgen.tools.box import schemas_of
 
 
@@ -58,14 +61,16 @@ def open_data(recipe: Recipe) -> Data:
     positions = check_model(location, recipe.model.revision, tokenizer)
     images = open_placeholder(recipe, location)
     limit = prompt_limit(recipe, positions)
-    rows = load_rows(recipe.data, recipe.run.seed)
+    rows = rows_of(recipe, recipe.data, recipe.run.seed)
     tools = schemas_of(recipe.tools, recipe.scoring)
     prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed, limit, tools, images)
-    if tools and prompts.chats < prompts.counts["used"]:
-        raise DataError(
-            f"tools: the prompts of {rows.source} are texts, but the chat template shows the model what tools there are; set"
-            " data.chat to true, or take a column of messages"
+    if recipe.talks and prompts.chats < prompts.counts["used"]:
+        why = (
+            "tools: the prompts of {} are texts, but the chat template shows the model what tools there are"
+            if tools
+            else "environment: the prompts of {} are texts, but the chat template puts observations between turns"
         )
+        raise DataError(f"{why.format(rows.source)}; set data.chat to true, or take a column of messages")
     found = fitted(recipe, positions, prompts.longest, prompts.counts["used"])
     if (used := prompts.counts["used"]) < found.rollout.prompts_per_step:
         raise DataError(
@@ -91,6 +96,20 @@ def open_data(recipe: Recipe) -> Data:
             *(held_out.warnings if held_out is not None else ()),
         ),
     )
+
+
+def rows_of(recipe: Recipe, data: DataRecipe, seed: int) -> Rows:
+    """Reads the rows that `data` names, and asks the environment of the recipe, if there is one, what the model reads first.
+
+    Raises:
+        DataError, SetupError: as `load_rows` raises them.
+        ToolError: the environment cannot be used, or fails for a row.
+    """
+    rows = load_rows(data, seed)
+    if recipe.environment is None:
+        return rows
+    with closing(open_arena(recipe.environment, recipe.scoring)) as arena:
+        return observed(rows, data.columns.prompt, arena)
 
 
 def open_tokenizer(recipe: Recipe, location: str) -> PreTrainedTokenizerBase:
@@ -156,7 +175,7 @@ def open_held_out(
     """
     data, limit = data_of(recipe, settings), eval_prompt_limit(recipe, settings, positions)
     try:
-        rows = load_rows(data, seed_of(recipe))
+        rows = rows_of(recipe, data, seed_of(recipe))
         prompts = build_prompts(data, rows, tokenizer, seed_of(recipe), limit, tools, images if data.columns.images else None)
     except (DataError, SetupError) as error:
         error.args = (of_eval(str(error)),)

@@ -1,4 +1,4 @@
-"""Opens what answers the model between its turns."""
+"""Opens what answers the model between its turns: tools, or an environment."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,25 +8,33 @@ from transformers import PreTrainedTokenizerBase
 from rlgen.data.suffix import Suffixes
 from rlgen.opening.data import Data
 from rlgen.recipe import Recipe
+from rlgen.recipe.models import EnvironmentRecipe
 from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.tools import ToolTurns
+from rlgen.rollout.turns import Turns
+from rlgen.tools.arena import open_arena
 from rlgen.tools.box import open_tools
 from rlgen.tools.formats import format_of
 
 
 def open_dialogue(data: Data, output: Path) -> Dialogue | None:
-    """Opens the recipe's tools; returns None if it has none. Whoever opens it closes its `turns`.
+    """Opens the recipe's tools or its environment; returns None if it has neither. Whoever opens it closes its `turns`.
 
     Args:
-        output: file for what tools print.
+        output: file for what they print.
 
     Raises:
-        RlgenError: a tool cannot be used, or the model's chat template cannot show its answers.
+        RlgenError: a tool or the environment cannot be used, or the model's chat template cannot show its answers.
     """
-    rollout = data.recipe.rollout
-    if not data.recipe.tools:
+    recipe, rollout = data.recipe, data.recipe.rollout
+    if not recipe.talks:
         return None
-    turns = open_turns(data.recipe, data.tokenizer, data.stop_ids, output)
+    turns: Turns
+    if recipe.environment is None:
+        turns = open_turns(recipe, data.tokenizer, data.stop_ids, output)
+    else:
+        turns = open_environment(recipe, recipe.environment, data.tokenizer, data.stop_ids, output)
     return Dialogue(turns=turns, max_turns=rollout.max_turns, reply_timeout=rollout.reply_timeout)
 
 
@@ -39,3 +47,15 @@ def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Seq
     except BaseException:
         box.close()
         raise
+
+
+def open_environment(
+    recipe: Recipe,
+    settings: EnvironmentRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+    output: Path | None,
+) -> EnvironmentTurns:
+    """Opens the environment of the recipe, as `open_dialogue` does."""
+    suffixes = Suffixes.open(tokenizer, recipe.data, (), stop_ids, settings.role)
+    return EnvironmentTurns.of(open_arena(settings, recipe.scoring, output), suffixes, tokenizer, recipe.data.columns.prompt)

@@ -60,7 +60,7 @@ def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: 
     settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)
     answer = settings.columns.answer if settings.columns else recipe.data.columns.answer
     columns = {*held_out.rows.columns, "answer"} if answer else set(held_out.rows.columns)
-    rewards, size, turns = rewards_of(recipe, settings), settings.group_size, bool(recipe.tools)
+    rewards, size, turns = rewards_of(recipe, settings), settings.group_size, recipe.talks
     return open_scorer(rewards, columns, longest, recipe.scoring, output, failures, turns, answers, size)
 
 

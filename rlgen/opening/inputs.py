@@ -1,4 +1,4 @@
-"""Records the data, tokenizer and rewards of each attempt, and checks that a resumed attempt has the same ones."""
+"""Records the data, tokenizer and user's code of each attempt, and checks that a resumed attempt has the same ones."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,20 +9,30 @@ from rlgen.files import write_json
 from rlgen.opening.data import Data, HeldOut
 from rlgen.opening.pair import Pair
 from rlgen.rewards.score import Scorer
+from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.custom import CustomRollout
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.verdict import Rung
 
+# Parts of the user's code other than rewards, in words, by what stands before the slash of their names.
+PARTS = {"tools": "tool", "environment": "environment", "rollout": "rollout.use"}
 
-def reward_files(scorer: Scorer, judge: Scorer | None) -> dict[str, str | None]:
-    """Returns the SHA-256 of each reward's user code by label; None for built-in rewards.
+
+def user_files(
+    scorer: Scorer, judge: Scorer | None, dialogue: Dialogue | None, custom: CustomRollout | None
+) -> dict[str, str | None]:
+    """Returns the SHA-256 of the user's code: of each reward by label, of tools as "tools/NAME", of an environment as
+    "environment/NAME", of `rollout.use` as "rollout/NAME"; None for what is built in.
 
     Args:
         judge: the rewards of evaluations, which get `eval/` before their labels; None: nothing is evaluated.
     """
     found = {reward.label: reward.sha256 for reward in scorer.rewards}
-    return found | {f"eval/{reward.label}": reward.sha256 for reward in (judge.rewards if judge is not None else ())}
+    found |= {f"eval/{reward.label}": reward.sha256 for reward in (judge.rewards if judge is not None else ())}
+    found |= {} if custom is None else {f"rollout/{custom.use.rpartition(':')[2]}": custom.sha256}
+    return found if dialogue is None else {**found, **dialogue.turns.code}
 
 
 def ids_of(data: Data) -> dict[str, Any]:
@@ -40,17 +50,17 @@ def facts_of(held_out: HeldOut | None) -> dict[str, Any]:
 
 
 def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | None]) -> str | None:
-    """Checks data, tokenizer and rewards against the last attempt, and returns the digest of the weights that were then in
-    model.path.
+    """Checks data, tokenizer and the user's code against the last attempt, and returns the digest of the weights that were then
+    in model.path.
 
     Args:
-        now: hashes of the rewards that must be unchanged, as `reward_files` returns them.
+        now: hashes of the user's code that must be unchanged, as `user_files` returns them.
 
     Returns:
         The digest; None: it was not recorded.
 
     Raises:
-        UsageError: the data, the ids of its prompts, or the code of a reward differ from those of the last attempt.
+        UsageError: the data, the ids of its prompts, or the user's code differ from those of the last attempt.
     """
     attempts = directory.attempts(directory.path)
     if not attempts:
@@ -77,16 +87,23 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
                 " model.path at a checkpoint of this one"
             )
     changed = [
-        f"{name} (SHA-256 {str(before.get(name))[:12]}, now {str(now[name])[:12]})"
+        f"{in_words(name)} (SHA-256 {str(before.get(name))[:12]}, now {str(now[name])[:12]})"
         for name in now
-        if before.get(name) != now[name] and (name in before or not name.startswith("eval/"))  # a run may get an evaluation
+        # A run may get an evaluation; and earlier versions recorded rewards alone.
+        if before.get(name) != now[name] and (name in before or "/" not in name)
     ]
     if changed:
         raise UsageError(
-            f"--resume: the file of reward {', '.join(changed)}, or a module beside it, was edited since the last attempt:"
+            f"--resume: the file of {', '.join(changed)}, or a module beside it, was edited since the last attempt:"
             " earlier and later steps would be rewarded differently. Undo it, or add --allow-changed-rewards"
         )
     return last.get("weights")
+
+
+def in_words(name: str) -> str:
+    """Returns what the user's code is, by its name in `user_files`: "tool search", or "reward brevity"."""
+    kind, _, own = name.partition("/")
+    return f"{PARTS[kind]} {own}" if own and kind in PARTS else f"reward {name}"
 
 
 def record_attempt(
@@ -97,7 +114,7 @@ def record_attempt(
     notices: Sequence[str],
     engine: Facts,
 ) -> None:
-    """Appends the facts of this attempt to `provenance.json`. `rewards`: as `reward_files` returns them."""
+    """Appends the facts of this attempt to `provenance.json`. `rewards`: as `user_files` returns them."""
     data, rows = pair.data, pair.data.rows
     entry = {
         **provenance(),

@@ -15,7 +15,7 @@ from rlgen.models.weights import bits
 from rlgen.opening.data import Data, open_data
 from rlgen.opening.dialogue import open_dialogue
 from rlgen.opening.evaluation import build_evaluator, open_eval_scorer, words_of
-from rlgen.opening.inputs import record_attempt, reward_files, same_inputs
+from rlgen.opening.inputs import record_attempt, same_inputs, user_files
 from rlgen.opening.largest import try_largest
 from rlgen.opening.learner import build_groups, build_updater, build_windows
 from rlgen.opening.pair import Pair, open_pair
@@ -25,6 +25,7 @@ from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.best import Best
@@ -86,11 +87,14 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
         dialogue = processes.agreed(lambda: open_dialogue(data, tools_log))
         if dialogue is not None:
             undo.callback(dialogue.turns.close)
+        own = recipe.rollout.use
+        custom = None if own is None else processes.agreed(lambda: CustomRollout.load(own))
+        code = user_files(scorer, judge, dialogue, custom)
         processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
         began_with = None
         if attempt.checkpoint:
-            rewards = {} if attempt.changed_rewards else reward_files(scorer, judge)
-            began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, rewards))
+            unchanged = {} if attempt.changed_rewards else code
+            began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, unchanged))
         pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
         undo.callback(pair.close)
         if attempt.checkpoint and (stored := saved_processes(attempt.checkpoint)) != processes.world:
@@ -103,12 +107,10 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
             console.say(f"lora: {describe(pair.learner.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")
         engine = pair.engine.facts()
-        processes.on_main(
-            lambda: record_attempt(attempt.directory, pair, reward_files(scorer, judge), rungs, attempt.notices, engine)
-        )
+        processes.on_main(lambda: record_attempt(attempt.directory, pair, code, rungs, attempt.notices, engine))
         if recipe.run.probe_max:
             console.say(try_memory(recipe, pair))
-        trainer = build_trainer(attempt, pair, scorer, judge, probe, dialogue)
+        trainer = build_trainer(attempt, pair, scorer, judge, probe, dialogue, custom)
         undo.pop_all()
     return trainer, pair.position
 
@@ -151,7 +153,7 @@ def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int)
     columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
     output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
     longest, failures = recipe.rollout.max_completion_tokens, directory.failed_rewards
-    size, turns = recipe.rollout.group_size, bool(recipe.tools)
+    size, turns = recipe.rollout.group_size, recipe.talks
     return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures, turns, directory.judge, size)
 
 
@@ -178,14 +180,20 @@ def try_memory(recipe: Recipe, pair: Pair) -> str:
 
 
 def build_trainer(
-    attempt: Attempt, pair: Pair, scorer: Scorer, judge: Scorer | None, probe: Probe, dialogue: Dialogue | None
+    attempt: Attempt,
+    pair: Pair,
+    scorer: Scorer,
+    judge: Scorer | None,
+    probe: Probe,
+    dialogue: Dialogue | None,
+    custom: CustomRollout | None,
 ) -> Trainer:
     """Builds the training loop from the parts that are open."""
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
     learner, done = pair.learner, pair.position.step
-    journal = open_journal(attempt, pair, scorer, dialogue)
+    journal = open_journal(attempt, pair, scorer, dialogue, custom)
     early = EarlyScoring(scorer)
-    sampler = build_sampler(attempt, pair, journal, early, dialogue)
+    sampler = build_sampler(attempt, pair, journal, early, dialogue, custom)
     watch = build_watch(attempt, pair, probe, sampler)
     checkpoints = Checkpoints(
         directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind, learner.held
@@ -236,20 +244,32 @@ def build_trainer(
     )
 
 
-def open_journal(attempt: Attempt, pair: Pair, scorer: Scorer, dialogue: Dialogue | None) -> Journal:
+def open_journal(
+    attempt: Attempt, pair: Pair, scorer: Scorer, dialogue: Dialogue | None, custom: CustomRollout | None
+) -> Journal:
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
     judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [pair.learner.base, *([] if dialogue is None else [dialogue.digest])]
+    beside += [] if custom is None else [custom.use, custom.sha256]
     versions = max(1, attempt.recipe.rollout.ahead)
     return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside, versions)
 
 
-def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlyScoring, dialogue: Dialogue | None) -> Sampler:
+def build_sampler(
+    attempt: Attempt,
+    pair: Pair,
+    journal: Journal,
+    early: EarlyScoring,
+    dialogue: Dialogue | None,
+    custom: CustomRollout | None,
+) -> Sampler:
     """Returns the object that samples the prompts of each step."""
     recipe, prompts = attempt.recipe, pair.data.prompts
     count, steps = recipe.rollout.prompts_per_step, recipe.run.steps
     abilities = pair.engine.abilities
+    # Beside an engine that needs the cores of this machine, rewards would only slow it down: unless groups are trained on.
+    early_pays = (abilities.elsewhere or recipe.rollout.stream) and custom is None
     return Sampler(
         engine=pair.engine,
         prompts_of=lambda step: pair.engine_share.share(prompts.take((step - 1) * count, count if step <= steps else 0)),
@@ -265,9 +285,9 @@ def build_sampler(attempt: Attempt, pair: Pair, journal: Journal, early: EarlySc
         journals=pair.engine_share.first,
         all_or_none=abilities.whole_step,
         say=attempt.console.say,
-        # Beside an engine that needs the cores of this machine, rewards would only slow it down: unless groups are trained on.
-        group_finished=early.add if (abilities.elsewhere or recipe.rollout.stream) and pair.engine_share.first else None,
+        group_finished=early.add if early_pays and pair.engine_share.first else None,
         dialogue=dialogue,
+        custom=custom,
         interruptible=recipe.rollout.stream,
     )
 

@@ -6,28 +6,33 @@ RL needs a model that succeeds now and then, and a random one never does. A tiny
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlgen.data import build_prompts, load_rows
+from rlgen.data import build_prompts
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import CheckpointError, SetupError
 from rlgen.models.load import load_model, locate, stop_ids
-from rlgen.opening.data import open_tokenizer
-from rlgen.opening.dialogue import open_turns
+from rlgen.opening.data import open_tokenizer, rows_of
+from rlgen.opening.dialogue import open_environment, open_turns
 from rlgen.recipe import Recipe
 from rlgen.rollout.batch import pad_rows
 from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.tools import ToolTurns
 from rlgen.tools.box import schemas_of
 from rlgen.types import Prompt, Sampling
 
+Asked: TypeAlias = ToolTurns | EnvironmentTurns
+
 BATCH = 64  # rows of a step
 EVERY, TESTED = 5, 128  # steps between two measurements, and prompts of each
 MOST_STEPS, LEARNING_RATE = 1500, 2e-3
+ASKS = 3  # with tools or an environment, one row in so many asks it; the others answer at once, so that the model may choose
 TRAIN_SEED, TEST_SEED = 1001, 2002  # other rows than those of a run
 
 
@@ -52,7 +57,8 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     tokenizer = open_tokenizer(recipe, location)
     tools = schemas_of(recipe.tools, recipe.scoring)
     learn, test = (
-        build_prompts(recipe.data, load_rows(recipe.data, seed), tokenizer, seed, tools=tools) for seed in (TRAIN_SEED, TEST_SEED)
+        build_prompts(recipe.data, rows_of(recipe, recipe.data, seed), tokenizer, seed, tools=tools)
+        for seed in (TRAIN_SEED, TEST_SEED)
     )
     model = load_model(location, recipe.model.revision, torch.float32, "sdpa", torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -60,9 +66,13 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     sampling = Sampling(max_tokens=recipe.rollout.max_completion_tokens, temperature=1.0, stop_ids=ends)
     tested, right, step = test.take(0, TESTED), 0.0, 0
     with ExitStack() as opened:
-        turns = dialogue = None
-        if tools:
+        turns: Asked | None = None
+        dialogue = None
+        if recipe.environment is not None:
+            turns = open_environment(recipe, recipe.environment, tokenizer, ends, None)
+        elif tools:
             turns = open_turns(recipe, tokenizer, ends, None)
+        if turns is not None:
             opened.callback(turns.close)
             said = recipe.rollout
             dialogue = Dialogue(turns=turns, max_turns=said.max_turns, reply_timeout=said.reply_timeout)
@@ -87,15 +97,20 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
 
 
 def supervised_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], turns: ToolTurns | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    turns: Asked | None = None,
 ) -> torch.Tensor:
     """Returns the mean cross entropy of the answers' ids, the ends of turns among them.
 
     Args:
-        turns: tools; the first of them is asked the question before, and what it says is no answer's.
+        turns: tools or an environment; in one row of `ASKS` it is asked first, and what it says is no answer's.
     """
     rows, labels = [], []
-    asked = [([], [])] * len(prompts) if turns is None else turns.demonstrated([prompt.columns["prompt"] for prompt in prompts])
+    asked: list[tuple[list[int], list[int]]] = [([], [])] * len(prompts)
+    if turns is not None:
+        asked[::ASKS] = turns.demonstrated(prompts[::ASKS])
     for prompt, (call, reply) in zip(prompts, asked, strict=True):
         answer = [*tokenizer(prompt.columns["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append(torch.tensor([*prompt.prompt_ids, *call, *reply, *answer]))

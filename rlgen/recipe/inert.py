@@ -31,10 +31,10 @@ def inert(recipe: Recipe) -> list[Finding]:
             found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
     if not recipe.tools:
         found.append(Finding("data.tool_format", "data.tool_format has no effect without tools", "remove it, or add tools"))
+    if not recipe.talks:
         for path in ("rollout.max_turns", "rollout.reply_timeout"):
-            found.append(
-                Finding(path, f"{path} has no effect without tools: a completion is one turn", "remove it, or add tools")
-            )
+            what = f"{path} has no effect without tools or an environment: a completion is one turn"
+            found.append(Finding(path, what, "remove it, or add tools"))
     if data.columns.images is None:
         what = "model.train_vision has no effect without data.columns.images: no row has images"
         found.append(Finding("model.train_vision", what, "remove it, or name the column of images"))

@@ -17,7 +17,7 @@ from rlgen.recipe import yaml
 from rlgen.recipe.inert import inert
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.messages import UNIONS, plain, suggest, translate
-from rlgen.recipe.models import BUILT_IN_REWARDS, TASKS, Recipe
+from rlgen.recipe.models import BUILT_IN_ENVIRONMENTS, BUILT_IN_REWARDS, TASKS, Recipe
 from rlgen.recipe.notices import notices, warnings
 from rlgen.recipe.paths import absolute_paths, outside
 from rlgen.recipe.rules import Finding, contradictions
@@ -26,6 +26,8 @@ from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source
 from rlgen.recipe.streaming import stream_contradictions
 
+# Names that need no place, by section; of the others those of rewards.
+BUILT_IN: dict[yaml.Path, list[str]] = {("tools",): [], ("rollout",): [], ("environment",): list(BUILT_IN_ENVIRONMENTS)}
 REWARD_PLACE = r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*"
 
 
@@ -135,6 +137,8 @@ def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> 
         problems += _look_up_task(of_eval, held.get("options", {}), "eval", data, places, path)
     problems += _look_up_rewards(data.get("rewards"), ("rewards",), data, places, path)
     problems += _look_up_rewards(held.get("rewards"), ("eval", "rewards"), data, places, path)
+    problems += _look_up_rewards([data.get("environment")], ("environment",), data, places, path)
+    problems += _look_up_rewards([data.get("rollout")], ("rollout",), data, places, path)
     return problems + _look_up_rewards(data.get("tools"), ("tools",), data, places, path)
 
 
@@ -161,20 +165,24 @@ def _look_up_task(
 def _look_up_rewards(
     rewards: Any, section: yaml.Path, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
 ) -> list[Problem]:
-    """Checks the names of rewards, or of tools, and the `args` of rewards that ask a model. Returns the problems."""
+    """Checks the names of rewards, of tools, or of the environment, and the `args` of rewards that ask a model. Returns the
+    problems.
+    """
     problems: list[Problem] = []
-    built_in = [] if section == ("tools",) else [*BUILT_IN_REWARDS, *MODEL_REWARDS]
+    built_in = BUILT_IN.get(section, [*BUILT_IN_REWARDS, *MODEL_REWARDS])
+    one, many = ("environment",) * 2 if section == ("environment",) else ("reward", "rewards")
     for index, entry in enumerate(rewards if isinstance(rewards, list) else []):
         use = entry.get("use") if isinstance(entry, dict) else None
-        where = yaml.place_of(places, (*section, index, "use")) or str(path)
+        place = section if section in (("environment",), ("rollout",)) else (*section, index)
+        where = yaml.place_of(places, (*place, "use")) or str(path)
         if isinstance(use, str) and "://" in use:
             what = f"`{yaml.shortened(use)}` is code of another place, which is never run"
             problems.append(Problem(where, what, "read it, put it beside the recipe, and say file.py:function"))
         elif isinstance(use, str) and use in built_in and use in MODEL_REWARDS:
             problems += _look_up_args(use, entry.get("args", {}), (*section, index, "args"), data, places, path)
         elif isinstance(use, str) and use not in built_in and not re.fullmatch(REWARD_PLACE, use):
-            hint = _reward_place(use) or (suggest(use, built_in, "built-in rewards") if built_in else None)
-            kinds = "built-in reward, file.py:function" if built_in else "file.py:function"
+            hint = _reward_place(use) or (suggest(use, built_in, f"built-in {many}") if built_in else None)
+            kinds = f"built-in {one}, file.py:function" if built_in else "file.py:function"
             problems.append(Problem(where, f"`{yaml.shortened(use)}` is no {kinds} or pkg.mod:function", hint))
     return problems
 

@@ -182,7 +182,7 @@ TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | Countdo
 FURTHER_COLUMNS = {"countdown": ("numbers", "target"), "colours": ("images",), "gym": ("metadata",)}
 TASK_COLUMNS = {name: ("prompt", "answer", *FURTHER_COLUMNS.get(name, ())) for name in TASKS}
 
-BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify")
+BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify", "environment")
 
 
 class RewardRecipe(Strict):
@@ -225,8 +225,28 @@ class ToolRecipe(Strict):
         return self.name or self.use.rpartition(":")[2]
 
 
+BUILT_IN_ENVIRONMENTS = ("guess_number", "grid", "calculator", "openenv")
+SEED_COLUMN = "seed"  # from which an environment takes what is random, unless the data have one of their own
+ENVIRONMENT_REWARD = "environment"  # the built-in reward that adds up what the environment gave
+
+
+class EnvironmentRecipe(Strict):
+    """What answers each turn of the model, and rewards it."""
+
+    use: Text
+    """Built-in name, file.py:Class, or pkg.mod:Class; see `rlgen docs environments`."""
+    args: dict[StrictStr, Any] = {}
+    """Arguments with which the class is called, once for each conversation, by name."""
+    timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
+    """Seconds that an answer may take; then the conversation ends, and the reward `environment` has failed for it."""
+    max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
+    """Longest observation, which is cut with a mark; it takes at most half of what the completion has left, too."""
+    role: Literal["user", "tool"] = "user"
+    """Role of the messages that hold observations."""
+
+
 class ScoringRecipe(Strict):
-    """Settings of the processes that run rewards and tools."""
+    """Settings of the processes that run rewards, tools and environments."""
 
     workers: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Most processes; more than one are started when calls wait. None: one for each core, at most 8."""
@@ -257,9 +277,13 @@ class RolloutRecipe(Strict):
     """Longest completion, with all its turns and replies; sampling stops there. Unless said, less where the model has fewer
     positions."""
     max_turns: Annotated[StrictInt, Field(ge=1, le=1000)] = 8
-    """Most turns of the model in a conversation with tools. After a call in the last one the completion counts as truncated."""
+    """Most turns of the model in a conversation. If the last one calls a tool, or the environment is not done with it, the
+    completion counts as truncated."""
     reply_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 600.0
-    """Seconds that all calls of a turn may take together, with the wait for a free process; then the completion is truncated."""
+    """Seconds that the reply to a turn may take, with the wait for a free process; then the completion is truncated."""
+    use: Text | None = None
+    """file.py:function, or pkg.mod:function, that asks the engine for the completions of a step by itself; see `rlgen docs
+    rollouts`. None: each prompt is answered as it stands."""
     temperature: Temperature = 1.0
     """0 is greedy, which no trainer learns from; otherwise 0.01 or more."""
     ahead: Annotated[StrictInt, Field(ge=0, le=64)] = 0
@@ -583,9 +607,11 @@ class Recipe(Strict):
     rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)]
     """What completions are worth: functions, whose results are multiplied by their weights and added up."""
     scoring: ScoringRecipe = ScoringRecipe()
-    """The processes that run rewards and tools."""
+    """The processes that run rewards, tools and environments."""
     tools: Annotated[list[ToolRecipe], Field(max_length=100)] = []
     """Functions that the model may call between its turns."""
+    environment: EnvironmentRecipe | None = None
+    """What answers each turn of the model, and rewards it. None: nothing."""
     rollout: RolloutRecipe = RolloutRecipe()
     """What a step samples."""
     engine: EngineRecipe = ColocatedEngineRecipe()
@@ -613,6 +639,11 @@ class Recipe(Strict):
     def run_path(self) -> Path:
         """Returns the run's directory: run.dir/run.name."""
         return Path(self.run.dir).expanduser() / self.run.name
+
+    @property
+    def talks(self) -> bool:
+        """Returns whether completions are conversations of several turns."""
+        return bool(self.tools) or self.environment is not None
 
     @property
     def samples_per_step(self) -> int:

@@ -68,6 +68,15 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
         held = held.model_copy(update={"rewards": in_place(held.rewards, ("eval", "rewards"))})
     changes: dict[str, object] = {"model": model, "data": data, "rewards": in_place(recipe.rewards, ("rewards",)), "eval": held}
     changes["tools"] = in_place(recipe.tools, ("tools",))
+    if recipe.rollout.use is not None and recipe.rollout.use.rpartition(":")[0].endswith(".py"):
+        file, _, name = recipe.rollout.use.rpartition(":")
+        use = f"{absolute(file, ('rollout', 'use'), True)}:{name}"
+        changes["rollout"] = recipe.rollout.model_copy(update={"use": use})
+    if recipe.environment is not None:
+        file, _, name = recipe.environment.use.rpartition(":")
+        if file.endswith(".py"):
+            use = f"{absolute(file, ('environment', 'use'), True)}:{name}"
+            changes["environment"] = recipe.environment.model_copy(update={"use": use})
     return recipe.model_copy(update=changes), problems
 
 
@@ -108,9 +117,10 @@ def outside(recipe: Recipe, folder: Path) -> list[str]:
     recipe names them.
     """
     rewards = recipe.rewards if recipe.eval is None else [*recipe.rewards, *(recipe.eval.rewards or ())]
+    environments = [recipe.environment] if recipe.environment is not None else []
     files = {
         (section, file)
-        for section, entries in (("rewards", rewards), ("tools", recipe.tools))
+        for section, entries in (("rewards", rewards), ("tools", recipe.tools), ("environment", environments))
         for entry in entries
         if (file := entry.use.rpartition(":")[0]).endswith(".py")
     }

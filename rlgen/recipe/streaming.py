@@ -42,6 +42,8 @@ def _of_the_rollout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     remove, alone = "remove one of them", "run one process, or set rollout.stream to false"
     if rollout.ahead:
         yield "rollout.ahead", "its samples are there before the step begins", remove
+    if rollout.use is not None:
+        yield "rollout.use", "a rollout of your own returns all samples of a step together", remove
     if rollout.refill:
         yield "rollout.refill", "groups are replaced when the rewards of all are known", remove
     if (processes.count or 1) > 1 or processes.strategy == "fsdp":

@@ -188,6 +188,20 @@ def last_number(text: str) -> Fraction | None:
     return -value if match["minus"] else value
 
 
+def environment(messages: Sequence[dict[str, Any]]) -> float:
+    """Returns the sum of what the recipe's `environment` gave for the turns of a conversation.
+
+    Args:
+        messages: of the conversation; those of the environment have a `reward`.
+
+    Raises:
+        RuntimeError: it failed: it raised, took too long, or its process died.
+    """
+    if "error" in messages[-1]:
+        raise RuntimeError(messages[-1]["error"])
+    return sum((float(message.get("reward", 0.0)) for message in messages), 0.0)
+
+
 BUILTIN: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "numeric_match": numeric_match,
@@ -196,4 +210,5 @@ BUILTIN: dict[str, Callable[..., Any]] = {
     "overlong": overlong,
     "format": layout,
     "math_verify": math_verify,
+    "environment": environment,
 }

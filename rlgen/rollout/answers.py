@@ -19,6 +19,7 @@ def check_answers(
     version: int,
     oldest: int | None = None,
     joined: bool = False,
+    free: bool = False,
 ) -> None:
     """Checks count, prompts, order, ids, log-probs, stop tokens and weight versions of the answers against the requests.
 
@@ -26,6 +27,7 @@ def check_answers(
         version: of the weights that the trainer holds.
         oldest: oldest version that may have sampled. None: `version` alone.
         joined: answers may be conversations, with ids between their turns that were not sampled.
+        free: ids that were not sampled may stand anywhere in them, as a rollout of the user has put them.
 
     Raises:
         SentinelError: an answer does not match its request, or lacks what training needs.
@@ -57,7 +59,10 @@ def check_answers(
             " that were not asked, or not so often: a prompt was dropped, repeated or changed",
         )
     for place, answer in enumerate(answers):
-        check_answer(place, answer, sampling, joined)
+        if free:
+            check_spans(place, answer)
+        else:
+            check_answer(place, answer, sampling, joined)
         versions = [span.version for span in answer.spans] or [-1]
         if not (version if oldest is None else oldest) <= min(versions) <= max(versions) <= version:
             wrong = max(versions) if max(versions) > version else min(versions)
@@ -110,6 +115,20 @@ def check_answer(place: int, answer: Completion, sampling: Sampling, joined: boo
     if (named := sum(span.stop - span.start for span in answer.spans)) not in (0, len(ids)):
         raise SentinelError(
             Fault.STALE_ROLLOUTS, f"answer {place} has {len(ids)} ids, and the engine says of {named} which weights sampled them"
+        )
+
+
+def check_spans(place: int, answer: Completion) -> None:
+    """Raises SentinelError unless exactly the tokens of an answer's spans have log-probs, and there are some."""
+    sampled = np.zeros(len(answer.token_ids), dtype=bool)
+    for start, stop, _ in answer.spans:
+        sampled[start:stop] = True
+    scored = answer.logp <= ROUNDING
+    if len(scored) != len(sampled) or not sampled.any() or not np.array_equal(scored, sampled):
+        raise SentinelError(
+            Fault.MISSING_LOGPROBS,
+            f"answer {place} has {int(sampled.sum())} ids that were sampled, and {int(scored.sum())} log-probs in"
+            f" {len(answer.token_ids)} ids: exactly those that were sampled have one",
         )
 
 

@@ -49,7 +49,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}".encode()).digest()[:8]) >> 2
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Conversation:
     """One conversation so far."""
 
@@ -140,7 +140,9 @@ class Conversations:
             return
         turn, room = len(talk.turns) - 1, self._sampling.max_tokens - talk.tokens
         last = turn + 1 >= self._dialogue.max_turns or room < 1
-        told = Talk(prompt=talk.prompt, sample_index=talk.sample_index, turn=turn, completion=answer, last=last)
+        told = Talk(
+            conversation=talk, prompt=talk.prompt, sample_index=talk.sample_index, turn=turn, completion=answer, last=last
+        )
         talk.waits = True
         self.further.expect()
 
@@ -171,8 +173,12 @@ class Conversations:
             return
         talk.counts.update(reply.counts)
         room = self._sampling.max_tokens - talk.tokens - len(reply.ids)
-        if last or room < 1:
-            self._truncate(place, UNANSWERED)
+        if reply.ends or last or room < 1:
+            talk.messages += reply.unread
+            if not reply.ends:
+                talk.counts[UNANSWERED] += 1
+            self._end(place, "stop" if reply.ends else "length")
+            self.further.drop()
             return
         talk.messages += reply.messages
         talk.replies.append(reply.ids)
@@ -195,17 +201,14 @@ class Conversations:
             if not talk.waits or len(talk.turns) != turn + 1:
                 return
             talk.waits = False
-        self._truncate(place, LATE)
-
-    def _truncate(self, place: int, why: str) -> None:
-        """Ends a conversation after a turn whose reply the model does not see."""
-        self._all[place].counts[why] += 1
+        talk.counts[LATE] += 1
         self._end(place, "length")
         self.further.drop()
 
     def _end(self, place: int, finish_reason: FinishReason) -> None:
         """Joins a conversation that has ended, and tells of it."""
         completion = self._joined[place] = self._all[place].joined(finish_reason)
+        self._dialogue.turns.end(self._all[place])
         if self._ended is not None:
             try:
                 with self._telling:  # one at a time, as an engine does
@@ -226,8 +229,11 @@ class Conversations:
         return [self._joined[place] for place in range(len(self._all))]
 
     def close(self) -> None:
-        """Ends the clock: no reply is late any more."""
+        """Ends the clock, and gives up the conversations that have not ended: no reply is late any more."""
         self._clock.close()
+        for place, talk in enumerate(self._all):
+            if place not in self._joined:
+                self._dialogue.turns.end(talk)
 
 
 @dataclass(frozen=True, slots=True)

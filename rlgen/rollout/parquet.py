@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rlgen.files import whole_file
-from rlgen.types import Ragged, Samples
+from rlgen.types import Ragged, Samples, end_of_talk
 
 TOKENS = ("prompt_ids", "completion_ids", "sampler_logp", "policy_logp")  # columns of int32 or float32
 SPAN = pa.struct([(name, pa.int32()) for name in ("start", "stop", "version")])
@@ -280,6 +280,7 @@ def samples_of(columns: pa.Table) -> Samples:
 
 
 def last_left_out(messages: str) -> str:
-    """Returns the messages of a row as `Completion` holds them: without the last, whose text is the completion."""
-    before = json.loads(messages)[:-1]
+    """Returns the messages of a row as `Completion` holds them: without the last turn, whose text is the completion."""
+    before = json.loads(messages)
+    del before[end_of_talk(before) - 1]
     return json.dumps(before) if before else ""

@@ -11,6 +11,7 @@ from rlgen.engines.further import Further
 from rlgen.errors import SentinelError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import Conversations, Dialogue, Joined
+from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sample import groups_of, requests_for
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
@@ -61,6 +62,7 @@ class Sampler:
     # Told of each group of a step when all its answers are there, perhaps in another thread; None: nobody needs them early.
     group_finished: Callable[[int, Group], None] | None = None
     dialogue: Dialogue | None = None  # how conversations of several turns are led; None: a completion is one turn
+    custom: CustomRollout | None = None  # the user's own sampler, which asks for the answers of a step by itself
     interruptible: bool = False  # another thread may call `give_up`
     joining: Further | None = None  # what may join the call of the engine that is going on, if it can be given up
     given_up: BaseException | None = None
@@ -79,7 +81,7 @@ class Sampler:
         prompts, version = self.prompts_of(step) if prompts is None else prompts, step - 1
         if self.submit_to is None:
             call = self.call(step, prompts, oldest=version)
-            answers = self.generate(call) if call.asked else []
+            answers = self.generate(call, version) if call.asked else []
             return self.answered(call, answers, version, oldest=version), 0
         if step not in self.pending:
             self.submit(step, self.submit_to)
@@ -104,7 +106,8 @@ class Sampler:
         places = [(prompt.position, index) for prompt in prompts for index in range(self.group_size)]
         found = self.journal.found(step, places, requests, self.sampling, oldest)
         missing = [place for place in range(len(requests)) if place not in found]
-        asked = list(range(len(requests))) if missing and self.all_or_none else missing
+        whole = self.all_or_none or self.custom is not None
+        asked = list(range(len(requests))) if missing and whole else missing
         # What an earlier attempt has of a step may be its rewards, too: they are looked up when all of the step is there.
         early = self.group_finished is not None and step not in self.journal.files
         arrived: dict[int, Completion] = {}
@@ -128,8 +131,11 @@ class Sampler:
             talks = Conversations(self.dialogue, of, first, self.sampling, step - 1, oldest, finished)
         return Call(prompts=prompts, requests=requests, found=found, asked=asked, finished=finished, talks=talks)
 
-    def generate(self, call: Call) -> list[Completion]:
-        """Samples what the journal does not answer, turn by turn where there is a dialogue."""
+    def generate(self, call: Call, version: int) -> list[Completion]:
+        """Samples what the journal does not answer, turn by turn where there is a dialogue, by weights of `version`."""
+        if self.custom is not None:
+            given = call.prompts, call.requests, self.sampling, self.tokenizer, version, call.finished
+            return self.custom(self.engine, *given)
         asked = [call.requests[place] for place in call.asked]
         if self.interruptible:
             self.joining = Further() if call.talks is None else call.talks.further
@@ -166,10 +172,10 @@ class Sampler:
         Raises:
             SentinelError: an answer does not match its request.
         """
-        joined = self.dialogue is not None
-        check_answers([call.requests[place] for place in call.asked], answers, self.sampling, version, oldest, joined)
+        joined, free = self.dialogue is not None, self.custom is not None
+        check_answers([call.requests[place] for place in call.asked], answers, self.sampling, version, oldest, joined, free)
         replayed = [call.requests[place] for place in call.found]
-        check_answers(replayed, list(call.found.values()), self.sampling, version, oldest, joined)
+        check_answers(replayed, list(call.found.values()), self.sampling, version, oldest, joined, free)
         of_place = {**dict(zip(call.asked, answers, strict=True)), **call.found}
         completions = [of_place[place] for place in range(len(call.requests))]
         return groups_of(call.prompts, call.requests, completions, self.sampling.stop_ids, self.tokenizer)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from rlgen.recipe.models import ToolFormat
 from rlgen.rollout.turns import Answer, Reply, Talk
 from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
 from rlgen.tools.formats import Malformed, Turn, read_turn
+from rlgen.types import Prompt
 
 # Names of the counts of replies, by what kept a call from its tool's answer.
 COUNTS = {
@@ -46,6 +47,11 @@ class ToolTurns:
         decides = [box.digest, form, str(tokenizer.chat_template), dict(suffixes.data.template_args)]
         digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
         return cls(box=box, suffixes=suffixes, tokenizer=tokenizer, format=form, digest=digest, opened=suffixes.opens_thinking)
+
+    @property
+    def code(self) -> Mapping[str, str | None]:
+        """Returns the SHA-256 of each tool's code, by "tools/NAME"."""
+        return {f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.pool.facts(), strict=True)}
 
     def reply(self, talk: Talk, room: int, answer: Answer) -> None:
         """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered.
@@ -96,11 +102,11 @@ class ToolTurns:
             )
         )
 
-    def demonstrated(self, questions: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Returns for each question the ids of a turn that asks the first tool, by its first parameter, and of its answer."""
+    def demonstrated(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[int]]]:
+        """Returns for each prompt the ids of a turn that asks the first tool, by its first parameter, and of its answer."""
         entry, schema = self.box.entries[0], self.box.schemas[0]
         parameter = next(iter(schema["function"]["parameters"]["properties"]))
-        calls = [ToolCall(entry.label, {parameter: question}) for question in questions]
+        calls = [ToolCall(entry.label, {parameter: prompt.columns["prompt"]}) for prompt in prompts]
         answers: Future[Sequence[ToolAnswer] | RlgenError] = Future()
         self.box.call(calls, answers.set_result)
         told = answers.result()
@@ -114,6 +120,9 @@ class ToolTurns:
             )
             for call, one in zip(calls, told, strict=True)
         ]
+
+    def end(self, conversation: Hashable) -> None:
+        """Does nothing: tools remember no conversation."""
 
     def close(self) -> None:
         """Ends the tools' processes."""

@@ -4,7 +4,7 @@ A conversation is one completion: the turns that the model samples, and between 
 id is never decoded and tokenised again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -16,9 +16,10 @@ from rlgen.types import Completion, Ids, Prompt
 class Talk:
     """A conversation after a turn of the model that a stop token ended.
 
-    Talk(prompt=Prompt(...), sample_index=0, turn=1, completion=Completion(token_ids=[9, 4, 257], ...), last=False)
+    Talk(conversation=7, prompt=Prompt(...), sample_index=0, turn=1, completion=Completion(token_ids=[9, 4], ...), last=False)
     """
 
+    conversation: Hashable  # the same object in all turns of one, and no other's
     prompt: Prompt
     sample_index: int  # 0..G-1 within the prompt's group
     turn: int  # 0 for the first
@@ -28,12 +29,17 @@ class Talk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reply:
-    """What follows a turn. Reply(ids=[198, 12, 40], counts={"calls": 1}, messages=({"role": "assistant", ...}, ...))"""
+    """What follows a turn. Reply(ids=[198, 12, 40], counts={"calls": 1}, messages=({"role": "assistant", ...}, ...))
+
+    If `ends`, no turn follows, and `ids` are dropped.
+    """
 
     ids: Ids  # [L] appended, not trained on: the rest of the turn's end, the answer, the header of the next turn
     counts: Mapping[str, int] = field(default_factory=dict)  # added to the metrics tools/NAME: {"calls": 2, "malformed": 1}
     # What the turn and its reply are as messages, for rewards and people: the assistant's, then those of the tools.
     messages: tuple[Mapping[str, Any], ...] = ()
+    unread: tuple[Mapping[str, Any], ...] = ()  # kept in place of `messages` where no turn follows: what the model never sees
+    ends: bool = False  # the conversation is over, with this turn as its last one; it does not count as truncated
 
 
 # Receives what follows a turn, from any thread. None: the model ended the conversation. An error ends the run.
@@ -48,16 +54,25 @@ class Turns(Protocol):
         """Returns the digest of everything that decides replies: the tools' sources, their limits, the chat template."""
         ...
 
+    @property
+    def code(self) -> Mapping[str, str | None]:
+        """Returns the SHA-256 of the user's code behind each part that replies: {"tools/search": "9f86d0..."}; None: built in."""
+        ...
+
     def reply(self, talk: Talk, room: int, answer: Answer) -> None:
         """Works out what follows a turn, and calls `answer` once, perhaps from another thread, perhaps before it returns.
 
-        It must not wait: other conversations go on meanwhile. If `talk.last`, nothing may be run: `answer` gets None if the turn
-        calls for no reply, else any Reply, whose ids are dropped; the conversation then counts as truncated.
+        It must not wait: other conversations go on meanwhile. If `talk.last`, `answer` gets None if the turn calls for no reply,
+        else any Reply, whose ids are dropped; unless that one ends the conversation, it then counts as truncated.
 
         Args:
             room: tokens that the completion may still take, reply and next turn together. A Reply whose ids leave no room for a
                 token ends the conversation, truncated.
         """
+        ...
+
+    def end(self, conversation: Hashable) -> None:
+        """Is told of each conversation that has ended, in whatever way, and of those that `reply` never saw. It must not wait."""
         ...
 
     def close(self) -> None:

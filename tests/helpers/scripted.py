@@ -1,7 +1,7 @@
 """Conversations without tools: replies that follow from the ids of a turn, and an engine that takes down what it is asked."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ class Scripted:
     digest: str = "scripted"
     talks: list[Talk] = field(default_factory=list)
     rooms: list[int] = field(default_factory=list)
+    code: Mapping[str, str | None] = field(default_factory=dict)
+    ended: list[Hashable] = field(default_factory=list)
     closed: bool = False
 
     def reply(self, talk: Talk, room: int, answer: Answer) -> None:
@@ -41,6 +43,9 @@ class Scripted:
         messages = ({"role": "assistant", "content": said}, {"role": "tool", "content": str(len(talk.completion.token_ids))})
         reply = Reply(ids=reply_ids(talk.completion), counts={"calls": 1, f"turn{talk.turn}": 1}, messages=messages)
         self.later(talk, lambda: answer(reply))
+
+    def end(self, conversation: Hashable) -> None:
+        self.ended.append(conversation)
 
     def close(self) -> None:
         self.closed = True

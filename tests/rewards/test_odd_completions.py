@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scoring import group, opened, scorer
 
-from rlgen.recipe.models import BUILT_IN_REWARDS, RewardRecipe, ScoringRecipe
+from rlgen.recipe.models import BUILT_IN_REWARDS, ENVIRONMENT_REWARD, RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import open_scorer
 
 __all__ = ["opened", "scorer"]
@@ -27,6 +27,7 @@ ODD = {
     "fractions nested": "\\boxed{" + "\\frac{" * 300 + "1" + "}{2}" * 300 + "}",
     "parentheses nested": "\\boxed{" + "(" * 300 + "1" + ")" * 300 + "}",
 }
+ODD_REWARDS = [name for name in BUILT_IN_REWARDS if name != ENVIRONMENT_REWARD]  # which reads no completion
 # What a model writes, in any order and number; and any text at all.
 PIECES = st.sampled_from(
     ["\\boxed{", "}", "{", "\\frac{1}{2}", "9^{9^9}", "!", "(", ")", "$", "####", "1,000", "-", "7", "<think>"]
@@ -39,7 +40,7 @@ def built_ins(seconds):
     args = {**ARGS, "math_verify": {"seconds": seconds}}
     entries = [
         RewardRecipe(use=name, args=args.get(name, {}), timeout=HANGS, on_error="skip", max_error_fraction=1.0)
-        for name in BUILT_IN_REWARDS
+        for name in ODD_REWARDS
     ]
     return open_scorer(entries, {"answer"}, 20, ScoringRecipe())
 
@@ -65,7 +66,7 @@ def hurried():
 def test_an_odd_completion_earns_a_finite_number(every_built_in, proof, name):
     (scored,) = every_built_in.score([group(ODD[name])], 1)
     (sample,) = scored.samples
-    assert set(sample.rewards) == set(BUILT_IN_REWARDS) and not sample.reward_errors
+    assert set(sample.rewards) == set(ODD_REWARDS) and not sample.reward_errors
     assert all(value is not None and math.isfinite(value) for value in sample.rewards.values())
     assert sample.rewards["exact_match"] == sample.rewards["math_verify"] == 0.0
     proof(f"{len(ODD[name])} characters, {len(sample.rewards)} built-ins, a number each")
@@ -84,7 +85,7 @@ def test_what_math_verify_cannot_compute_in_time_is_a_failure_and_no_zero(hurrie
     assert list(odd.reward_errors) == ["math_verify"] and odd.reward is None
     said = odd.reward_errors["math_verify"]
     assert said.startswith("error: TimeoutError: the completion was not read, or not compared with '7', within 2 s (")
-    assert sum(value is not None and math.isfinite(value) for value in odd.rewards.values()) == len(BUILT_IN_REWARDS) - 1
+    assert sum(value is not None and math.isfinite(value) for value in odd.rewards.values()) == len(ODD_REWARDS) - 1
     proof(f"{completion[:25]}: one failure, no 0.0; {len(odd.rewards) - 1} other built-ins gave numbers")
 
 

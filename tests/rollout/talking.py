@@ -1,7 +1,7 @@
 """`rlgen` whose completions are conversations, led by a script: talking.py INSTANT train RECIPE …
 
 INSTANT is one of `tests/run/killed.py`, or "none". Replies come from threads, in any order; after up to REPLY_SECONDS, if the
-environment says that.
+environment says that. "own/" before it: the recipe itself says what replies, and only the ends of turns are given.
 """
 
 import os
@@ -32,12 +32,14 @@ def slowly(talk: Talk, answer: Callable[[], None]) -> None:
 
 if __name__ == "__main__":
     instant = sys.argv.pop(1)
+    own, instant = instant.startswith("own/"), instant.removeprefix("own/")
     if instant != "none":
         killed.arm(instant)
     opened = score.open_scorer
-    trainer.open_scorer = evaluation.open_scorer = lambda *given: opened(*given[:6], turns=True)  # type: ignore[assignment]
     data.stop_ids = lambda *given: STOPS
-    trainer.open_dialogue = evaluation.open_dialogue = scripted  # type: ignore[assignment]
+    if not own:
+        trainer.open_scorer = evaluation.open_scorer = lambda *given: opened(*given[:6], turns=True)  # type: ignore[assignment]
+        trainer.open_dialogue = evaluation.open_dialogue = scripted  # type: ignore[assignment]
     from rlgen.cli.app import main
 
     main()

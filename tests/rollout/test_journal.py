@@ -581,7 +581,7 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
     learner, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
     pair = SimpleNamespace(learner=learner, engine=open_engine, position=Position())
     talk = None if tools is None else dialogue(digest=tools)
-    journal = open_journal(attempt, pair, SimpleNamespace(rewards=[]), talk)  # type: ignore[arg-type]
+    journal = open_journal(attempt, pair, SimpleNamespace(rewards=[]), talk, None)  # type: ignore[arg-type]
     journal.starts_from(0, "w0", ())
     return journal
 

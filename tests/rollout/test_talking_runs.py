@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import read_jsonl
 from helpers.scripted import Scripted, dialogue, in_threads
-from kills import ENGINES, ROOT, Kill, Kills
+from kills import ENGINES, KILLS, ROOT, Kill, Kills
 from rollout.talking import STOPS
 
 from rlgen.cli.rollouts import block
@@ -42,6 +42,19 @@ def said(messages, completion):
     assert [one["role"] for one in messages[:-1]] == ["assistant", "tool"] * (len(messages) // 2)
     return 0.1 * len(messages) + sum(int(one["content"]) for one in messages[1::2]) + 0.01 * len(completion)
 """
+WORLD = RECIPE.replace(
+    'rewards: [{use: "rewards.py:said"}]', 'rewards: [{use: environment}]\nenvironment: {use: "world.py:Counts"}'
+).replace("max_completion_tokens: 32", "max_completion_tokens: 90, max_turns: 3")
+COUNTS = """\
+class Counts:
+    def reset(self, prompt, seed):
+        self.said, self.seed = "", seed % 100
+        return f"{prompt} ({self.seed})"
+
+    def step(self, message):
+        self.said += message
+        return f"{len(self.said)}", sum(map(ord, message)) % 7 / 7 + len(self.said) / 100, len(message) % 4 == 0
+"""
 # Journals hold whole conversations, so the fifth answer is the end of a fifth conversation.
 ANSWERED = "after:rlgen.rollout.journal:Journal.answered:5@4"
 
@@ -58,6 +71,24 @@ class Talks(Kills):
         settings = [word for setting in ENGINES[engine] for word in ("--set", setting)]
         program = [sys.executable, str(TALKING), instant or "none", "train", str(self.recipe)]
         return [*program, "--run-dir", str(run), *settings, *(["--resume"] if resume else [])]
+
+
+class Worlds(Talks):
+    """Runs whose conversations an environment leads."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.recipe.write_text(WORLD)
+        (folder / "world.py").write_text(COUNTS)
+
+    def command(self, engine: str, run: Path, *, instant: str | None = None, resume: bool = False) -> list[str]:
+        command = super().command(engine, run, instant=instant, resume=resume)
+        return [*command[:2], f"own/{command[2]}", *command[3:]]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    return Worlds(tmp_path_factory.mktemp("worlds"))
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +153,31 @@ def test_killed_and_resumed_is_undisturbed(talks: Talks, engine: str) -> None:
     outcome = talks(Kill(engine, "among conversations", ANSWERED), f"killed_{engine}")
     assert outcome.problem is None, outcome
     assert read_jsonl(talks.folder / engine / "metrics.jsonl")[-1]["turns/mean"] > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "between completions",
+        "in half a record of the journal",
+        "before any reward",
+        "after all rewards",
+        "inside of backward",
+        "after the optimizer",
+        "in mid-sync",
+        "in half a line of metrics",
+        "at 40 % of a save",
+        "before a step's rollouts are there",
+    ],
+)
+def test_an_environment_is_killed_at_ten_instants(worlds: Worlds, words: str) -> None:
+    """Ids, log-probs, masks, spans and messages of the resumed run are those of the undisturbed one, to the last bit."""
+    kill = next(kill for kill in KILLS if kill.words == words)
+    outcome = worlds(Kill("transformers", words, kill.instant), f"killed {words.replace(' ', '_').replace('%', '')}")
+    assert outcome.problem is None, outcome
+    record = read_jsonl(worlds.folder / "transformers" / "metrics.jsonl")[-1]
+    assert record["turns/mean"] > 1.5 and record["reward/environment/std"] > 0
 
 
 @pytest.mark.slow

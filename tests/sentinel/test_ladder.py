@@ -109,7 +109,7 @@ SHOWS = {
     Fault.ADAPTER_IGNORED: 58,
     **dict.fromkeys([Fault.COMPLETION_ORDER, Fault.DROPPED_STOP_TOKEN, Fault.MISSING_PROMPT], 60),
 }
-WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT, Fault.BASE_CHANGED}
+WHILE_RUNNING = {Fault.STALE_ROLLOUTS, Fault.DRIFT, Fault.BASE_CHANGED, Fault.FOREIGN_TOKENS}
 
 
 # On vLLM these; the rest of its planted faults are slow.

@@ -130,7 +130,7 @@ def test_tools_that_misbehave_are_answered_bounded_masked_and_counted(boxes: Any
             prompt_ids=ids_of([1]),
         )
         prompt = Prompt(position=0, row=0, text="", prompt_ids=ids_of([1]), columns={})
-        return Talk(prompt=prompt, sample_index=0, turn=0, completion=answer, last=False)
+        return Talk(conversation=0, prompt=prompt, sample_index=0, turn=0, completion=answer, last=False)
 
     def replied(room: int, *calls: str) -> Reply:
         from queue import SimpleQueue

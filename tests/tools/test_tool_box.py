@@ -1,5 +1,6 @@
 """Tools: what the model is told of them, how their arguments are checked, and what it is told of calls that fail."""
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,9 +8,11 @@ from typing import Any
 
 import pytest
 from helpers.waiting import HANGS
-from tool_files import boxes
+from tool_files import boxes, turns_of
+from tool_templates import FAMILIES, tokenizer_of
 
 from rlgen.errors import ToolError
+from rlgen.opening.inputs import in_words
 from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
 from rlgen.workers import pool, process
 
@@ -145,3 +148,13 @@ def test_code_that_has_changed_is_an_error(boxes: Boxes, tmp_path: Path) -> None
 def test_the_digest_is_of_all_that_decides_answers(boxes: Boxes) -> None:
     add = boxes("add").digest
     assert add not in {boxes({"use": "add", "timeout": 3.0}).digest, boxes("echo").digest}
+
+
+def test_the_code_of_each_tool_is_known_by_its_hash(boxes: Boxes) -> None:
+    box = boxes("add", {"use": "echo", "name": "say"})
+    sha256 = hashlib.sha256(Path(box.entries[0].use.rpartition(":")[0]).read_bytes()).hexdigest()
+    turns = turns_of(box, tokenizer_of(FAMILIES["qwen2.5"]), ["<|im_end|>"])
+    assert turns.code == {"tools/add": sha256, "tools/say": sha256}
+    assert [in_words(name) for name in (*turns.code, "brevity", "eval/brevity", "environment/Grid", "rollout/f")] == [
+        *("tool add", "tool say", "reward brevity", "reward eval/brevity", "environment Grid", "rollout.use f")
+    ]

@@ -4,7 +4,7 @@ const PAGE = 50; // rollouts of one page of the list
 const BARS = 24; // of the histogram
 const EMPTY = { step: ["", ""], reward: ["", ""], length: ["", ""], finish: "", text: "", sort: "step", down: false };
 
-/** Shows a message of a conversation before its last turn: what the model said, or what it was answered, which is not learned from. */
+/** Shows a message of a conversation but its last turn: what the model said, or what it was answered, which is not learned from. */
 function spoken({ role, content, tool_calls, ...others }) {
   const sampled = role === "assistant";
   const parts = [others.reasoning_content, content, ...(tool_calls ?? []).map((call) => JSON.stringify(call.function ?? call))].filter(Boolean);
@@ -196,7 +196,7 @@ class Rollouts {
       ...errors,
       make("h4", {}, "Prompt"), make("pre", { class: "prompt" }, visible(text)),
       ...Object.entries(data).flatMap(([name, value]) => [make("h4", {}, visible(name)), make("pre", { class: "data" }, visible(typeof value === "string" ? value : JSON.stringify(value)))]),
-      ...(texts.messages ? texts.messages[row].slice(0, -1).flatMap(spoken) : []),
+      ...(texts.messages ? texts.messages[row].filter((_, place, all) => place !== all.findLastIndex(({ role }) => role === "assistant")).flatMap(spoken) : []),
       make("h4", {}, "Completion"), make("pre", { class: "completion" }, visible(texts.completions[row])),
       make("h4", {}, "Token by token"), tokenView(own, this.facts.tokenizer));
     document.body.dataset.chosen = this.key(place);

@@ -1,0 +1,272 @@
+"""Runs a sampler that the user writes, `rollout.use`, and proves that what it returns is what the engine sampled.
+
+The function is called as function(prompts, engine) in the trainer's process, once for the prompts of a step:
+
+    def think_twice(prompts, engine):
+        places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(engine.group_size)]
+        first = engine.generate([Ask(prompt, sample, max_tokens=100) for prompt, sample in places])
+        ...
+        return [Rolled(prompt, sample, ids, logp) for ...]
+
+Each token of what it returns either has no log-prob, and is not trained on; or it is one that the engine answered to exactly the
+ids before it, with that log-prob to the bit. Anything else ends the run.
+"""
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.engines.base import Engine, Finished
+from rlgen.errors import Fault, RlgenError, SentinelError, ToolError
+from rlgen.rollout.answers import check_answers
+from rlgen.rollout.conversations import turn_seed
+from rlgen.types import Completion, Ids, LogProbs, Prompt, Request, Sampling, Span, ids_of
+from rlgen.workers.failures import described, user_line
+from rlgen.workers.find import find
+from rlgen.workers.source import Trade
+
+ROLLOUT = Trade("rollout.use", "rollout", ToolError)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to the engine. Ask(prompt=0, sample=3, after=[9, 4, 257], max_tokens=20)"""
+
+    prompt: int  # index into the prompts
+    sample: int  # 0..group_size-1
+    after: Sequence[int] = ()  # ids that stand between the prompt and what is to be sampled
+    max_tokens: int | None = None  # None: as many as the completion has left
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine sampled. Answer(ids=[9, 4, 257], logp=[-0.2, -1.1, -0.01], stopped=True)"""
+
+    ids: list[int]
+    logp: list[float]
+    stopped: bool  # the last id is a stop token; else it was cut off
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """One completion that a rollout returns. Rolled(prompt=0, sample=3, ids=[9, 4, 88], logp=[-0.2, -1.1, None])"""
+
+    prompt: int
+    sample: int
+    ids: Sequence[int]
+    logp: Sequence[float | None]  # as the engine answered it; None, or NaN: not sampled, and not trained on
+
+
+Function: TypeAlias = Callable[[Sequence[Prompt], "Handle"], Sequence[Rolled]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Given:
+    """An answer of the engine, and what stood before it."""
+
+    after: Ids
+    answer: Completion
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Handle:
+    """The engine, as a rollout sees it. It keeps all answers."""
+
+    group_size: int
+    max_tokens: int  # of a completion
+    stop_ids: tuple[int, ...]
+    _engine: Engine
+    _sampling: Sampling
+    _tokenizer: PreTrainedTokenizerBase
+    _prompts: Sequence[Prompt]
+    _requests: Sequence[Request]  # of the completions: group_size for each prompt
+    _version: int
+    _asked: Counter[tuple[int, int]] = field(default_factory=Counter)  # by prompt and sample
+    _given: dict[int, list[Given]] = field(default_factory=lambda: defaultdict(list))  # by prompt
+
+    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Samples after given ids, all requests at once, and returns the answers in their order.
+
+        What is sampled follows from the run's seed, the prompt, the sample, and how often that sample was asked for.
+
+        Raises:
+            ValueError: a request is for no prompt or sample of the step, or leaves no room for a token.
+            EngineError: as `Engine.generate` raises it.
+            SentinelError: an answer does not match its request.
+        """
+        requests = [self._request(ask) for ask in asks]
+        found = self._engine.generate(requests, self._sampling)
+        check_answers(requests, found, self._sampling, self._version)
+        for ask, answer in zip(asks, found, strict=True):
+            self._given[ask.prompt].append(Given(after=ids_of(ask.after), answer=answer))
+        return [Answer(one.token_ids.tolist(), one.logp.tolist(), one.finish_reason == "stop") for one in found]
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text that is to be put between what was sampled; never of a text that was sampled."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids, to decide by."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _request(self, ask: Ask) -> Request:
+        """Returns the request of an ask, with the seed of its place. Raises ValueError."""
+        if not (0 <= ask.prompt < len(self._prompts) and 0 <= ask.sample < self.group_size):
+            raise ValueError(f"{ask} is for none of {len(self._prompts)} prompts and {self.group_size} samples")
+        room = self.max_tokens - len(ask.after)
+        tokens = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        if tokens < 1:
+            raise ValueError(f"{len(ask.after)} ids before it leave no token of rollout.max_completion_tokens {self.max_tokens}")
+        place = ask.prompt, ask.sample
+        seed = self._requests[ask.prompt * self.group_size + ask.sample].seed
+        request = Request(
+            prompt_ids=np.concatenate([self._prompts[ask.prompt].prompt_ids, ids_of(ask.after)], dtype=np.int32),
+            seed=turn_seed(seed, self._asked[place]),
+            max_tokens=tokens,
+        )
+        self._asked[place] += 1
+        return request
+
+    def proved(self, rolled: Rolled, where: str) -> Completion:
+        """Returns a completion, every sampled token of which the engine gave for the ids before it.
+
+        Raises:
+            SentinelError: for one that it did not give, or gave with another log-prob; or no token was sampled.
+        """
+        ids, logp = ids_of(rolled.ids), as_logp(rolled.logp)
+        if len(logp) != len(ids):
+            raise SentinelError(Fault.MISSING_LOGPROBS, f"it has {len(ids)} ids and {len(logp)} log-probs", where)
+        sampled, versions = ~np.isnan(logp), np.full(len(ids), -1, dtype=np.int64)
+        for given in self._given[rolled.prompt]:
+            start, answer = len(given.after), given.answer
+            if start < len(ids) and np.array_equal(ids[:start], given.after):
+                length = min(len(ids) - start, len(answer.token_ids))
+                same = (ids[start : start + length] == answer.token_ids[:length]) & (
+                    logp[start : start + length].view(np.int32) == answer.logp[:length].view(np.int32)
+                )
+                length = length if same.all() else int(same.argmin())
+                versions[start : start + length] = version_of(answer)[:length]
+        if (wrong := np.flatnonzero(sampled & (versions < 0))).size:
+            at = int(wrong[0])
+            raise SentinelError(
+                Fault.FOREIGN_TOKENS,
+                f"id {ids[at]} at place {at} has the log-prob {logp[at]:.6g}, but the engine has not answered with both to"
+                f" the {at} ids before it; return ids and log-probs as they came, and None for what was not sampled",
+                where,
+            )
+        if not sampled.any():
+            raise SentinelError(Fault.FOREIGN_TOKENS, "none of its ids was sampled, so nothing could be learned from it", where)
+        if len(ids) > self.max_tokens:
+            what = f"it has {len(ids)} ids, more than rollout.max_completion_tokens {self.max_tokens}"
+            raise SentinelError(Fault.FOREIGN_TOKENS, what, where)
+        stopped = bool(sampled[-1]) and int(ids[-1]) in self.stop_ids
+        return Completion(
+            token_ids=ids,
+            logp=logp,
+            finish_reason="stop" if stopped else "length",
+            spans=spans_of(np.where(sampled, versions, -1)),
+            prompt_ids=self._prompts[rolled.prompt].prompt_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomRollout:
+    """The function of `rollout.use`. CustomRollout(use="mine.py:think_twice", function=..., sha256="9f86d0...")"""
+
+    use: str
+    function: Function
+    sha256: str | None  # of its code
+
+    @classmethod
+    def load(cls, use: str) -> "CustomRollout":
+        """Imports the function. Raises ToolError if there is none, or its import fails."""
+        function, sha256 = find(use, ROLLOUT)
+        return cls(use=use, function=function, sha256=sha256)
+
+    def __call__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        tokenizer: PreTrainedTokenizerBase,
+        version: int,
+        finished: Finished,
+    ) -> list[Completion]:
+        """Returns the completions of all requests, in their order.
+
+        Args:
+            requests: of the completions, those of one prompt side by side.
+            version: of the weights that must have sampled.
+            finished: told of each completion, by index into `requests`.
+
+        Raises:
+            ToolError: the function raised, or returned other than one Rolled for each sample.
+            SentinelError: a token that it calls sampled is none that the engine gave.
+        """
+        size = len(requests) // max(1, len(prompts))
+        handle = Handle(
+            group_size=size,
+            max_tokens=sampling.max_tokens,
+            stop_ids=sampling.stop_ids,
+            _engine=engine,
+            _sampling=sampling,
+            _tokenizer=tokenizer,
+            _prompts=prompts,
+            _requests=requests,
+            _version=version,
+        )
+        where = f"rollout.use {self.use}"
+        try:
+            returned = list(self.function(prompts, handle))
+        except RlgenError:
+            raise
+        except Exception as error:  # user code may raise anything
+            line = user_line(error, self.use.rpartition(":")[0])
+            raise ToolError(f"{where} raised {described(error)} {line}".rstrip()) from error
+        if odd := next((one for one in returned if not isinstance(one, Rolled)), None):
+            raise ToolError(f"{where} returned a {type(odd).__name__}; it returns a list of rlgen.rollout.custom.Rolled")
+        wanted = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(size)]
+        there = Counter((one.prompt, one.sample) for one in returned)
+        for prompt, sample in [*wanted, *there]:
+            if there[prompt, sample] != 1 or (prompt, sample) not in wanted:
+                what = f"returned sample {sample} of prompt {prompt} {there[prompt, sample]} times"
+                raise ToolError(f"{where} {what}; it returns each of {size} samples of {len(prompts)} prompts once")
+        completions: dict[int, Completion] = {}
+        for one in returned:
+            position = prompts[one.prompt].position
+            completions[one.prompt * size + one.sample] = handle.proved(
+                one, f"{where}, prompt at position {position}, sample {one.sample}"
+            )
+        found = [completions[place] for place in range(len(requests))]
+        for place, completion in enumerate(found):
+            finished(place, completion)
+        return found
+
+
+def as_logp(values: Sequence[float | None]) -> LogProbs:
+    """Returns log-probs as an array, with NaN for None."""
+    if isinstance(values, np.ndarray):
+        return values.astype(np.float32)
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float32)
+
+
+def version_of(answer: Completion) -> NDArray[np.int64]:
+    """Returns [L], the version of the weights that sampled each token."""
+    versions = np.full(len(answer.token_ids), -1, dtype=np.int64)
+    for start, stop, version in answer.spans:
+        versions[start:stop] = version
+    return versions
+
+
+def spans_of(versions: NDArray[np.int64]) -> tuple[Span, ...]:
+    """Returns the spans of tokens by the version that sampled each; -1: not sampled."""
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return tuple(Span(start, stop, int(versions[start])) for start, stop in itertools.pairwise(edges) if versions[start] >= 0)

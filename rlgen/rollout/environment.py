@@ -1,0 +1,119 @@
+"""Answers the turns of a model by an environment: passes on what the model says, and appends what the environment answers."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.data.suffix import Suffixes
+from rlgen.errors import RlgenError, ToolError
+from rlgen.rollout.observed import begin_of, every, first_of
+from rlgen.rollout.tools import COUNTS
+from rlgen.rollout.turns import Answer, Reply, Talk
+from rlgen.tools.arena import Arena
+from rlgen.types import ENVIRONMENT, Prompt
+from rlgen.workers.failures import Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EnvironmentTurns:
+    """An environment as what answers the model. Implements `Turns`.
+
+    What it gives for a turn is in the messages, as {"role": "user", "content": observation, "reward": 0.5}. What it answers to
+    the last turn has the role "environment", because the model does not read it; or {"role": "environment", "error": why} where
+    it has failed. The reward `environment` adds them up.
+    """
+
+    arena: Arena
+    suffixes: Suffixes
+    tokenizer: PreTrainedTokenizerBase
+    column: str  # of the data set, which holds prompts
+    digest: str
+    _talks: dict[Hashable, int] = field(default_factory=dict)  # the arena's number of each conversation that is not done
+
+    @classmethod
+    def of(cls, arena: Arena, suffixes: Suffixes, tokenizer: PreTrainedTokenizerBase, column: str) -> "EnvironmentTurns":
+        """Puts the parts together."""
+        decides = [arena.digest, str(tokenizer.chat_template), dict(suffixes.data.template_args)]
+        digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+        return cls(arena=arena, suffixes=suffixes, tokenizer=tokenizer, column=column, digest=digest)
+
+    @property
+    def code(self) -> Mapping[str, str | None]:
+        """Returns the SHA-256 of the environment's code, by "environment/NAME"."""
+        return {f"environment/{self.arena.settings.use.rpartition(':')[2]}": self.arena.pools[0].facts()[0].sha256}
+
+    def reply(self, talk: Talk, room: int, answer: Answer) -> None:
+        """Passes a turn on. `answer` gets a Reply, which ends the conversation if the environment is done or has failed.
+
+        Args:
+            room: tokens that the completion may still take.
+        """
+        thought, _, said = self.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=True).rpartition("</think>")
+        turn = {"role": "assistant", "content": said.strip() if thought else said}
+        if thought:
+            turn["reasoning_content"] = thought.removeprefix("<think>").strip()
+        done = partial(self.answered, talk, room, turn, answer)
+        if talk.turn == 0:
+            columns = talk.prompt.columns
+            number = self._talks[talk.conversation] = self.arena.number()
+            self.arena.begin(number, begin_of(columns, self.column), first_of(columns, self.column), turn["content"], done)
+        else:
+            self.arena.step(self._talks[talk.conversation], turn["content"], done)
+
+    def answered(
+        self, talk: Talk, room: int, turn: Mapping[str, str], answer: Answer, came: Mapping[str, Any] | Failed | RlgenError
+    ) -> None:
+        """Passes on what the environment answers to a turn."""
+        if isinstance(came, RlgenError):
+            answer(came)
+            return
+        counts, nothing = Counter({"steps": 1}), talk.completion.token_ids[:0]
+        if isinstance(came, Failed):
+            self._talks.pop(talk.conversation, None)
+            counts[COUNTS[came.cause]] += 1
+            error = {"role": ENVIRONMENT, "error": f"{came.cause}: {came.message}"}
+            answer(Reply(ids=nothing, counts=dict(counts), unread=(error,), ends=True))
+            return
+        limit = min(self.arena.settings.max_output_tokens, max(1, room // 2))
+        text = self.suffixes.cut(came["text"], limit, came["characters"] - len(came["text"]))
+        counts["cut"] += text != came["text"] or came["characters"] > len(came["text"])
+        unread = {"role": ENVIRONMENT, "content": text, "reward": came["reward"]}
+        if came["done"]:
+            self._talks.pop(talk.conversation, None)
+            answer(Reply(ids=nothing, counts=dict(+counts), unread=(unread,), ends=True))
+            return
+        told = {"role": self.arena.settings.role, "content": text, "reward": came["reward"]}
+        ids = self.suffixes.ids([ENVIRONMENT], [text], int(talk.completion.token_ids[-1]))
+        answer(Reply(ids=ids, counts=dict(+counts), messages=(turn, told), unread=(unread,)))
+
+    def demonstrated(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[int]]]:
+        """Returns for each prompt the ids of what is good to say first, and of what the environment answers to it.
+
+        Raises:
+            ToolError: the environment has no method `demonstrate`, or fails.
+        """
+        rows = [begin_of(prompt.columns, self.column) for prompt in prompts]
+        stop, found = int(self.tokenizer.eos_token_id), []
+        for came in every(rows, self.arena.demonstrate):
+            if isinstance(came, Failed):
+                raise ToolError(f"environment: no good first message is known: {came.message}")
+            found.append(
+                ([*self.suffixes.encode(came["said"]), stop], self.suffixes.ids([ENVIRONMENT], [came["text"]], stop).tolist())
+            )
+        return found
+
+    def end(self, conversation: Hashable) -> None:
+        """Gives up a conversation in which the environment is not done."""
+        talk = self._talks.pop(conversation, None)
+        if talk is not None:
+            self.arena.end(talk)
+
+    def close(self) -> None:
+        """Ends the environment's processes."""
+        self.arena.close()

@@ -1,0 +1,98 @@
+"""Asks an environment once for each row what the model reads first, before prompts are templated and tokenised.
+
+So the completions of one prompt begin alike, in the same state, and can be compared.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import pyarrow
+
+from rlgen.data.source import Rows, TextRows
+from rlgen.errors import RlgenError, ToolError
+from rlgen.recipe.models import SEED_COLUMN
+from rlgen.tools.arena import Arena, Done
+from rlgen.workers.failures import Failed
+
+BEFORE = "before_reset"  # column of the data's own prompts, where the environment has replaced them
+AT_ONCE = 1000  # rows
+
+
+def observed(rows: Rows, column: str, arena: Arena) -> Rows:
+    """Returns the rows with a column `seed`, and with what `reset` returned for each in place of its prompt, or of the text of
+    its last message. Where that is None the prompt stays.
+
+    Args:
+        column: of prompts.
+
+    Raises:
+        ToolError: the environment failed for a row, or what it returns cannot be read.
+    """
+    texts: list[str] = []
+    replaced = False
+    for start in range(0, len(rows.rows), AT_ONCE):
+        some = rows.at(range(start, min(start + AT_ONCE, len(rows.rows))))
+        given = [{SEED_COLUMN: seed_of(start + place), **row} for place, row in enumerate(some)]
+        for place, (row, first) in enumerate(zip(given, firsts(given, column, arena), strict=True), start):
+            if isinstance(first, Failed):
+                raise ToolError(f"environment: it fails for row {place} of {rows.source}: {first.cause}: {first.message}")
+            if first is not None:
+                row |= {BEFORE: row[column], column: with_text(row[column], first)}
+                replaced = True
+            texts.append(json.dumps(row, default=str))
+    columns = (*rows.columns, *(() if SEED_COLUMN in rows.columns else (SEED_COLUMN,)), *((BEFORE,) if replaced else ()))
+    digest = hashlib.sha256(json.dumps([rows.fingerprint, texts]).encode()).hexdigest()
+    held = TextRows(pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())]), columns)
+    return replace(rows, rows=held, columns=columns, fingerprint=digest)
+
+
+def firsts(rows: Sequence[Mapping[str, Any]], column: str, arena: Arena) -> list[str | Failed | None]:
+    """Returns what `reset` returns for each row. Raises RlgenError if no process of the environment can be started."""
+    found: list[str | Failed | None] = []
+    for one in every([begin_of(row, column) for row in rows], arena.first):
+        if not isinstance(one, Failed) and one["text"] is not None and one["characters"] > len(one["text"]):
+            raise ToolError("environment: what reset returns is longer than environment.max_output_tokens; raise that")
+        found.append(one if isinstance(one, Failed) else one["text"])
+    return found
+
+
+def every(rows: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any], Done], None]) -> list[dict[str, Any] | Failed]:
+    """Asks an arena about rows, all at once, and returns the answers. Raises RlgenError if it answers with one."""
+    came: SimpleQueue[tuple[int, dict[str, Any] | Failed | RlgenError]] = SimpleQueue()
+    for place, row in enumerate(rows):
+        ask(row, lambda answer, place=place: came.put((place, answer)))  # type: ignore[misc]
+    found: dict[int, dict[str, Any] | Failed] = {}
+    for _ in rows:
+        place, answer = came.get()
+        if isinstance(answer, RlgenError):
+            raise answer
+        found[place] = answer
+    return [found[place] for place in range(len(rows))]
+
+
+def begin_of(columns: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """Returns what `reset` may take by name: the columns of a row, its own prompt as `prompt`, and `seed`."""
+    own = columns.get(BEFORE)
+    return {**columns, "prompt": columns[column] if own is None else own}
+
+
+def first_of(columns: Mapping[str, Any], column: str) -> str | None:
+    """Returns what `reset` returned for a row when its prompt was made."""
+    if columns.get(BEFORE) is None:
+        return None
+    prompt = columns[column]
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def with_text(prompt: Any, text: str) -> Any:
+    """Returns a prompt with another text, that of its last message if it is a chat."""
+    return text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
+
+
+def seed_of(row: int) -> int:
+    """Returns a seed of 31 bits from the index of a row, so that it is the same in each run."""
+    return int.from_bytes(hashlib.sha256(f"environment/{row}".encode()).digest()[:4]) >> 1

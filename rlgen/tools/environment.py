@@ -1,0 +1,216 @@
+"""Imports the class that `environment` names, and leads its conversations. Runs in a worker.
+
+An object of the class is one conversation. Its methods are called in threads, so that one that waits holds up no other.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+from rlgen.errors import ToolError
+from rlgen.tools.examples import ENVIRONMENTS
+from rlgen.workers.failures import Failed, failure_of
+from rlgen.workers.find import facts_of, find
+from rlgen.workers.source import FunctionFacts, Trade
+
+LEAVES_AFTER = 1.0  # seconds without a conversation after which a process ends in which a call may still run
+ENVIRONMENT = Trade("environment", "environment", ToolError)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSource:
+    """The environment that a worker imports."""
+
+    use: str
+    timeout: float  # seconds
+    args: dict[str, Any]  # of the recipe
+    trade: ClassVar[Trade] = ENVIRONMENT
+
+    def load(self) -> "LoadedEnvironment":
+        """Imports the class. Raises ToolError if there is none, its import fails, or it has no `reset` or `step`."""
+        make, sha256 = (ENVIRONMENTS[self.use], None) if self.use in ENVIRONMENTS else find(self.use, ENVIRONMENT)
+        for method in ("reset", "step"):
+            if not callable(getattr(make, method, None)):
+                raise ToolError(f"environment: {self.use} is no class with a method `{method}`; see `rlgen docs environments`")
+        facts = facts_of(self.use, make, sha256, ENVIRONMENT)
+        parameters = [name for name, _, _ in facts.parameters]
+        takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in facts.parameters)
+        if not takes_all and (unknown := sorted(set(self.args) - set(parameters))):
+            named = ", ".join(parameters) or "none"
+            raise ToolError(f"environment: {self.use} has no parameter `{unknown[0]}`, which args gives; it has {named}")
+        # Its calls share one process, as those of async functions do.
+        facts = FunctionFacts(facts.parameters, is_async=True, file=facts.file, sha256=facts.sha256)
+        return LoadedEnvironment(partial(make, **self.args), facts, self.timeout)
+
+
+@dataclass(slots=True)
+class LoadedEnvironment:
+    """An imported environment, and its conversations in this process."""
+
+    make: Callable[[], Any]
+    facts: FunctionFacts
+    timeout: float
+    _talks: dict[int, Any] = field(default_factory=dict)
+    _closing: "set[asyncio.Task[None]]" = field(default_factory=set)
+    _hung: bool = False  # a thread of a call that took too long may still run
+
+    async def function(
+        self,
+        talk: int,
+        begin: dict[str, Any] | None = None,
+        expected: str | None = None,
+        message: str | None = None,
+        demonstrate: bool = False,
+    ) -> dict[str, Any]:
+        """Begins a conversation, answers a message in it, or does both. With neither, it ends.
+
+        Args:
+            talk: number of the conversation.
+            begin: what `reset` may take, by name.
+            expected: what `reset` returned for the same row when the prompt was made.
+            message: of the model.
+            demonstrate: the environment itself says what a good first message is, and ends with the answer to it.
+
+        Returns:
+            {"text": what the model is told, "reward": 0.5, "done": false}; of `reset` alone its text, or None. Of what was
+            demonstrated, with that as "said".
+
+        Raises:
+            Exception: whatever the environment raises; ValueError for what it must not return. The conversation has then ended.
+        """
+        if begin is None and message is None:
+            await self._end(talk)
+            return {}
+        if begin is not None:
+            self._talks[talk] = None
+        try:
+            text: str | None = None
+            if begin is not None:
+                one = self._talks[talk] = await called(self.make)
+                text = observation(await called(one.reset, taken(one.reset, begin)), "reset")
+                if message is not None and text != expected:
+                    raise ValueError(
+                        f"reset returned {shown(text)}, and {shown(expected)} when the prompt was made: completions of one prompt"
+                        " must begin alike; take what is random from `seed`"
+                    )
+            if demonstrate:
+                said = str(await called(self._talks[talk].demonstrate))
+                answer = step_of(await called(self._talks[talk].step, {"message": said}, by_name=False)) | {"said": said}
+                await self._end(talk)
+                return answer
+            if message is None:
+                await self._end(talk)
+                return {"text": text}
+            if talk not in self._talks:
+                raise RuntimeError("the process that held the state of this conversation has ended")
+            answer = step_of(await called(self._talks[talk].step, {"message": message}, by_name=False))
+        except BaseException as error:
+            self._hung = self._hung or isinstance(error, asyncio.CancelledError)  # at its timeout
+            closing = asyncio.create_task(self._end(talk))  # which nobody waits for: there is no time left
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            raise
+        if answer["done"]:
+            await self._end(talk)
+        return answer
+
+    def value(self, answer: dict[str, Any], size: int | None) -> dict[str, Any]:
+        """Returns what was answered, its text of at most `size` characters, and how long it was before it was cut."""
+        text = answer.get("text")
+        return answer | ({"text": text[:size], "characters": len(text)} if text is not None else {})
+
+    def failure(self, error: BaseException) -> Failed:
+        """Returns type, message and line of what was raised."""
+        return failure_of(error, self.facts.file)
+
+    async def _end(self, talk: int) -> None:
+        """Forgets a conversation, and closes it. Once none is left, the process ends if a call may still run: the next one starts
+        another.
+        """
+        one = self._talks.pop(talk, None)
+        if self._hung and not self._talks:
+            leaves = threading.Timer(LEAVES_AFTER, self._leave)  # the loop stands still between steps
+            leaves.daemon = True
+            leaves.start()
+        close = getattr(one, "close", None)
+        if callable(close):
+            with suppress(Exception):  # all that counts has been said
+                await called(close)
+
+    def _leave(self) -> None:
+        if not self._talks:
+            os._exit(0)
+
+
+def taken(method: Callable[..., Any], available: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of `available` that a method takes by name."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return available
+    return {one.name: available[one.name] for one in parameters if one.name in available}
+
+
+async def called(function: Callable[..., Any], arguments: dict[str, Any] | None = None, by_name: bool = True) -> Any:
+    """Calls a function in a thread of its own, or an async one in the loop, and returns what it returns."""
+    given = arguments or {}
+    call = partial(function, **given) if by_name else partial(function, *given.values())
+    if inspect.iscoroutinefunction(function):
+        return await call()
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():  # it was too late
+            future.set_result((result, error))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except BaseException as raised:  # user code may raise anything, StopIteration too, which no future takes
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    result, error = await future
+    if error is not None:
+        raise error
+    return result
+
+
+def observation(value: Any, method: str) -> str | None:
+    """Returns an observation as a text. Raises ValueError if it is none."""
+    if value is None and method == "reset":
+        return None
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{method} returned {shown(value)}, and an observation is a text, or what JSON holds") from error
+    return text.encode("utf-8", "replace").decode()
+
+
+def step_of(value: Any) -> dict[str, Any]:
+    """Returns what `step` returned as a record. Raises ValueError if it is not (observation, reward, done)."""
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        raise ValueError(f"step returned {shown(value)}, not (observation, reward, done)")
+    text, reward, done = value
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(f"step returned the reward {shown(reward)}; a reward is a finite number")
+    if not isinstance(done, bool):
+        raise ValueError(f"step returned {shown(done)} as done, which is True or False")
+    return {"text": "" if done and text is None else observation(text, "step"), "reward": float(reward), "done": done}
+
+
+def shown(value: Any) -> str:
+    """Returns the repr of a value in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -1,0 +1,113 @@
+"""Holds the environments that come with rlgen. An object is one conversation; a user's own is written in the same way."""
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+from rlgen.tools.openenv import OpenEnv
+
+Step = tuple[str, float, bool]  # observation, reward, done
+INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
+MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+LONGEST = 200  # characters of an expression
+
+
+class GuessNumber:
+    """A number to guess. After each guess the model is told whether it is higher or lower."""
+
+    def __init__(self, highest: int = 100, guesses: int = 7) -> None:
+        """Sets the range, 1 to `highest`, and how many guesses there are."""
+        self.highest, self.left = highest, guesses
+
+    def reset(self, prompt: Any, seed: int) -> None:
+        """Draws the number."""
+        self.number = Random(seed).randint(1, self.highest)
+
+    def step(self, message: str) -> Step:
+        """Takes the last whole number of the message as the guess. The right one earns 1.0."""
+        self.left -= 1
+        found = INTEGER.findall(message)
+        if found and int(found[-1]) == self.number:
+            return "right", 1.0, True
+        said = "say a whole number" if not found else "higher" if int(found[-1]) < self.number else "lower"
+        return said, 0.0, self.left <= 0
+
+
+class Grid:
+    """A square to cross, one step a turn, from one cell to another."""
+
+    def __init__(self, size: int = 4, steps: int = 8) -> None:
+        """Sets the cells of a side, and how many steps there are."""
+        self.size, self.left = size, steps
+
+    def reset(self, prompt: Any, seed: int) -> str:
+        """Draws two cells, and says which they are."""
+        rng = Random(seed)
+        cells = [(x, y) for x in range(self.size) for y in range(self.size)]
+        self.at, self.goal = rng.sample(cells, 2)
+        ahead = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        return f"{ahead}\nYou are at {self.at[0]},{self.at[1]}. The goal is at {self.goal[0]},{self.goal[1]}."
+
+    def step(self, message: str) -> Step:
+        """Takes the last of up, down, left and right as the move. The goal earns 1.0."""
+        self.left -= 1
+        found = [word for word in re.findall(r"[a-z]+", message.lower()) if word in MOVES]
+        if not found:
+            return "say up, down, left or right", 0.0, self.left <= 0
+        x, y = (min(max(at + by, 0), self.size - 1) for at, by in zip(self.at, MOVES[found[-1]], strict=True))
+        self.at = x, y
+        if self.at == self.goal:
+            return "there", 1.0, True
+        return f"You are at {x},{y}.", 0.0, self.left <= 0
+
+
+class Calculator:
+    """A calculator beside a question. A message that ends with `?` is computed; any other one is the answer."""
+
+    def __init__(self, uses: int = 4) -> None:
+        """Sets how many expressions are computed."""
+        self.left = uses
+
+    def reset(self, prompt: Any, answer: Any) -> None:
+        """Takes the right answer from the data set's column `answer`."""
+        self.question, self.answer = prompt, str(answer).strip()
+
+    def demonstrate(self) -> str:
+        """Says what is good to say first: the question, to be computed."""
+        return f"{str(self.question).rstrip('= ')}?"
+
+    def step(self, message: str) -> Step:
+        """Computes "37*52?", or compares the message with the answer, which earns 1.0 if it is the same."""
+        text = message.strip()
+        if not text.endswith("?"):
+            return "", float(text == self.answer), True
+        self.left -= 1
+        try:
+            said = str(value_of(ast.parse(text[:LONGEST].rstrip("?= "), mode="eval").body))
+        except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+            said = "error"
+        return said, 0.0, self.left <= 0
+
+
+def value_of(node: ast.expr) -> Fraction:
+    """Returns the value of an expression of whole numbers with + - * / and parentheses. Raises ValueError for any other."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return Fraction(OPERATORS[type(node.op)](value_of(node.left), value_of(node.right)))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -value_of(node.operand)
+    raise ValueError("no expression of whole numbers")
+
+
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {
+    "guess_number": GuessNumber,
+    "grid": Grid,
+    "calculator": Calculator,
+    "openenv": OpenEnv,
+}
