@@ -331,7 +331,8 @@ def plain_types(annotation: Any) -> list[Any]:
     return [annotation, *(part for argument in get_args(annotation) for part in plain_types(argument))]
 
 
-TASK_NUMBERS = {f"data.options.{key}": f"data.source=task:{task}" for task, model in TASKS.items() for key in numbers(model)}
+SOURCES = {task: f"data.source=task:{task}" for task in TASKS} | {"colours": "data={source: task:colours, columns: {images: i}}"}
+TASK_NUMBERS = {f"data.options.{key}": SOURCES[task] for task, model in TASKS.items() for key in numbers(model)}
 TOOL_NUMBERS = {f"tools.0.{key}": "tools=[{use: 'tools.py:f'}]" for key in numbers(ToolRecipe)}
 NUMBERS = numbers(Recipe) | TASK_NUMBERS | TOOL_NUMBERS
 
