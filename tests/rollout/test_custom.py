@@ -126,6 +126,9 @@ def changed(how: str) -> Function:
             logp.insert(1, -0.5)
         if how == "after another start":
             ids, logp = [65, *ids[:-1]], [None, *logp[:-1]]
+        if how == "in place of another start":
+            (begun,) = handle.generate([Ask(0, 0, after=[65])])
+            ids, logp = [66, *begun.ids], [None, *begun.logp]
         if how == "none":
             logp = [None] * len(ids)
         if how == "short":
@@ -161,6 +164,7 @@ def changed(how: str) -> Function:
         ("other prompt", "at place 0 has the log-prob"),
         ("inserted", "id 65 at place 1 has the log-prob -0.5,"),
         ("after another start", "at place 1 has the log-prob .* to the 1 ids before it"),
+        ("in place of another start", "at place 1 has the log-prob .* to the 1 ids before it"),
         ("none", "none of its ids was sampled"),
         ("long", r"has \d\d ids, more than rollout.max_completion_tokens 24"),
     ],
