@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
+from rlgen.recipe.images import image_contradictions
 from rlgen.recipe.inert import inert
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.messages import UNIONS, plain, suggest, translate
@@ -25,6 +26,7 @@ from rlgen.recipe.secrets import secrets_in
 from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source
 from rlgen.recipe.streaming import stream_contradictions
+from rlgen.recipe.talking import talk_contradictions
 
 # Names that need no place, by section; of the others those of rewards.
 BUILT_IN: dict[yaml.Path, list[str]] = {("tools",): [], ("rollout",): [], ("environment",): list(BUILT_IN_ENVIRONMENTS)}
@@ -124,7 +126,8 @@ def _findings(recipe: Recipe, given: dict[yaml.Path, str]) -> list[Finding]:
         # The field itself, or a part of it.
         place = next((place for place in written if f"{place}.".startswith(f"{finding.path}.")), None)
         useless += [] if place is None else [replace(finding, path=place)]
-    return contradictions(recipe) + stream_contradictions(recipe) + useless
+    found = contradictions(recipe) + talk_contradictions(recipe) + image_contradictions(recipe) + stream_contradictions(recipe)
+    return found + useless
 
 
 def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> list[Problem]:

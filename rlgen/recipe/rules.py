@@ -8,9 +8,7 @@ from urllib.parse import urlsplit
 from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.judges import pairwise_places
 from rlgen.recipe.models import (
-    ENVIRONMENT_REWARD,
     RESERVED_ENGINE_ARGUMENTS,
-    TASK_COLUMNS,
     TASKS,
     ColocatedEngineRecipe,
     Recipe,
@@ -58,16 +56,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         *_eval_contradictions(recipe),
         *_process_contradictions(recipe),
         *_sink_contradictions(recipe),
-        *_tool_contradictions(recipe),
-        *_image_contradictions(recipe),
-        *_environment_contradictions(recipe),
-        *_rollout_contradictions(recipe),
     ]
-    if recipe.talks and isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1:
-        who = "tools: processes that share an engine would all have to call each tool"
-        who = who if recipe.tools else "environment: processes that share an engine would all have to lead each conversation"
-        what = f"engine.tensor_parallel_size above 1 with {who}"
-        found.append(Finding("engine.tensor_parallel_size", what, "set it to 1, or engine.kind to server"))
     if isinstance(engine, VllmRecipe):
         found += _engine_contradictions(recipe, engine)
     if isinstance(engine, ServerEngineRecipe):
@@ -229,100 +218,6 @@ def _eval_contradictions(recipe: Recipe) -> list[Finding]:
         what = f"{section}.{places[0]} is pairwise: it compares completions of a prompt, and eval.group_size is 1"
         found.append(Finding("eval.group_size", what, "set eval.group_size to 2 or more, or other rewards in eval.rewards"))
     return found if held.rewards is None else found + _reward_contradictions(held.rewards, "eval.rewards")
-
-
-def _tool_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of the `tools` section."""
-    if not recipe.tools:
-        return []
-    found: list[Finding] = []
-    labels = [tool.label for tool in recipe.tools]
-    for index, label in enumerate(labels):
-        if label in labels[:index]:
-            hint = f"set tools.{index}.name to another name"
-            found.append(Finding(f"tools.{index}", f"two tools are called `{label}`", hint))
-    if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
-        what = "tools are shown to the model by the chat template, but the prompts of a task are texts"
-        found.append(Finding("tools", what, "set data.chat to true"))
-    if recipe.structured_regex is not None:
-        what = "engine.structured_regex restricts each turn to one expression, and calls of tools are others"
-        found.append(Finding("engine.structured_regex", what, "remove it, or tools"))
-    return found
-
-
-def _image_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns what cannot be used together with images."""
-    columns = recipe.eval.columns if recipe.eval is not None else None
-    if recipe.data.columns.images is None and recipe.task is not None and "images" in TASK_COLUMNS.get(recipe.task, ()):
-        what = f"{recipe.data.source} asks about pictures, and data.columns.images names no column of them"
-        return [Finding("data.source", what, "add `columns: {images: images}` to data, and take a model that reads images")]
-    if recipe.data.columns.images is None:
-        if columns is None or columns.images is None:
-            return []
-        what = "eval.columns.images names a column, but data.columns.images none: the engine would be opened without images"
-        return [Finding("eval.columns.images", what, "name a column in data.columns.images, too, or remove it")]
-    found: list[Finding] = []
-    engine, model, processes = recipe.engine, recipe.model, recipe.processes
-    here = engine if isinstance(engine, ColocatedEngineRecipe) else None
-    for path, meets, hint in (
-        ("engine.kind server", isinstance(engine, ServerEngineRecipe), "set engine.kind to colocated or transformers"),
-        ("engine.tensor_parallel_size above 1", here is not None and here.tensor_parallel_size > 1, "set it to 1"),
-        ("engine.model_impl transformers", here is not None and here.model_impl == "transformers", "remove it"),
-        ("tools", bool(recipe.tools), "remove tools, or the column"),
-        ("environment", recipe.environment is not None, "remove environment, or the column"),
-        ("rollout.use", recipe.rollout.use is not None, "remove it, or the column"),
-        ("rollout.stream true", recipe.rollout.stream, "remove it"),
-        ("model.lora", model.lora is not None, "remove it: all weights of the language model are then trained"),
-        ("model.compile", model.compile, "remove it"),
-        ("optim.packing true", recipe.optim.packing is True, "remove it"),
-        ("processes.strategy fsdp", processes.strategy == "fsdp", "set it to ddp"),
-        ("run.probe_max", recipe.run.probe_max, "remove it: the rows that it tries are texts"),
-    ):
-        if meets:
-            what = f"data.columns.images: prompts with images have not been shown to be right with {path}"
-            found.append(Finding(path.split()[0], what, hint))
-    return found
-
-
-def _environment_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of the `environment` section."""
-    found: list[Finding] = []
-    given = [place for place, reward in enumerate(recipe.rewards) if reward.use == ENVIRONMENT_REWARD]
-    held = recipe.eval.rewards if recipe.eval is not None and recipe.eval.rewards is not None else []
-    if recipe.environment is None:
-        paths = [f"rewards.{place}.use" for place in given]
-        paths += [f"eval.rewards.{place}.use" for place, reward in enumerate(held) if reward.use == ENVIRONMENT_REWARD]
-        what = "the reward environment adds up what an environment gives, and there is none"
-        return [Finding(path, what, "add the section environment, or remove the reward") for path in paths]
-    if not given:
-        what = "environment: no reward says what becomes of its rewards, and of conversations in which it fails"
-        found.append(Finding("environment", what, "add {use: environment} to rewards; with weight 0 it is only measured"))
-    if recipe.tools:
-        what = "environment and tools: each of them answers the turns of the model"
-        found.append(Finding("environment", what, "remove one of them; an environment may call functions itself"))
-    if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
-        what = "environment: the chat template puts observations between turns, but the prompts of a task are texts"
-        found.append(Finding("environment", what, "set data.chat to true"))
-    return found
-
-
-def _rollout_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of `rollout.use`."""
-    engine = recipe.engine
-    if recipe.rollout.use is None:
-        return []
-    others = (
-        ("tools", bool(recipe.tools), "leads conversations by itself, and so do tools"),
-        ("environment", recipe.environment is not None, "leads conversations by itself, and so does an environment"),
-        ("eval", recipe.eval is not None, "is not called by evaluations, whose completions would be of another kind"),
-        ("rollout.ahead", recipe.rollout.ahead > 0, "is called when a step needs its samples, and not while another one trains"),
-        (
-            "engine.tensor_parallel_size",
-            isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1,
-            "would be called by each of the processes that share an engine",
-        ),
-    )
-    return [Finding(path, f"rollout.use {what}", f"remove rollout.use, or {path}") for path, meets, what in others if meets]
 
 
 def _task_contradictions(recipe: Recipe) -> list[Finding]:

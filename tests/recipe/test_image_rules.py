@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rlgen.recipe.images import image_contradictions
 from rlgen.recipe.models import Recipe
-from rlgen.recipe.rules import contradictions
 
 RECIPE: dict[str, Any] = {
     "run": {"name": "images"},
@@ -28,7 +28,7 @@ ODD: dict[str, dict[str, Any]] = {
 
 
 def found(**changes: Any) -> dict[str, str]:
-    return {one.path: one.what for one in contradictions(Recipe.model_validate({**RECIPE, **changes}))}
+    return {one.path: one.what for one in image_contradictions(Recipe.model_validate({**RECIPE, **changes}))}
 
 
 def test_images_by_themselves_contradict_nothing() -> None:

@@ -1,0 +1,76 @@
+"""Checks recipes whose completions are more than one turn: tools, an environment, a rollout of the user."""
+
+from rlgen.recipe.models import ENVIRONMENT_REWARD, ColocatedEngineRecipe, Recipe
+from rlgen.recipe.rules import Finding
+
+
+def talk_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns what contradicts `tools`, `environment` or `rollout.use`, and what they cannot be used together with."""
+    found = [*_tool_contradictions(recipe), *_environment_contradictions(recipe), *_rollout_contradictions(recipe)]
+    engine = recipe.engine
+    if recipe.talks and isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1:
+        who = "tools: processes that share an engine would all have to call each tool"
+        who = who if recipe.tools else "environment: processes that share an engine would all have to lead each conversation"
+        what = f"engine.tensor_parallel_size above 1 with {who}"
+        found.append(Finding("engine.tensor_parallel_size", what, "set it to 1, or engine.kind to server"))
+    return found
+
+
+def _tool_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns contradictions of the `tools` section."""
+    if not recipe.tools:
+        return []
+    found: list[Finding] = []
+    labels = [tool.label for tool in recipe.tools]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            hint = f"set tools.{index}.name to another name"
+            found.append(Finding(f"tools.{index}", f"two tools are called `{label}`", hint))
+    if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
+        what = "tools are shown to the model by the chat template, but the prompts of a task are texts"
+        found.append(Finding("tools", what, "set data.chat to true"))
+    if recipe.structured_regex is not None:
+        what = "engine.structured_regex restricts each turn to one expression, and calls of tools are others"
+        found.append(Finding("engine.structured_regex", what, "remove it, or tools"))
+    return found
+
+
+def _environment_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns contradictions of the `environment` section."""
+    found: list[Finding] = []
+    given = [place for place, reward in enumerate(recipe.rewards) if reward.use == ENVIRONMENT_REWARD]
+    held = recipe.eval.rewards if recipe.eval is not None and recipe.eval.rewards is not None else []
+    if recipe.environment is None:
+        paths = [f"rewards.{place}.use" for place in given]
+        paths += [f"eval.rewards.{place}.use" for place, reward in enumerate(held) if reward.use == ENVIRONMENT_REWARD]
+        what = "the reward environment adds up what an environment gives, and there is none"
+        return [Finding(path, what, "add the section environment, or remove the reward") for path in paths]
+    if not given:
+        what = "environment: no reward says what becomes of its rewards, and of conversations in which it fails"
+        found.append(Finding("environment", what, "add {use: environment} to rewards; with weight 0 it is only measured"))
+    if recipe.tools:
+        what = "environment and tools: each of them answers the turns of the model"
+        found.append(Finding("environment", what, "remove one of them; an environment may call functions itself"))
+    if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
+        what = "environment: the chat template puts observations between turns, but the prompts of a task are texts"
+        found.append(Finding("environment", what, "set data.chat to true"))
+    return found
+
+
+def _rollout_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns contradictions of `rollout.use`."""
+    engine = recipe.engine
+    if recipe.rollout.use is None:
+        return []
+    others = (
+        ("tools", bool(recipe.tools), "leads conversations by itself, and so do tools"),
+        ("environment", recipe.environment is not None, "leads conversations by itself, and so does an environment"),
+        ("eval", recipe.eval is not None, "is not called by evaluations, whose completions would be of another kind"),
+        ("rollout.ahead", recipe.rollout.ahead > 0, "is called when a step needs its samples, and not while another one trains"),
+        (
+            "engine.tensor_parallel_size",
+            isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1,
+            "would be called by each of the processes that share an engine",
+        ),
+    )
+    return [Finding(path, f"rollout.use {what}", f"remove rollout.use, or {path}") for path, meets, what in others if meets]
