@@ -275,16 +275,19 @@ def compare(plain: Path, streamed: Path, steps: int) -> None:
 
 @pytest.mark.slow
 def test_runs_on_vllm_are_as_without_it_and_equal_to_the_last_bit(recipe: Path, overlap: list[bool]) -> None:
-    plain = run(recipe, "plain", "run.steps=3")
+    settings = ["run.steps=3", "checkpoint={every: 1, keep: 9}"]
+    plain = run(recipe, "plain", *settings)
     assert not overlap
-    streamed, again = (run(recipe, name, STREAM, "run.steps=3") for name in ("streamed", "again"))
+    streamed, again = (run(recipe, name, STREAM, *settings) for name in ("streamed", "again"))
     assert len(overlap) == 2 * 3 * 12 and sum(overlap) >= 4, "nothing was trained on while vLLM sampled"
     assert first_difference(streamed, again) is None
     compare(plain, streamed, 3)
-    # One step from the same weights: the gradients differ by rounding, which the moments are made of.
-    moments = [load_file(one / "checkpoints" / "step_000003" / "state" / "optimizer.safetensors") for one in (plain, streamed)]
-    for name, value in moments[0].items():
-        assert torch.allclose(value, moments[1][name], rtol=1e-3, atol=1e-6 * float(value.abs().max())), name
+    # The first moments after one step from the same weights are the gradients, times a number.
+    moments = [load_file(one / "checkpoints" / "step_000001" / "state" / "optimizer.safetensors") for one in (plain, streamed)]
+    whole, ours = (
+        torch.cat([one[name].double().flatten() for name in sorted(one) if name.endswith("/exp_avg")]) for one in moments
+    )
+    assert len(whole) > 500_000 and whole.norm() > 0 and (ours - whole).norm() <= 1e-6 * whole.norm()
 
 
 @pytest.mark.slow
