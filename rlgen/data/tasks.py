@@ -49,12 +49,17 @@ def generate(name: str, options: Any, seed: int) -> list[Row]:
         row = draw(rng, options)
         if not exhausted:
             draws = 1
-            while row["prompt"] in seen and draws < MAX_DRAWS:
+            while asked(row) in seen and draws < MAX_DRAWS:
                 row, draws = draw(rng, options), draws + 1
-            exhausted = row["prompt"] in seen
-        seen.add(row["prompt"])
+            exhausted = asked(row) in seen
+        seen.add(asked(row))
         rows.append(row)
     return rows
+
+
+def asked(row: Row) -> str:
+    """Returns what the model sees of a row: its prompt and its pictures."""
+    return "".join([row["prompt"], *row.get("images", ())])
 
 
 def arithmetic(rng: Random, options: ArithmeticOptions) -> Row:
@@ -126,10 +131,12 @@ def colours(rng: Random, options: ColoursOptions) -> Row:
 
     The picture has a left and a right half, with noise. A row without a picture names the colours in its prompt.
     """
+    if rng.random() < options.texts:
+        named, place = rng.sample(sorted(COLOURS), 4), rng.randrange(4)
+        question = f"Which colour is the {('first', 'second', 'third', 'last')[place]}?"
+        return {"prompt": f"{', '.join(named)}. {question}", "answer": named[place], "images": []}
     halves, place = rng.sample(sorted(COLOURS), 2), rng.randrange(2)
     question = f"Which colour is on the {('left', 'right')[place]}?"
-    if rng.random() < options.texts:
-        return {"prompt": f"{halves[0]} {halves[1]}. {question}", "answer": halves[place], "images": []}
     side, row = options.side, bytearray()
     for _ in range(side):
         for x in range(side):

@@ -1,11 +1,12 @@
 import ast
+import base64
 import json
 import re
 import sys
 
 import pytest
 
-from rlgen.data.tasks import TASKS, generate
+from rlgen.data.tasks import COLOURS, TASKS, generate
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.models import TASKS as OPTIONS
 from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions
@@ -29,7 +30,7 @@ def test_rows_follow_from_seed_and_index(name):
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_no_prompt_twice_while_there_are_others(name):
     rows = generate(name, OPTIONS[name](size=1000), 0)
-    assert len({row["prompt"] for row in rows}) == 1000
+    assert len({(row["prompt"], *row.get("images", ())) for row in rows}) == 1000
 
 
 def test_a_small_space_is_used_up_before_anything_repeats():
@@ -45,6 +46,20 @@ def test_arithmetic_answers_are_the_values_of_the_questions():
         question = row["prompt"].removesuffix("=")
         assert str(eval(question)) == row["answer"]
         assert re.fullmatch(r"[1-9]\d([-+*][1-9]\d){3}", question)
+
+
+def test_colours_of_halves():
+    """A quarter of the rows are texts; the others' answer is the colour of the half that is asked about."""
+    rows = generate("colours", OPTIONS["colours"](size=200, side=4), 0)
+    pictured = [row for row in rows if row["images"]]
+    assert 30 < 200 - len(pictured) < 70
+    for row in pictured:
+        pixels = base64.b64decode(row["images"][0].partition(",")[2]).removeprefix(b"P6 4 4 255\n")
+        first = 0 if "left" in row["prompt"] else 9
+        assert len(pixels) == 48 and all(abs(a - b) <= 10 for a, b in zip(pixels[first:], COLOURS[row["answer"]], strict=False))
+    for row in (row for row in rows if not row["images"]):
+        place = ("first", "second", "third", "last").index(row["prompt"].split()[-1].removesuffix("?"))
+        assert row["prompt"].partition(".")[0].split(", ")[place] == row["answer"]
 
 
 def test_reverse_and_sort():
