@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlgen.algorithms.base import Signal
+from rlgen.errors import Fault, SentinelError
 from rlgen.losses.inputs import Mean, Totals
 from rlgen.metrics import Metric
 from rlgen.rollout.table import RowTable
@@ -77,6 +78,9 @@ class Groups:
 
         Returns:
             Window, signal and metrics of the whole step, as `WindowBuilder.build` does, and the result of its micro-batches.
+
+        Raises:
+            SentinelError: a group is not as it was trained on.
         """
         try:
             of_step = []
@@ -87,7 +91,9 @@ class Groups:
                     self.learn(own, samples.take(table.place[rows]), epoch)
                 of_step.append(self.learned[group_id])
                 same = np.array_equal(own.reward, of_step[-1].table.reward, equal_nan=True)
-                assert same and rows[-1] - rows[0] == len(rows) - 1, f"group {group_id} is not as it was trained on"
+                if not same or rows[-1] - rows[0] != len(rows) - 1:
+                    what = f"group {group_id} was trained on with other rewards, or in another order, than the step's table has"
+                    raise SentinelError(Fault.COMPLETION_ORDER, what)
             joined = self.joined(of_step)
         except BaseException:
             self.drop()
