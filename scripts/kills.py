@@ -65,7 +65,7 @@ ENGINES = {
     "ahead": [SERVER, "rollout.ahead=1", "sentinel.probe_every=2"],
     # Long completions, few at a time: they are under way for several steps.
     "flight": [
-        SERVER.replace("}", ", max_num_seqs: 24}"),
+        SERVER.replace("}", ", max_num_seqs: 4}"),
         *("rollout={prompts_per_step: 4, group_size: 4, max_completion_tokens: 200, ahead: 4}", "run.steps=10"),
     ],
 }
