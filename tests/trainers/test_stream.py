@@ -23,7 +23,9 @@ from rlgen.cli.train import train_command
 from rlgen.engines.base import Facts, Finished, Settings
 from rlgen.engines.further import Further
 from rlgen.errors import EngineError, RewardError, RlgenError, SentinelError, Stopped
+from rlgen.look.run import read_run
 from rlgen.models.tiny import byte_tokenizer
+from rlgen.opening.replay import Past, replay
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RewardRecipe, RolloutRecipe, ScoringRecipe
 from rlgen.rewards.early import EarlyScoring
@@ -282,6 +284,9 @@ def test_runs_on_vllm_are_as_without_it_and_equal_to_the_last_bit(recipe: Path, 
     assert len(overlap) == 2 * 3 * 12 and sum(overlap) >= 4, "nothing was trained on while vLLM sampled"
     assert first_difference(streamed, again) is None
     compare(plain, streamed, 3)
+    read = read_run(streamed)  # computed anew in the order of prompts, when all of a step is there
+    again_computed = replay(Past.of(read.path, read.recipe, read.attempts, read.metrics), 3, None, print, Processes.alone())
+    assert again_computed.differences == {} and again_computed.first_off is None
     # The first moments after one step from the same weights are the gradients, times a number.
     moments = [load_file(one / "checkpoints" / "step_000001" / "state" / "optimizer.safetensors") for one in (plain, streamed)]
     whole, ours = (
