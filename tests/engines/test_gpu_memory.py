@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from rlgen.engines import gpu_memory
 from rlgen.engines import open as opening
@@ -89,7 +90,7 @@ def test_what_vllm_would_refuse_is_refused(
     fits: bool,
 ) -> None:
     gpu(free, "true")
-    monkeypatch.setattr(opening, "load_model", lambda *_: None)
+    monkeypatch.setattr(opening, "load_model", lambda *_: SimpleNamespace(config=PreTrainedConfig()))
     monkeypatch.setattr(opening, "TransformersEngine", lambda **_: None)
     if fits:
         opened(recipe_file, monkeypatch, *overrides)
