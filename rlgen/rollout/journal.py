@@ -123,8 +123,9 @@ class Journal:
         if version - 1 not in self.weights:  # the first start of this attempt
             for line in self.starts:
                 if (line["version"], line["weights"]) == (version, weights):
-                    gaps = line["gaps"]
-                    self.weights |= {version - age: of for age, of in enumerate(line["before"], 1) if of is not None}
+                    gaps, before = line["gaps"], line["before"]
+                    before = before if isinstance(before, list) else [before]  # one version, in runs that could not have more
+                    self.weights |= {version - age: of for age, of in enumerate(before, 1) if of is not None}
         self.weights[version] = weights
         self.started = version + 1
         if self.rank == 0:

@@ -244,6 +244,14 @@ def test_what_the_sentinel_remembers_outlives_what_it_has_caught(tmp_path: Path)
     assert not found(resumed, step=3)
 
 
+@pytest.mark.parametrize("before", ["w1", None])
+def test_a_start_that_names_one_version_before_is_read(tmp_path: Path, before: str | None) -> None:
+    journal = opened(tmp_path)
+    journal.starts = [{"version": 2, "weights": "w2", "before": before, "gaps": [0.5]}]
+    assert journal.starts_from(2, "w2", ()) == [0.5]
+    assert journal.weights == {0: "w0", 2: "w2", **({1: before} if before else {})}
+
+
 def test_a_torn_start_is_left_out_and_a_damaged_one_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     journal = opened(tmp_path)
