@@ -42,7 +42,7 @@ test-all: $(READY) ## the slow tests too
 faults: $(READY) ## produce every fault of tests/faults/cases.py, compare what is left, and print the table
 	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q --faults
 
-kills: $(READY) ## SIGKILL at 50 instants of a run, with vLLM in the process and on a server; each is resumed and compared
+kills: $(READY) ## SIGKILL at 58 instants of a run, with vLLM in the process and on a server; each is resumed and compared
 	$(VENV)/python scripts/kills.py
 
 oracle: $(READY) ## compare all losses with TRL's own code, in value and gradient, and print the table
