@@ -1,6 +1,6 @@
 """A run that is killed at any instant, and resumed, is the run that was never killed, to the last bit.
 
-python scripts/kills.py                  40 instants, half of them with vLLM in the process and half with a vLLM server
+python scripts/kills.py                  all instants, half of them with vLLM in the process and half with a vLLM server
 python scripts/kills.py --only 3,17      some of them
 python scripts/kills.py --list           which there are
 
