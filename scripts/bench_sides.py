@@ -1,5 +1,5 @@
-"""The sides of `make bench`, each in a process of its own: rlgen, rlgen with `rollout.stream`, TRL 1.16.0 with colocated vLLM, and
-the sequential floor.
+"""The sides of `make bench`, each in a process of its own: rlgen, without and with `rollout.stream`, TRL 1.16.0 with colocated vLLM,
+and the sequential floor.
 
     python scripts/bench_sides.py rlgen longtail FOLDER
 
