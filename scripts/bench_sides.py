@@ -1,4 +1,5 @@
-"""The three sides of `make bench`, each in a process of its own: rlgen, TRL 1.16.0 with colocated vLLM, and the sequential floor.
+"""The sides of `make bench`, each in its own process: rlgen, without and with `rollout.stream`, TRL 1.16.0 with colocated vLLM,
+and the sequential floor.
 
     python scripts/bench_sides.py rlgen longtail FOLDER
 
