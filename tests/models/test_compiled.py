@@ -102,6 +102,7 @@ def test_compiled_layers_compute_the_same_in_batches_of_all_sizes(kind: str) -> 
     assert list(policy.model.state_dict()) == list(plain.model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_code_written")
 def test_layers_in_half_precision_are_compiled_too() -> None:
     policy, plain = compiled_policy("plain", torch.bfloat16)
