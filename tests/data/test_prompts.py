@@ -129,4 +129,4 @@ def test_tasks_follow_from_seed_and_index(name: str) -> None:
     rows = generate(name, options, 1)
     assert rows == generate(name, options, 1) != generate(name, options, 2)
     assert rows[:20] == generate(name, TASKS[name](size=20), 1)
-    assert len({row["prompt"] for row in rows}) == 60
+    assert len({(row["prompt"], *row.get("images", ())) for row in rows}) == 60
