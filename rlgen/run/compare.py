@@ -75,7 +75,7 @@ def metrics(left: Path, right: Path) -> Iterator[Difference]:
         yield from records(name, step, "", ours.get(step), theirs.get(step))
     counts = [len(read_lines(run / name)) for run in (left, right)]
     if counts[0] != counts[1]:  # one step twice
-        yield Difference(file=name, step=max(ours), key="lines", left=counts[0], right=counts[1])
+        yield Difference(file=name, step=max(ours | theirs), key="lines", left=counts[0], right=counts[1])
 
 
 def rollouts(folder: str, left: Path, right: Path) -> Iterator[Difference]:

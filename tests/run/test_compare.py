@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlgen.run.compare import first_difference
+from rlgen.run.compare import first_difference, metrics
 
 STATE = {"step": 2, "position": 8, "schedule": {"_last_lr": [0.1]}}
 
@@ -143,3 +143,12 @@ def test_times_and_caches_are_no_difference_and_the_earliest_step_comes_first(ru
     edit("metrics.jsonl", '"loss": 1.5', '"loss": 1.6')(other)
     difference = first_difference(run, other)
     assert difference is not None and (difference.step, difference.key) == (3, "loss")
+
+
+def test_a_run_that_ended_before_its_first_metrics_is_compared_too(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "right"
+    shutil.copytree(run, other)
+    (other / "metrics.jsonl").write_text("")
+    for left, right in ((run, other), (other, run)):
+        found = list(metrics(left, right))
+        assert [one.step for one in found] == [1, 2, 3, 4, 4] and {one.key for one in found} == {"all of it", "lines"}
