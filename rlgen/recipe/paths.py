@@ -34,6 +34,11 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
             problems.append(Problem(where, f"{short(text)} is no path: {getattr(error, 'strerror', None) or error}"))
             return text
 
+    def own(use: str, loc: yaml.Path) -> str:
+        """Returns a function of the user's, file.py:name, with the file's whole path; other names as they are."""
+        file, _, name = use.rpartition(":")
+        return f"{absolute(file, loc, True)}:{name}" if file.endswith(".py") else use
+
     problems += impossible_run_path(recipe, places, path)
     model, data = recipe.model, recipe.data
     if not model.path.startswith("tiny:"):
@@ -41,16 +46,13 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
         model = model.model_copy(update={"path": found})
     if is_local_source(data.source):
         data = data.model_copy(update={"source": absolute(data.source, ("data", "source"), True)})
-
     if data.chat_template is not None:
         data = data.model_copy(update={"chat_template": absolute(data.chat_template, ("data", "chat_template"), True)})
 
     def in_place(functions: list[Function], section: yaml.Path) -> list[Function]:
         found = []
         for index, one in enumerate(functions):
-            file, _, name = one.use.rpartition(":")
-            if file.endswith(".py"):
-                one = one.model_copy(update={"use": f"{absolute(file, (*section, index, 'use'), True)}:{name}"})
+            one = one.model_copy(update={"use": own(one.use, (*section, index, "use"))})
             if one.use in MODEL_REWARDS:
                 named = {name: text for name in LOCAL_ARGS if isinstance(text := one.args.get(name), str)}
                 local = {
@@ -68,15 +70,12 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
         held = held.model_copy(update={"rewards": in_place(held.rewards, ("eval", "rewards"))})
     changes: dict[str, object] = {"model": model, "data": data, "rewards": in_place(recipe.rewards, ("rewards",)), "eval": held}
     changes["tools"] = in_place(recipe.tools, ("tools",))
-    if recipe.rollout.use is not None and recipe.rollout.use.rpartition(":")[0].endswith(".py"):
-        file, _, name = recipe.rollout.use.rpartition(":")
-        use = f"{absolute(file, ('rollout', 'use'), True)}:{name}"
-        changes["rollout"] = recipe.rollout.model_copy(update={"use": use})
+    if recipe.rollout.use is not None:
+        changes["rollout"] = recipe.rollout.model_copy(update={"use": own(recipe.rollout.use, ("rollout", "use"))})
     if recipe.environment is not None:
-        file, _, name = recipe.environment.use.rpartition(":")
-        if file.endswith(".py"):
-            use = f"{absolute(file, ('environment', 'use'), True)}:{name}"
-            changes["environment"] = recipe.environment.model_copy(update={"use": use})
+        changes["environment"] = recipe.environment.model_copy(
+            update={"use": own(recipe.environment.use, ("environment", "use"))}
+        )
     return recipe.model_copy(update=changes), problems
 
 
