@@ -72,10 +72,8 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
     changes["tools"] = in_place(recipe.tools, ("tools",))
     if recipe.rollout.use is not None:
         changes["rollout"] = recipe.rollout.model_copy(update={"use": own(recipe.rollout.use, ("rollout", "use"))})
-    if recipe.environment is not None:
-        changes["environment"] = recipe.environment.model_copy(
-            update={"use": own(recipe.environment.use, ("environment", "use"))}
-        )
+    if (environment := recipe.environment) is not None:
+        changes["environment"] = environment.model_copy(update={"use": own(environment.use, ("environment", "use"))})
     return recipe.model_copy(update=changes), problems
 
 
@@ -112,17 +110,14 @@ def like(path: str) -> str | None:
 
 
 def outside(recipe: Recipe, folder: Path) -> list[str]:
-    """Returns a notice for each file of rewards or tools outside the recipe's folder. Such files run all the same, because the
+    """Returns a notice for each file of the user's code outside the recipe's folder. Such files run all the same, because the
     recipe names them.
     """
     rewards = recipe.rewards if recipe.eval is None else [*recipe.rewards, *(recipe.eval.rewards or ())]
-    environments = [recipe.environment] if recipe.environment is not None else []
-    files = {
-        (section, file)
-        for section, entries in (("rewards", rewards), ("tools", recipe.tools), ("environment", environments))
-        for entry in entries
-        if (file := entry.use.rpartition(":")[0]).endswith(".py")
-    }
+    uses = [("rewards", reward.use) for reward in rewards] + [("tools", tool.use) for tool in recipe.tools]
+    uses += [("environment", recipe.environment.use)] if recipe.environment is not None else []
+    uses += [("rollout.use", recipe.rollout.use)] if recipe.rollout.use is not None else []
+    files = {(section, file) for section, use in uses if (file := use.rpartition(":")[0]).endswith(".py")}
     return [
         f"{section}: {file} lies outside of the recipe's folder; its hash goes into provenance.json"
         for section, file in sorted(files)

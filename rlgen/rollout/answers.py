@@ -43,6 +43,17 @@ def check_answers(
             Fault.MISSING_PROMPT,
             f"{len(requests)} completions were asked for, {len(answers)} came: a prompt was dropped or repeated",
         )
+    check_prompts(requests, answers)
+    for place, answer in enumerate(answers):
+        if free:
+            check_spans(place, answer)
+        else:
+            check_answer(place, answer, sampling, joined)
+        check_versions(place, answer, version if oldest is None else oldest, version, joined)
+
+
+def check_prompts(requests: Sequence[Request], answers: Sequence[Completion]) -> None:
+    """Checks that each answer is to the prompt of its request. Raises SentinelError."""
     asked, told = [request.prompt_ids.tobytes() for request in requests], [answer.prompt_ids.tobytes() for answer in answers]
     if asked != told:
         if Counter(asked) == Counter(told):
@@ -58,24 +69,23 @@ def check_answers(
             f"{lost.total()} of {len(asked)} requests have no answer to their prompt and {extra.total()} answers are to prompts"
             " that were not asked, or not so often: a prompt was dropped, repeated or changed",
         )
-    for place, answer in enumerate(answers):
-        if free:
-            check_spans(place, answer)
-        else:
-            check_answer(place, answer, sampling, joined)
-        versions = [span.version for span in answer.spans] or [-1]
-        if not (version if oldest is None else oldest) <= min(versions) <= max(versions) <= version:
-            wrong = max(versions) if max(versions) > version else min(versions)
-            raise SentinelError(
-                Fault.STALE_ROLLOUTS,
-                f"answer {place} was sampled by weights of version {wrong}, the trainer holds version {version}",
-            )
-        if not joined and versions != sorted(versions):  # the turns of a conversation may be by several servers
-            raise SentinelError(
-                Fault.STALE_ROLLOUTS,
-                f"answer {place} was sampled by weights of versions {versions}, one after the other, says the engine: none goes"
-                " back to earlier weights",
-            )
+
+
+def check_versions(place: int, answer: Completion, oldest: int, newest: int, joined: bool) -> None:
+    """Checks that weights of versions from `oldest` to `newest` sampled an answer, in this order. Raises SentinelError."""
+    versions = [span.version for span in answer.spans] or [-1]
+    if not oldest <= min(versions) <= max(versions) <= newest:
+        wrong = max(versions) if max(versions) > newest else min(versions)
+        raise SentinelError(
+            Fault.STALE_ROLLOUTS,
+            f"answer {place} was sampled by weights of version {wrong}, the trainer holds version {newest}",
+        )
+    if not joined and versions != sorted(versions):  # the turns of a conversation may be by several servers
+        raise SentinelError(
+            Fault.STALE_ROLLOUTS,
+            f"answer {place} was sampled by weights of versions {versions}, one after the other, says the engine: none goes"
+            " back to earlier weights",
+        )
 
 
 def flattened(requests: Sequence[Request], answers: Sequence[Completion], sampling: Sampling) -> bool:

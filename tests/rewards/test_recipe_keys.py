@@ -60,6 +60,9 @@ def test_a_reward_from_elsewhere_is_named(recipe_file: Path, tmp_path_factory: p
     said = [notice for notice in outside if "lies outside of the recipe's folder" in notice]
     assert len(said) == 1 and str(elsewhere) in said[0] and not [n for n in inside if "outside" in n]
     proof(said[0][-60:])
+    rollout = load_recipe(recipe_file, [f"rollout.use={elsewhere}:f"])
+    assert rollout.recipe.rollout.use == f"{elsewhere}:f"
+    assert f"rollout.use: {elsewhere} lies outside of the recipe's folder" in " ".join(rollout.notices)
 
 
 def test_the_columns_of_tasks_are_what_their_rows_have() -> None:
