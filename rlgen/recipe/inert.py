@@ -50,19 +50,8 @@ def inert(recipe: Recipe) -> list[Finding]:
         found.append(
             Finding("data.chat_template", why.replace("template_args", "chat_template"), "remove it, or set data.chat to true")
         )
-    if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.url is not None:
-        # All but dtype, which states what the server is expected to have.
-        for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "servers", "host", "port", "start_timeout", "devices"]:
-            path = f"engine.{key}"
-            why = f"{path} has no effect beside engine.url: that server runs already, with its own"
-            found.append(Finding(path, why, "remove it, and give it to `rlgen serve`"))
-    if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.transfer == "nccl":
-        why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
-        for path in ("engine.transfer_dir", "engine.restarts"):
-            found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
-    if isinstance(recipe.engine, ServerEngineRecipe) and (model.lora is None or recipe.engine.transfer == "nccl"):
-        why = "without model.lora" if model.lora is None else "with engine.transfer nccl: all weights are sent, merged"
-        found.append(Finding("engine.lora", f"engine.lora has no effect {why}", "remove it"))
+    if isinstance(recipe.engine, ServerEngineRecipe):
+        found += _inert_in_server(recipe.engine, model.lora is not None)
     found += _inert_in_rewards(recipe.rewards, "rewards")
     if recipe.processes.strategy == "ddp":
         for path in ("processes.shard", "processes.defer_sync"):
@@ -77,6 +66,25 @@ def inert(recipe: Recipe) -> list[Finding]:
             found.append(Finding(path, f"{path} {why}", "remove it, or set rollouts.every to 1 or more"))
     if model.path.startswith("tiny:") or is_local_model(model.path):
         found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
+    return found
+
+
+def _inert_in_server(engine: ServerEngineRecipe, lora: bool) -> list[Finding]:
+    """Returns the fields without effect of an engine on servers; `lora`: an adapter is trained."""
+    found: list[Finding] = []
+    if engine.url is not None:
+        # All but dtype, which states what the server is expected to have.
+        for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "servers", "host", "port", "start_timeout", "devices"]:
+            path = f"engine.{key}"
+            why = f"{path} has no effect beside engine.url: that server runs already, with its own"
+            found.append(Finding(path, why, "remove it, and give it to `rlgen serve`"))
+    if engine.transfer == "nccl":
+        why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
+        for path in ("engine.transfer_dir", "engine.restarts"):
+            found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
+    if not lora or engine.transfer == "nccl":
+        why = "with engine.transfer nccl: all weights are sent, merged" if lora else "without model.lora"
+        found.append(Finding("engine.lora", f"engine.lora has no effect {why}", "remove it"))
     return found
 
 
