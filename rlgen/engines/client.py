@@ -9,6 +9,7 @@ import msgspec
 
 from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
 from rlgen.engines.http import PROBE_SECONDS, Server
+from rlgen.engines.vllm_compat import HELD
 from rlgen.errors import ServerLost
 from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
@@ -160,6 +161,7 @@ async def sample(
     arrived: Callable[[int, Completion], None],
     most: int,
     more: More[tuple[int, Request]] | None = None,
+    held: bool = False,
 ) -> None:
     """Samples one completion for each request and passes it to `arrived` as soon as it is finished.
 
@@ -170,12 +172,13 @@ async def sample(
         arrived: receives index and completion.
         most: maximum of open requests, as in `each`.
         more: further requests by index, as in `each`.
+        held: no weights change while a request is decoded, see `vllm_compat.HELD`.
 
     Raises:
         ServerLost: a server is gone, hangs, or another client aborted a request.
         EngineError: a server refused a request.
     """
-    shared = sampling_body(sampling)
+    shared = sampling_body(sampling) | {"extra_args": {HELD: held}}
 
     async def ask(line: Line, asked: tuple[int, Request]) -> None:
         (place, request), server = asked, line.server

@@ -23,12 +23,14 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from rlgen.engines.vllm_compat import HELD
+
 
 class Row(NamedTuple):
     """A running request in steady steps."""
 
     request: Request
-    held: bool  # its caller wants the whole completion at once, and is told of nothing before
+    held: bool  # its caller asked for the whole completion at once (`vllm_compat.HELD`), and is told of nothing before
     stops: frozenset[int]  # ids that end it
     limit: int  # tokens, prompt included, at which it ends
 
@@ -233,8 +235,9 @@ def row_of(request: Request, max_model_len: int, log_stats: bool) -> Row:
         log_stats: vLLM counts the tokens of each step, so that none may be held back.
     """
     params = request.sampling_params
-    held = (
+    held: bool = (
         params.output_kind == RequestOutputKind.FINAL_ONLY
+        and (params.extra_args or {}).get(HELD, False)
         and not (log_stats or params.detokenize or params.stop or params.min_tokens or params.repetition_detection)
         and not params.num_logprobs
     )

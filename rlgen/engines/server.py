@@ -198,7 +198,8 @@ class ServerEngine:
 
         servers, waiting = self._keeper.servers, dict(call.waiting)
         with call.coming() as more:
-            asked = client.sample(servers, waiting, sampling, salt, self._version_of, call.arrived, self._connections, more)
+            held, arrived = not self._keeper.in_flight, call.arrived
+            asked = client.sample(servers, waiting, sampling, salt, self._version_of, arrived, self._connections, more, held)
             await self._unless_closed(asked)
 
     async def _unless_closed(self, asked: Coroutine[Any, Any, None]) -> None:

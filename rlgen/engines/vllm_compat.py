@@ -69,8 +69,12 @@ INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "g
 DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 
 
-# The version whose scheduler `rlgen.engines.decode` was compared with.
+# The version that `rlgen.engines.decode` and `rlgen.engines.decode_worker` were compared with.
 COMPARED = "0.32."
+
+# By this key of `SamplingParams.extra_args`, `rlgen.engines.decode` tells a request's tokens with the last one; other schedulers
+# ignore it. The weights must not change meanwhile: a server labels tokens with the weights that it has when it is told of them.
+HELD = "rlgen_held"
 
 # What serves a model that vLLM's CPU build does not.
 ELSEWHERE = (
@@ -237,6 +241,7 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
         chosen["max_num_batched_tokens"] = max(4096, plan.max_model_len)
         if (plan.vllm or "").startswith(COMPARED) and not plan.structured_outputs:
             chosen.setdefault("scheduler_cls", "rlgen.engines.decode.DecodeScheduler")
+            chosen.setdefault("worker_cls", "rlgen.engines.decode_worker.DecodeWorker")
         if plan.keeps_states() and "enable_prefix_caching" not in plan.extra:
             chosen["enable_prefix_caching"] = False  # of recurrent layers it demands chunked prefill
     if plan.image_token is not None:
@@ -345,6 +350,7 @@ def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
         flat_logprobs=True,
         detokenize=False,
         structured_outputs=structured,
+        extra_args={HELD: True},
     )
 
 

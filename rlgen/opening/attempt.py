@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
 from rlgen.files import private_files, write_text, written
+from rlgen.opening.heap import keep_freed_memory
 from rlgen.opening.hidden import Hidden
 from rlgen.opening.options import TrainOptions
 from rlgen.opening.reopen import after_restart, join_directory, not_a_file, open_directory
@@ -58,6 +59,7 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
         RlgenError: with its exit code, which `status.json` holds too; Stopped if the run was asked to stop, and has saved.
     """
     launch, began = Launch.of(os.environ), time.time()
+    keep_freed_memory()
     load = partial(load_checked, launch, path, options, began, say)
     with private_files(), StopRequest(launched=launch.world > 1).listening() as stop:
         if launch.world == 1:

@@ -450,9 +450,7 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
         # Arguments of a server.
         *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
         *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
-        *("weight_transfer_config", "enable_prompt_tokens_details"),
-        # Without them vLLM's outputs are held back on the CPU, and labelled with weights that came later.
-        "disable_log_stats",
+        *("weight_transfer_config", "enable_prompt_tokens_details", "disable_log_stats"),
     ]
 )
 

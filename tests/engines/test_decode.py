@@ -1,4 +1,7 @@
-"""vLLM with rlgen's scheduler of steady steps gives what it gives with its own: ids, log-probs and blocks, to the last bit."""
+"""vLLM with rlgen's scheduler and worker gives what it gives with its own: ids, log-probs and blocks, to the last bit.
+
+For this vLLM's own worker gets the same kernels of norms, which round differently; `test_decode_worker.py` compares those.
+"""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from rlgen.engines import vllm_compat
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.types import Completion, Request, Sampling
 
-PLAIN = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+PLAIN = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler", "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}
 SAMPLING = Sampling(max_tokens=200, temperature=1.0, stop_ids=(257, 259))  # blocks have 128 tokens
 
 
@@ -26,7 +29,7 @@ def requests(count: int, seed: int) -> list[Request]:
 
 @dataclass
 class Pair:
-    """Two engines of one model: one with vLLM's scheduler, one with rlgen's."""
+    """Two engines of one model: one with vLLM's scheduler and worker, one with rlgen's."""
 
     plain: ColocatedEngine
     ours: ColocatedEngine
@@ -38,9 +41,12 @@ class Pair:
         return [engine._llm.llm_engine.engine_core.engine_core.scheduler for engine in (self.plain, self.ours)]
 
 
-def pair(**changes: Any) -> Iterator[Pair]:
-    plain = open_vllm("qwen3", **changes, extra={**changes.pop("extra", {}), **PLAIN})
-    ours = open_vllm("qwen3", **changes)
+def pair(model: str = "qwen3", **changes: Any) -> Iterator[Pair]:
+    plain = open_vllm(model, **changes, extra=PLAIN)
+    ours = open_vllm(model, **changes)
+    from rlgen.engines.decode_worker import choose_kernels
+
+    choose_kernels(vllm_compat.model_in(plain._llm))
     yield Pair(plain, ours)
     plain.close()
     ours.close()
@@ -57,30 +63,38 @@ def narrow() -> Iterator[Pair]:
     yield from pair(max_num_seqs=16, kv_cache_gib=18 * 256 / (1 << 20))
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> list[int]:
-    """Returns the number of requests in each steady step from here on."""
+def counted(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> tuple[list[int], list[int]]:
+    """Returns the number of requests in each steady step from here on: of the scheduler, and of the runner."""
+    from rlgen.engines.decode_worker import DecodeRunner
+
     steps: list[int] = []
-    ours = type(scheduler)._next_token_of_each
+    shorter: list[int] = []
+    ours, go_on = type(scheduler)._next_token_of_each, DecodeRunner._go_on
 
     def counting(self: Any) -> Any:
         output = ours(self)
         steps.append(output.total_num_scheduled_tokens)
         return output
 
+    def going_on(self: Any, last: Any, output: Any) -> None:
+        shorter.append(output.total_num_scheduled_tokens)
+        go_on(self, last, output)
+
     monkeypatch.setattr(type(scheduler), "_next_token_of_each", counting)
-    return steps
+    monkeypatch.setattr(DecodeRunner, "_go_on", going_on)
+    return steps, shorter
 
 
 def test_ids_and_log_probs_are_the_same_to_the_last_bit(roomy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = roomy.schedulers()
     assert type(plain).__module__.startswith("vllm.") and type(ours).__name__ == "DecodeScheduler"
-    steps, ended = counted(monkeypatch, ours), set()
+    (steps, shorter), ended = counted(monkeypatch, ours), set()
     for seed in range(3):  # more requests than run at a time; some end while others wait
         told, same = roomy.both(requests(24, seed))
         assert told == same
         ended |= {one.finish_reason for one in told}
     assert ended == {"stop", "length"} and sum(steps) > 0.5 * sum(len(one.token_ids) for one in same)
-    assert set(steps) >= {1, 2, 16}
+    assert set(steps) >= {1, 2, 16} and set(shorter) >= {1, 2, 16} and sum(shorter) > 0.7 * sum(steps)
     assert not ours._held and not ours.requests
 
 
@@ -100,7 +114,7 @@ def test_the_prefix_cache_knows_the_same_blocks(roomy: Pair) -> None:
 
 def test_requests_that_give_way_are_computed_again(narrow: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = narrow.schedulers()
-    steps, gave_way = counted(monkeypatch, ours), []
+    (steps, shorter), gave_way = counted(monkeypatch, ours), []
     preempt = type(plain)._preempt_request
 
     def noted(self: Any, one: Any, *rest: Any, **named: Any) -> Any:
@@ -109,7 +123,7 @@ def test_requests_that_give_way_are_computed_again(narrow: Pair, monkeypatch: py
 
     monkeypatch.setattr(type(plain), "_preempt_request", noted)
     told, same = narrow.both(requests(16, seed=3))
-    assert told == same and steps
+    assert told == same and steps and shorter
     ended = [[tokens for scheduler, tokens in gave_way if scheduler is one] for one in (plain, ours)]
     assert ended[0] == ended[1] and max(ended[0]) > 0  # after tokens that nobody was told of yet
 
@@ -138,6 +152,7 @@ def test_an_aborted_request_leaves_nothing_behind(roomy: Pair) -> None:
 
 
 def test_a_version_that_it_was_not_compared_with_keeps_its_own() -> None:
-    assert vllm_compat.arguments(plan_of("qwen3"))["scheduler_cls"] == "rlgen.engines.decode.DecodeScheduler"
-    assert "scheduler_cls" not in vllm_compat.arguments(plan_of("qwen3", vllm="0.33.0"))
-    assert "scheduler_cls" not in vllm_compat.arguments(plan_of("qwen3", on_gpu=True))
+    ours = {"scheduler_cls": "rlgen.engines.decode.DecodeScheduler", "worker_cls": "rlgen.engines.decode_worker.DecodeWorker"}
+    assert vllm_compat.arguments(plan_of("qwen3")).items() >= ours.items()
+    assert not ours.keys() & vllm_compat.arguments(plan_of("qwen3", vllm="0.33.0")).keys()
+    assert not ours.keys() & vllm_compat.arguments(plan_of("qwen3", on_gpu=True)).keys()

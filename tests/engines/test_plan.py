@@ -110,8 +110,8 @@ def test_what_rlgen_tells_vllm_is_refused_in_extra() -> None:
     for plan in (plan_of("qwen3", on_gpu=False), plan_of("qwen3", on_gpu=True)):
         line = ServerPlan(engine=plan, host="::1", port=0, nccl=True, devices=None, threads=None).command()
         of_server = {re.sub("^--(no-)?|=.*$", "", word).replace("-", "_") for word in line if word.startswith("--")}
-        # `scheduler_cls` may be said: what a recipe says there holds.
-        assert (of_server | vllm_compat.arguments(plan).keys()) - RESERVED_ENGINE_ARGUMENTS <= {"scheduler_cls"}
+        # These may be said: what a recipe says there holds.
+        assert (of_server | vllm_compat.arguments(plan).keys()) - RESERVED_ENGINE_ARGUMENTS <= {"scheduler_cls", "worker_cls"}
 
 
 def test_a_refusal_of_vllm_is_one_sentence_without_the_list_of_what_it_has() -> None:

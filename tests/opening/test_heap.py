@@ -1,0 +1,35 @@
+"""A step finds the memory that the step before freed, without the kernel's help."""
+
+import subprocess
+import sys
+
+STEPS = """
+import resource, sys, torch
+from rlgen.opening.heap import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+
+def step():
+    return [torch.ones(4 << 20) for _ in range(12)]  # 16 MiB each
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+for _ in range(3):
+    step()
+before = faults()
+for _ in range(5):
+    step()
+print(faults() - before)
+"""
+
+
+def faults(how: str) -> int:
+    """Pages that the kernel had to find in five steps."""
+    done = subprocess.run([sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    assert faults("as it is") > 50_000
+    assert faults("kept") < 1_000
