@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from bench_sides import SIDES, WORKLOADS, build_model
 from rich.console import Console
@@ -54,10 +55,10 @@ class Side:
     seconds: list[float] = field(default_factory=list)  # of each counted step
     tokens: list[int] = field(default_factory=list)
     phases: list[dict[str, list[float]]] = field(default_factory=list)  # [time of day, seconds] by name, of each counted step
-    peak: float = 0.0  # GiB resident
+    peak: float = 0.0  # GiB resident, of all its processes
 
     @classmethod
-    def begin(cls, name: str, workload: str, folder: Path, threads: int) -> "Side":
+    def begin(cls, name: str, workload: str, folder: Path, threads: int | None) -> "Side":
         """Starts the process, waits for its first optimizer step, and stops it there."""
         (folder / name).mkdir()
         (folder / name / "model").symlink_to(folder / "model")
@@ -69,7 +70,7 @@ class Side:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"},
+                env={**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}), "VLLM_CPU_KVCACHE_SPACE": "1"},
             )
         side = cls(name=name, process=process)
         for _ in range(2):
@@ -112,10 +113,13 @@ class Side:
             self.phases.append(said["phases"])
 
     def end(self) -> None:
-        """Notes the peak of its memory, and kills it."""
-        with contextlib.suppress(OSError):
-            status = Path(f"/proc/{self.process.pid}/status").read_text()
-            self.peak = int(status.partition("VmHWM:")[2].split()[0]) / (1 << 20)
+        """Notes the peak of its memory, with that of all processes that it started, and kills it."""
+        self.peak = 0.0
+        with contextlib.suppress(OSError, psutil.Error):
+            own = psutil.Process(self.process.pid)
+            for one in (own, *own.children(recursive=True)):
+                status = Path(f"/proc/{one.pid}/status").read_text()
+                self.peak += int(status.partition("VmHWM:")[2].split()[0]) / (1 << 20)
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self.process.wait()
@@ -136,7 +140,7 @@ class Side:
         }
 
 
-def measure(name: str, sides: Sequence[str], steps: int, folder: Path, threads: int) -> list[Side]:
+def measure(name: str, sides: Sequence[str], steps: int, folder: Path, threads: int | None) -> list[Side]:
     """Returns the sides of a workload after `steps` counted steps of each, in turns."""
     folder.mkdir(parents=True)
     build_model(WORKLOADS[name], folder / "model")
@@ -202,7 +206,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all if none is named")
     parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
     parser.add_argument("--steps", type=int, default=9, help="counted steps of each side")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OpenMP threads of each side")
+    parser.add_argument("--threads", type=int, help="OpenMP threads of each process; as many as there are cores if not set")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
@@ -215,14 +219,14 @@ def main() -> None:
         "processor": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
-        "threads": chosen.threads,
+        "threads": chosen.threads or os.cpu_count(),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {name: version(name) for name in PACKAGES if installed(name)},
     }
     write_text(chosen.out / "bench.json", json.dumps({"machine": machine, "workloads": found}, indent=1) + "\n")
     write_text(chosen.out / "trace.json", json.dumps(trace(measured)))
     Console(width=150).print(table(found))
-    print(f"{machine['cores']} cores ({machine['capability']}), {chosen.threads} threads; {chosen.steps} steps of each side")
+    print(f"{machine['cores']} cores ({machine['capability']}), {machine['threads']} threads; {chosen.steps} steps of each side")
     print(f"{chosen.out / 'bench.json'}, {chosen.out / 'trace.json'}")
 
 

@@ -1,5 +1,5 @@
-"""The sides of `make bench`, each in its own process: rlgen, without and with `rollout.stream`, TRL 1.16.0 with colocated vLLM,
-and the sequential floor.
+"""The sides of `make bench`, each in its own process: rlgen with colocated vLLM; rlgen with `rollout.stream` and a server that it
+launches; TRL 1.16.0 with colocated vLLM; and the sequential floor.
 
     python scripts/bench_sides.py rlgen longtail FOLDER
 
@@ -18,9 +18,9 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -31,12 +31,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlgen.engines import vllm_compat
+from rlgen.engines import client, vllm_compat
 from rlgen.metrics import Metric
 from rlgen.models.tiny import END_OF_TEXT, SHAPE, TURN_END, byte_tokenizer, save_random
 from rlgen.opening.attempt import train
 from rlgen.opening.options import TrainOptions
 from rlgen.trainers.collect import Collector
+from rlgen.types import Request, Sampling
 
 LEARNING_RATE = 1e-5
 ENDLESS = 1_000_000  # steps: the parent ends the process
@@ -134,6 +135,26 @@ def told_lengths(workload: Workload) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def told_lengths_to_server(workload: Workload) -> Iterator[None]:
+    """Does the same for the requests that rlgen sends to a server."""
+    sample, body = client.sample, client.sampling_body
+    whole = False
+
+    async def told(servers: Any, requests: Mapping[int, Request], sampling: Sampling, *others: Any) -> None:
+        nonlocal whole
+        whole = len(requests) == len(workload.lengths) and sampling.max_tokens == workload.longest
+        if whole:
+            requests = {place: replace(request, max_tokens=workload.lengths[place]) for place, request in requests.items()}
+        await sample(servers, requests, sampling, *others)
+
+    def told_body(sampling: Sampling) -> dict[str, Any]:
+        return body(sampling) | ({"stop_token_ids": [], "ignore_eos": True} if whole else {})
+
+    with patch.object(client, "sample", told), patch.object(client, "sampling_body", told_body):
+        yield
+
+
 class Steps:
     """Prints a line as each step begins, with what is known of the step before."""
 
@@ -168,7 +189,7 @@ class Steps:
 
 
 def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = False) -> None:
-    """Trains with rlgen, as `rlgen train` does; with `stream`, on groups that are complete while others are sampled."""
+    """Trains with rlgen, as `rlgen train` does; with `stream`, on groups that are complete while a server samples others."""
     (folder / "rewards.py").write_text(REWARD)
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(workload, 200)))
     recipe = {
@@ -183,7 +204,7 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
             "max_completion_tokens": workload.longest,
             "stream": stream,
         },
-        "engine": {"kind": "colocated"},
+        "engine": {"kind": "server", "launch": True} if stream else {"kind": "colocated"},
         "trainer": {"kind": "grpo", "loss": "dapo"},
         "optim": {"learning_rate": LEARNING_RATE},
         "checkpoint": {"every": ENDLESS},
@@ -349,7 +370,7 @@ def main() -> None:
     os.chdir(folder)
     logging.disable(logging.WARNING)
     with ExitStack() as around:
-        around.enter_context(told_lengths(workload))
+        around.enter_context(told_lengths_to_server(workload) if side == "stream" else told_lengths(workload))
         if side == "TRL":
             around.enter_context(trl_survives())
         SIDES[side](workload, folder, steps)

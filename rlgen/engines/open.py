@@ -147,8 +147,10 @@ def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
     plan, settings = EnginePlan.of(recipe, location), recipe.engine
     if not isinstance(settings, ServerEngineRecipe):
         raise UsageError(f"engine.kind {settings.kind} has no server; set it to server")
-    # Two servers with a thread each for every core wait for each other: they loaded weights in 2.6 times the time of one.
-    shared = settings.servers > 1 and not plan.on_gpu and "OMP_NUM_THREADS" not in os.environ
+    # Two servers with a thread each for every core wait for each other: they load weights in 2.6 times the time of one. And what
+    # trains meanwhile (`rollout.stream`) has half of the cores, see `opening.learner.build_groups`.
+    shared = (settings.servers > 1 or recipe.rollout.stream) and not plan.on_gpu and "OMP_NUM_THREADS" not in os.environ
+    free = cores() - cores() // 2 if recipe.rollout.stream else cores()
     return [
         ServerPlan(
             engine=plan,
@@ -156,7 +158,7 @@ def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
             port=settings.port + number if settings.port else 0,
             nccl=settings.transfer == "nccl",
             devices=settings.devices_of(number),
-            threads=max(1, cores() // settings.servers) if shared else None,
+            threads=max(1, free // settings.servers) if shared else None,
         )
         for number in range(settings.servers)
     ]

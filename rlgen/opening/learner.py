@@ -1,5 +1,6 @@
 """Builds what trains the policy: reference, optimizer and schedule; and restores their state from a checkpoint."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from rlgen.models.policy import BasePolicy, Policy
 from rlgen.opening.policy import Policies, build_reference
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.recipe.models import ServerEngineRecipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.exact import ExactSum
@@ -24,6 +26,9 @@ from rlgen.trainers.groups import Groups, provisional_totals
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position, Sampling
+
+# Share of the most tokens of a completion: a group with a longer one is trained on when all are sampled (`rollout.stream`).
+LATE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,5 +146,19 @@ def build_groups(recipe: Recipe, learner: Learner, windows: WindowBuilder, updat
         update=update,
         sums=sums,
         provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
-        threads=None if recipe.engine.kind == "server" else max(1, torch.get_num_threads() // 2),
+        threads=max(1, torch.get_num_threads() // 2) if engine_shares_cores(recipe) else None,
+        late_from=math.ceil(LATE * rollout.max_completion_tokens) if decodes_all_at_once(recipe) else None,
     )
+
+
+def engine_shares_cores(recipe: Recipe) -> bool:
+    """Returns whether the engine computes on the cores of this process: in it, or in a server that it starts."""
+    here = recipe.engine.kind == "colocated" or (isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.launch)
+    return here and not torch.cuda.is_available()
+
+
+def decodes_all_at_once(recipe: Recipe) -> bool:
+    """Returns whether no completion of a step waits for others: the longest are then the last ones."""
+    engine = recipe.engine
+    servers = engine.servers if isinstance(engine, ServerEngineRecipe) else 1
+    return recipe.samples_per_step <= servers * engine.max_num_seqs

@@ -32,6 +32,11 @@ def notices(recipe: Recipe) -> list[str]:
         said.append(
             "engine.structured_regex: the sentinel checks the engine before step 1 without it; batches cannot be compared"
         )
+    if recipe.engine.kind == "colocated" and recipe.rollout.stream:
+        said.append(
+            "rollout.stream with engine.kind colocated: engine and trainer share one Python interpreter and wait for each other;"
+            " a server has one of its own (engine.kind server, engine.launch true)"
+        )
     if isinstance(recipe.engine, ServerEngineRecipe):
         hosts = [re.sub(r"^https?://|(:\d+)?(/.*)?$", "", url) for url in servers(recipe.engine) if url.startswith("http://")]
         hosts += [recipe.engine.host] if recipe.engine.launch else []

@@ -9,7 +9,7 @@ gradients are added exactly (`ExactSum`), and all other numbers in the order of 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -51,10 +51,16 @@ class Groups:
     update: Updater
     sums: ExactSum
     provisional: Totals
-    # Of torch, where the engine computes in this process: it has the others meanwhile. Training has as many in all of a step,
-    # because their number may decide last bits. None: the engine is elsewhere.
+    # Of torch, where the engine computes on the same cores: it has the others meanwhile. None: the engine is elsewhere.
     threads: int | None
+    # A group with a completion of so many tokens is among the last to be sampled. It waits for the end, and then has all threads.
+    # Their number may decide last bits, so which groups these are follows from the samples and not from time. None: none waits.
+    late_from: int | None
     learned: dict[int, Learned] = field(default_factory=dict)  # by group id
+
+    def waits(self, samples: Samples) -> bool:
+        """Returns whether the group of `samples` is left for `finish`."""
+        return self.late_from is not None and int(samples.sampled_tokens.max()) >= self.late_from
 
     def learn(self, table: RowTable, samples: Samples, epoch: float) -> None:
         """Runs forward and backward on the rows of one group, and adds the gradient to the sums.
@@ -63,7 +69,7 @@ class Groups:
             table: of the group alone.
             epoch: passes over the data before the step.
         """
-        with self.own_threads():
+        with nullcontext() if self.waits(samples) else self.own_threads():
             window, signal, measured = self.windows.build(table, samples, epoch)
             part = self.update.run_first(replace(window, totals=self.provisional))
             self.sums.take()
@@ -126,7 +132,7 @@ class Groups:
 
     @contextmanager
     def own_threads(self) -> Iterator[None]:
-        """Lets torch compute with the threads of training inside the block, in the calling thread."""
+        """Lets torch compute with `threads` inside the block, in the calling thread."""
         before = torch.get_num_threads()
         if self.threads is not None:
             torch.set_num_threads(self.threads)

@@ -62,7 +62,8 @@ class Stream:
             while thread.is_alive():
                 for group in self.early.settled(step):
                     samples = Samples.of(group.samples, self.labels)
-                    self.groups.learn(RowTable.gather(samples, self.processes), samples, epoch)
+                    if not self.groups.waits(samples):
+                        self.groups.learn(RowTable.gather(samples, self.processes), samples, epoch)
                 thread.join(POLL)
             return sampled.result()
         except BaseException:

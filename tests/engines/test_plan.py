@@ -141,6 +141,9 @@ def test_servers_share_the_work_and_the_gpus(monkeypatch: pytest.MonkeyPatch) ->
     one = server_plans(recipe(kind="server", launch=True, devices="1"), "/m")
     assert [(plan.port, plan.devices) for plan in one] == [(0, "1")] and one[0].engine.max_num_seqs == 10
     assert one[0].threads is None
+    plain = recipe(kind="server", launch=True)
+    streaming = plain.model_copy(update={"rollout": plain.rollout.model_copy(update={"stream": True})})
+    assert server_plans(streaming, "/m")[0].threads == 4  # the trainer has 3 meanwhile
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert [
         plan.environment("t")["OMP_NUM_THREADS"] for plan in server_plans(recipe(kind="server", launch=True, servers=2), "/m")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,7 @@ def trained(algorithm: Algorithm, order: Sequence[int] | None) -> tuple[dict[str
             sums=ExactSum(list(policy.parameters())),
             provisional=provisional_totals(GROUPS, SIZE, LONGEST),
             threads=None,
+            late_from=None,
         )
         for group in order:
             own = Samples.of(samples()[group * SIZE : (group + 1) * SIZE], ["reward"])
@@ -165,6 +167,31 @@ def test_the_gradient_is_that_of_the_whole_step_and_its_bits_are_those_of_any_or
     for order in ((4, 0, 2), (1, 3, 0, 2, 4), (2,)):
         again, other, *_ = trained(algorithm, order)
         assert torch.equal(other, grouped) and again == ours
+
+
+def test_the_longest_groups_wait_and_have_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [Samples.of(samples()[group * SIZE : (group + 1) * SIZE], ["reward"]) for group in range(GROUPS)]
+    longest = [int(own.sampled_tokens.max()) for own in held]
+    late_from, all_threads = sorted(longest)[2], torch.get_num_threads()
+    used: list[int] = []
+
+    def note(*given: Any) -> Any:
+        used.append(torch.get_num_threads())
+        raise InterruptedError
+
+    parts = {"update": None, "sums": None, "provisional": None, "windows": SimpleNamespace(build=note)}
+    groups = Groups(**parts, threads=1, late_from=late_from)  # type: ignore[arg-type]
+    try:
+        torch.set_num_threads(3)
+        for own in held:
+            with pytest.raises(InterruptedError):
+                groups.learn(RowTable.gather(own, ONE), own, 0.25)
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(all_threads)
+    assert [groups.waits(own) for own in held] == [tokens >= late_from for tokens in longest]
+    assert used == [3 if tokens >= late_from else 1 for tokens in longest] and set(used) == {1, 3}
+    assert not replace(groups, late_from=None).waits(held[longest.index(max(longest))])
 
 
 def rows_of(pair_id: Tensor) -> list[list[int]]:

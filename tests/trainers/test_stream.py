@@ -83,8 +83,12 @@ class Groups:
 
     def __init__(self, events: Events) -> None:
         self.events = events
+        self.late: tuple[float, ...] = ()  # rewards of a group that waits
         self.found: dict[int, list[float]] = {}
         self.during: Callable[[], None] = lambda: None
+
+    def waits(self, samples: Any) -> bool:
+        return samples.reward.tolist() == list(self.late)
 
     def learn(self, table: RowTable, samples: Any, epoch: float) -> None:
         self.events.append(f"train {table.group_id[0]} in {threading.current_thread().name}")
@@ -173,6 +177,19 @@ def test_complete_groups_are_trained_on_while_others_are_sampled(open_collector:
     assert order.index("trained 0") < order.index("answer 4") and f"train 0 in {main}" in events
     assert groups.found.items() >= {0: [0.0, 1.0], 1: [2.0, 3.0]}.items(), "rewards are those of the group"
     assert [sample.reward for sample in got.samples] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_group_that_waits_is_left(open_collector: Callable[..., Collector]) -> None:
+    events: Events = []
+
+    def before(place: int, further: Further) -> None:
+        if place == 4:
+            until(lambda: "trained 1" in events)
+
+    groups = Groups(events)
+    groups.late = (0.0, 1.0)
+    open_collector(Engine(events, before), groups)(1, 0, Clock(), StopRequest(False))
+    assert 0 not in groups.found and groups.found[1] == [2.0, 3.0]
 
 
 def test_no_group_is_trained_on_before_its_last_completion(open_collector: Callable[..., Collector]) -> None:
