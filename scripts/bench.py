@@ -164,22 +164,16 @@ def measure(name: str, sides: Sequence[str], steps: int, folder: Path, threads: 
 
 
 def trace(measured: dict[str, list[Side]]) -> list[dict[str, Any]]:
-    """Returns the phases of all counted steps as trace events: a row for each side of each workload."""
-    return [
-        {
-            "name": phase,
-            "cat": workload,
-            "ph": "X",
-            "ts": since * 1e6,
-            "dur": seconds * 1e6,
-            "pid": f"{workload}",
-            "tid": side.name,
-        }
-        for workload, sides in measured.items()
-        for side in sides
-        for phases in side.phases
-        for phase, (since, seconds) in phases.items()
-    ]
+    """Returns the phases of all counted steps as trace events: a process for each workload, with a thread for each side."""
+    events: list[dict[str, Any]] = []
+    for process, (workload, sides) in enumerate(measured.items(), 1):
+        events.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": workload}})
+        for thread, side in enumerate(sides, 1):
+            place = {"pid": process, "tid": thread}
+            events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": side.name}})
+            for phase, (since, seconds) in (item for phases in side.phases for item in phases.items()):
+                events.append({"name": phase, "ph": "X", "ts": since * 1e6, "dur": seconds * 1e6, **place})
+    return events
 
 
 def table(found: dict[str, dict[str, Any]]) -> Table:

@@ -347,12 +347,20 @@ def without_padding(whole: Sequence[Sequence[int]]) -> list[torch.Tensor]:
 
 @contextmanager
 def trl_survives() -> Iterator[None]:
-    """Lets vLLM keep plain weights on the CPU, as TRL's sync writes into them: where vLLM packs them, it ends with an error."""
+    """Lets vLLM keep plain weights on the CPU, as TRL's sync writes into them: where vLLM packs them, it ends with an error.
+
+    And lets it sample from the weights in float32, as the other sides do: for a model in float32, vLLM's own choice is bfloat16.
+    """
     with vllm_compat.process_kept_as_is():
-        vllm_compat.import_vllm()
+        vllm = vllm_compat.import_vllm()
         from vllm.model_executor.layers import utils
     plain: Callable[..., None] = partial(setattr_linear)
-    with patch.object(utils, "dispatch_cpu_unquantized_gemm", plain):
+    begin = vllm.LLM.__init__
+
+    def in_float32(llm: Any, **arguments: Any) -> None:
+        begin(llm, **{**arguments, "dtype": "float32"})
+
+    with patch.object(utils, "dispatch_cpu_unquantized_gemm", plain), patch.object(vllm.LLM, "__init__", in_float32):
         yield
 
 
