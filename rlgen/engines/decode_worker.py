@@ -143,6 +143,7 @@ class DecodeRunner(CPUModelRunner):
     def _go_on(self, last: Step, output: SchedulerOutput) -> None:
         """Moves the inputs by one token, and computes the logits."""
         batch, count = self.input_batch, len(last.scheduled)
+        batch.refresh_metadata()  # some settings of sampling depend on how many tokens there are
         np.add(last.computed, 1, out=last.computed)
         batch.num_computed_tokens_cpu[:count] += 1
         for numbers in (self.num_computed_tokens, self.positions, self.seq_lens, self.optimistic_seq_lens_cpu):

@@ -151,6 +151,22 @@ def test_an_aborted_request_leaves_nothing_behind(roomy: Pair) -> None:
         assert list(output.outputs[0].token_ids) == answer.token_ids.tolist()
 
 
+def test_what_depends_on_the_number_of_tokens_changes_in_steady_steps(roomy: Pair) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    asked, found = requests(4, seed=9), []
+    for engine in (roomy.plain, roomy.ours):
+        params = [vllm_compat.sampling_params(engine._vllm, one, SAMPLING) for one in asked]
+        for place, one in enumerate(params):
+            one.min_tokens, one.stop_token_ids, one.output_kind = 20 + place, list(range(0, 240)), RequestOutputKind.FINAL_ONLY
+            one._all_stop_token_ids = set(one.stop_token_ids)
+        outputs = engine._llm.generate(vllm_compat.prompts_of(asked, salt="least"), params, use_tqdm=False)
+        found.append([tuple(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+    # Most ids end an answer, once it is long enough.
+    assert all(20 + place < len(ids) < 40 + place for place, ids in enumerate(found[0]))
+
+
 def test_a_version_that_it_was_not_compared_with_keeps_its_own() -> None:
     ours = {"scheduler_cls": "rlgen.engines.decode.DecodeScheduler", "worker_cls": "rlgen.engines.decode_worker.DecodeWorker"}
     assert vllm_compat.arguments(plan_of("qwen3")).items() >= ours.items()
