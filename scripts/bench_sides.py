@@ -7,8 +7,8 @@ Each side trains step after step until it is killed, and prints a line as each s
 the seconds of each phase of the step before. `scripts/bench.py` lets one side run at a time, step by step in turns.
 
 All sides get the same model, prompts, reward, number of completions, sampling and optimizer. A random model would end its answers
-anywhere, and differently on each side; so vLLM is told the length of each completion, by one patch that is the same for all: the
-i-th request of a step ends after `Workload.lengths[i]` tokens, and not before.
+anywhere, and differently on each side; so vLLM is told the length of each completion, by a patch of vLLM, or of
+what rlgen asks a server: the i-th request of a step ends after `Workload.lengths[i]` tokens, and not before.
 """
 
 import json

@@ -70,7 +70,7 @@ class ServerPlan:
             "worker_extension_cls": "rlgen.engines.worker.Worker",
             "middleware": "rlgen.engines.gate.Gate",
             "disable_uvicorn_access_log": True,
-            # On the CPU, sending them to the server's front end after each step takes a third of the time.
+            # On the CPU, sending them and the tokens to the server's front end after each step took a third of the time.
             "disable_log_stats": not self.engine.on_gpu,
             "weight_transfer_config": {"backend": "nccl"} if self.nccl else None,
         }

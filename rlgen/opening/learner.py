@@ -139,6 +139,7 @@ def build_groups(recipe: Recipe, learner: Learner, windows: WindowBuilder, updat
     rollout = recipe.rollout
     if not rollout.stream:
         return None
+    shared = engine_shares_cores(recipe)
     with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
         sums = ExactSum([parameter for parameter in learner.policy.parameters() if parameter.requires_grad])
     return Groups(
@@ -146,8 +147,9 @@ def build_groups(recipe: Recipe, learner: Learner, windows: WindowBuilder, updat
         update=update,
         sums=sums,
         provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
-        threads=max(1, torch.get_num_threads() // 2) if engine_shares_cores(recipe) else None,
-        late_from=math.ceil(LATE * rollout.max_completion_tokens) if decodes_all_at_once(recipe) else None,
+        threads=max(1, torch.get_num_threads() // 2) if shared else None,
+        # Where the engine is elsewhere, a group that waits gains nothing.
+        late_from=math.ceil(LATE * rollout.max_completion_tokens) if shared and decodes_all_at_once(recipe) else None,
     )
 
 

@@ -151,6 +151,27 @@ def test_an_aborted_request_leaves_nothing_behind(roomy: Pair) -> None:
         assert list(output.outputs[0].token_ids) == answer.token_ids.tolist()
 
 
+def test_tokens_are_held_only_where_that_is_asked_for(roomy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, (asked,) = roomy.schedulers()[1], requests(2, seed=4)[:1]
+    most: list[int] = []
+    hold = type(scheduler)._hold
+
+    def noted(self: Any, output: Any) -> Any:
+        left = hold(self, output)
+        most.append(len(self._held))
+        return left
+
+    monkeypatch.setattr(type(scheduler), "_hold", noted)
+    found = []
+    for extra in ({vllm_compat.HELD: True}, {vllm_compat.HELD: False}, None):
+        most.clear()
+        params = vllm_compat.sampling_params(roomy.ours._vllm, asked, SAMPLING)
+        params.extra_args = extra
+        output = roomy.ours._llm.generate(vllm_compat.prompts_of([asked], salt="held"), [params], use_tqdm=False)[0]
+        found.append((max(most), tuple(output.outputs[0].token_ids)))
+    assert [held for held, _ in found] == [1, 0, 0] and len({ids for _, ids in found}) == 1
+
+
 def test_what_depends_on_the_number_of_tokens_changes_in_steady_steps(roomy: Pair) -> None:
     from vllm.sampling_params import RequestOutputKind
 

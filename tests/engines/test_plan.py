@@ -1,21 +1,27 @@
 """The plan of an engine: what of it decides answers, what vLLM is told, and what a server's process imports."""
 
+import asyncio
+import json
 import re
 import subprocess
 import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import plan_of
+from helpers.samples import request
 
 from rlgen.engines import vllm_compat
 from rlgen.engines.launch import ServerPlan
 from rlgen.engines.open import server_plans
 from rlgen.engines.plan import UNDECIDING, EnginePlan
-from rlgen.errors import UsageError
+from rlgen.engines.server import Call, ServerEngine
+from rlgen.errors import EngineError, UsageError
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, VllmRecipe
+from rlgen.types import Sampling
 
 # Another value of every field of a plan.
 OTHERS: dict[str, Any] = {
@@ -124,6 +130,33 @@ def test_a_refusal_of_vllm_is_one_sentence_without_the_list_of_what_it_has() -> 
     assert vllm_compat.without_lists(" ".join(said.split())) == kept
     other = "Argument position_ids not found in the forward method of <class 'transformers.models.blenderbot'>"
     assert vllm_compat.without_lists(other) == other
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.MonkeyPatch, in_flight: bool) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    class Line:
+        server = SimpleNamespace(arrays=True, url="http://s")
+
+        async def post(self, route: str, body: bytes) -> bytes:
+            bodies.append(json.loads(body))
+            raise EngineError("enough")
+
+    async def each(servers: Any, most: int, items: Any, ask: Any, more: Any) -> None:
+        await ask(Line(), items[0])
+
+    async def waits(coroutine: Any) -> None:
+        await coroutine
+
+    monkeypatch.setattr("rlgen.engines.client.each", each)
+    held = SimpleNamespace(run="r", version=1, syncs=1)
+    keeper = SimpleNamespace(in_flight=in_flight, held=held, servers=[])
+    engine = SimpleNamespace(_keeper=keeper, _version_of=None, _connections=1, _unless_closed=waits)
+    call = Call(waiting={0: request((3, 4), seed=1)}, finished=None, further=None)
+    with pytest.raises(EngineError, match="enough"):
+        asyncio.run(ServerEngine._sample(engine, call, Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))))  # type: ignore[arg-type]
+    assert [body["sampling_params"]["extra_args"] for body in bodies] == [{"rlgen_held": not in_flight}]
 
 
 def test_servers_share_the_work_and_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

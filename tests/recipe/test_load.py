@@ -286,6 +286,13 @@ def test_compiled_layers_are_refused_beside_what_they_do_not_compute(recipe_file
     load_recipe(recipe_file, [other.replace("compile: true, ", "")])
 
 
+def test_streaming_in_one_process_is_noted(recipe_file: Path) -> None:
+    said = "rollout.stream with engine.kind colocated: engine and trainer share one Python interpreter"
+    for engine, noted in (("{kind: colocated}", True), ("{kind: server, launch: true}", False)):
+        loaded = load_recipe(recipe_file, [f"engine={engine}", "rollout.stream=true"])
+        assert any(note.startswith(said) for note in loaded.notices) == noted
+
+
 def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     there = load_recipe(recipe_file, ["engine={kind: server, url: ['http://127.0.0.1:1', 'http://10.0.0.7:2/a']}"])
     assert servers(there.recipe.engine) == ["http://127.0.0.1:1", "http://10.0.0.7:2/a"]
