@@ -494,7 +494,8 @@ class Batch:
     rows: tuple[int, ...]  # [B] index of each row among the samples that this process trains
     input_ids: "Tensor"  # [B, S] prompt and completion
     lengths: tuple[int, ...]  # [B] tokens of each row, without padding
-    prompt_lengths: "Tensor"  # [B]
+    prompt_lengths: tuple[int, ...]  # [B]
+    same_prompt: tuple[int, ...]  # [B] first row of the batch that has the prompt of each row, of the same group
     completion_ids: "Tensor"  # [B, T]
     mask: "Tensor"  # [B, T] bool, true on sampled tokens, the stop token included
     places: "Tensor"  # [2, N] row and column of each true position of the mask, row by row; known without asking the device

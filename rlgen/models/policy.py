@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
+from rlgen.losses.inputs import onto
 from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.lora import without_adapter
-from rlgen.models.packing import Rows, pack
+from rlgen.models.packed_attention import Rows
+from rlgen.models.packing import pack, packed_states
 from rlgen.models.vision import Vision, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Batch
@@ -155,9 +157,9 @@ class Policy(nn.Module):
         self.packed = self.unpacked is None
         return self.unpacked
 
-    def positions(self, batch: Batch) -> int:
-        """Returns the number of positions that a forward pass of `batch` computes, padding included."""
-        return sum(batch.lengths) if self.packed else batch.input_ids.numel()
+    def padding(self, batch: Batch) -> int:
+        """Returns the number of positions that a forward pass of `batch` computes for padding."""
+        return 0 if self.packed else batch.input_ids.numel() - sum(batch.lengths[: len(batch.rows)])
 
     def forward(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
         """Computes log-probs of the completion's tokens, and entropies of the distributions that they were sampled from.
@@ -183,12 +185,12 @@ class Policy(nn.Module):
         """Computes the hidden states from which the head predicts the N sampled tokens."""
         with one_sequence_a_row():
             decoder, (rows, columns) = decoder_of(self.model), batch.places
-            # The logits at a position predict the next id: the only shift by one in rlgen.
-            predicting = batch.prompt_lengths[rows] - 1 + columns
             if self.packed:
-                packed = Rows(batch.lengths, batch.input_ids.device)
-                states_NH = packed.hidden(decoder, batch.input_ids)[packed.starts[rows] + predicting]
+                packed = Rows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
+                states_NH = packed_states(decoder, batch.input_ids, packed)[packed.places(rows, columns)]
             else:
+                # The logits at a position predict the next id.
+                predicting = onto(torch.tensor(batch.prompt_lengths), batch.input_ids.device)[rows] - 1 + columns
                 states_NH = decoder(**self.inputs(batch), use_cache=False).last_hidden_state[rows, predicting]
         return Hidden(states_NH.to(self.dtype), rows, columns)
 

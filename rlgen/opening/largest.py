@@ -2,6 +2,8 @@
 hours.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -31,8 +33,9 @@ def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
     """
     trained = [parameter for parameter in update.policy.parameters() if parameter.requires_grad]
     tried = []
-    for rows, length in dict.fromkeys((longest(recipe, processes.world), fullest(recipe, processes.world))):
-        window, size = made_up(recipe, rows, length, processes), f"{rows} rows of {length} tokens"
+    packed = update.policy.packed
+    for batch in dict.fromkeys((longest(recipe, processes.world, packed), fullest(recipe, processes.world, packed))):
+        window, size = made_up(recipe, batch, processes, packed), f"{batch.rows} rows of {batch.prompt + batch.completion} tokens"
 
         def attempt(window: Window = window) -> None:
             with memory_for("the optimizer's state", update.less_memory("optimizer"), SetupError):
@@ -46,16 +49,38 @@ def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
     return f"the largest micro-batches fit: {', '.join(tried)}; {peak()}"
 
 
-def longest(recipe: Recipe, processes: int) -> tuple[int, int]:
-    """Returns rows and tokens a row of a micro-batch of the longest rows: as many as fit, or as a rank has."""
-    rows = min(recipe.optim.micro_batch_tokens // recipe.max_row_tokens, share(recipe, processes))
-    return whole_pairs(recipe, rows), recipe.max_row_tokens
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A micro-batch of rows of equal lengths. Shape(rows=4, prompt=24, completion=48)"""
+
+    rows: int
+    prompt: int  # tokens of each row
+    completion: int
 
 
-def fullest(recipe: Recipe, processes: int) -> tuple[int, int]:
-    """Returns rows and tokens a row of a micro-batch with the most tokens, with up to one row more than `longest`."""
-    rows = whole_pairs(recipe, min(-(-recipe.optim.micro_batch_tokens // recipe.max_row_tokens), share(recipe, processes)))
-    return rows, min(recipe.max_row_tokens, max(2, recipe.optim.micro_batch_tokens // rows))
+def longest(recipe: Recipe, processes: int, packed: bool) -> Shape:
+    """Returns a micro-batch of the longest rows: as many as fit, or as a rank has."""
+    completion = recipe.rollout.max_completion_tokens
+    prompt, budget, most = recipe.max_row_tokens - completion, recipe.optim.micro_batch_tokens, share(recipe, processes)
+    rows = most
+    while rows and prompts(recipe, rows, packed) * prompt + rows * completion > budget:
+        rows -= 1
+    return Shape(whole_pairs(recipe, rows), prompt, completion)
+
+
+def fullest(recipe: Recipe, processes: int, packed: bool) -> Shape:
+    """Returns a micro-batch with the most tokens: of up to one row more than `longest`, which are shorter."""
+    most, budget = longest(recipe, processes, packed), recipe.optim.micro_batch_tokens
+    full = prompts(recipe, most.rows, packed) * most.prompt + most.rows * most.completion >= budget
+    rows = whole_pairs(recipe, min(most.rows + (not full), share(recipe, processes)))
+    of_rows = prompts(recipe, rows, packed)
+    completion = max(1, min(most.completion, (budget - of_rows) // rows))
+    return Shape(rows, max(1, min(most.prompt, (budget - rows * completion) // of_rows)), completion)
+
+
+def prompts(recipe: Recipe, rows: int, packed: bool) -> int:
+    """Returns how many prompts a micro-batch of `rows` rows computes: packed rows of a group share theirs."""
+    return -(-rows // recipe.rollout.group_size) if packed else rows
 
 
 def share(recipe: Recipe, processes: int) -> int:
@@ -70,10 +95,9 @@ def whole_pairs(recipe: Recipe, rows: int) -> int:
     return max(2, rows - rows % 2) if recipe.trainer.kind == "online_dpo" else max(1, rows)
 
 
-def made_up(recipe: Recipe, rows: int, length: int, processes: Processes) -> Window:
-    """Returns a window of made-up rows, of which each rank has one micro-batch of `rows` rows of `length` tokens."""
-    completion = min(recipe.rollout.max_completion_tokens, length - 1)
-    held = Samples.of(made_up_samples(rows * processes.rank, rows, length - completion, completion))
+def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) -> Window:
+    """Returns a window of made-up rows, of which each rank has one micro-batch of the shape of `batch`."""
+    held = Samples.of(made_up_samples(batch, batch.rows * processes.rank, recipe.rollout.group_size))
     table = RowTable.gather(held, processes)
     place = torch.arange(len(table))
     everyone = torch.ones(len(table), dtype=torch.bool)
@@ -84,26 +108,27 @@ def made_up(recipe: Recipe, rows: int, length: int, processes: Processes) -> Win
         pair_id=place // 2 if recipe.trainer.kind == "online_dpo" else torch.full_like(place, -1),
     )
     # All rows have one length, so that the plan puts them into one micro-batch.
-    window = Window.of(table, held, signal, 0.0, rows * length, processes)
+    budget = batch.rows * (batch.prompt + batch.completion)
+    window = Window.of(table, held, signal, 0.0, budget, processes, packed=packed)
     window.frozen["ref_logp"] = torch.from_numpy(window.samples.sampler_logp.values)
     return window
 
 
-def made_up_samples(first: int, count: int, prompt: int, completion: int) -> list[Sample]:
-    """Returns `count` samples in groups of two, numbered from row `first`, with `prompt` and `completion` tokens each."""
+def made_up_samples(batch: Shape, first: int, group_size: int) -> list[Sample]:
+    """Returns the samples of a micro-batch in groups of `group_size`, numbered from row `first`."""
     return [
         Sample(
-            group_id=row // 2,
-            sample_index=row % 2,
-            prompt_ids=np.zeros(prompt, dtype=np.int32),
-            completion_ids=np.zeros(completion, dtype=np.int32),
-            sampler_logp=np.full(completion, -1.0, dtype=np.float32),
-            spans=one_span(completion, 0),
+            group_id=row // group_size,
+            sample_index=row % group_size,
+            prompt_ids=np.zeros(batch.prompt, dtype=np.int32),
+            completion_ids=np.zeros(batch.completion, dtype=np.int32),
+            sampler_logp=np.full(batch.completion, -1.0, dtype=np.float32),
+            spans=one_span(batch.completion, 0),
             finish_reason="length",
             seed=0,
             completion="",
             rewards={},
             reward=None,
         )
-        for row in range(first, first + count)
+        for row in range(first, first + batch.rows)
     ]

@@ -16,7 +16,7 @@ from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.load import load_model
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.memory_errors import memory_for, what_helps
-from rlgen.models.packing import kernel_for
+from rlgen.models.packing import kernel_for, pays
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
 from rlgen.models.vision import Vision, of_vision, reads_images
@@ -92,6 +92,7 @@ def open_shards(
     policy = processes.agreed(lambda: build_shards(recipe, location, mesh, trained, say))
     with memory_for("a forward pass of eight tokens", what_helps(recipe, "load"), SetupError):
         processes.agreed(policy.check, waits_for_others=True)
+    processes.agreed(lambda: compile_and_pack(recipe, policy), waits_for_others=True)
     return policy
 
 
@@ -119,12 +120,12 @@ def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
 
 
 def compile_and_pack(recipe: Recipe, policy: Policy) -> None:
-    """Compiles the layers and leaves out padding, as far as the recipe says and the device can. Raises SetupError."""
+    """Compiles the layers, and packs rows, as far as the recipe says and the device can. Raises SetupError."""
     wanted, compiled, device = recipe.optim.packing, recipe.model.compile, policy.model.device
     if compiled:
         with memory_for("compiling the model", what_helps(recipe, "forward"), SetupError):
             compile_layers(policy.model)
-    if wanted or (wanted is None and not compiled and kernel_for(device, policy.dtype)):
+    if wanted or (wanted is None and not compiled and policy.vision is None and pays(device, policy.dtype)):
         if device.type == "cuda" and not kernel_for(device, policy.dtype):
             raise SetupError("optim.packing: torch packs bfloat16 on this GPU only, or nothing: remove it, or set model.dtype")
         reason = policy.pack()
@@ -165,7 +166,6 @@ def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool,
             add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
             if dtype == HALF:
                 compute_in_half(model)  # rounds the adapter, which FSDP2 does not hold
-    compile_and_pack(recipe, policy)
     return policy
 
 

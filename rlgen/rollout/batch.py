@@ -1,6 +1,7 @@
 """Splits samples into micro-batches with little padding: sorted by length, within the token budget, cut where it saves time."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,33 +19,43 @@ LAUNCH_TOKENS = 48
 LAUNCH_SHARE = 0.005
 
 
-def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, packed: bool = False) -> list[list[int]]:
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of rows that are packed: a micro-batch computes each of them once."""
+
+    group: NDArray[np.int64]  # [B] rows of a group share their prompt
+    tokens: NDArray[np.int64]  # [B]
+
+
+def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, prompts: Prompts | None = None) -> list[list[int]]:
     """Splits rows into micro-batches that minimise padding plus the fixed cost of each micro-batch.
 
-    Packed rows have no padding: their micro-batches are filled one after the other, the longest rows first.
+    Packed rows have no padding: their micro-batches are filled one after the other, group by group.
 
     The loss uses denominators of the whole window, so the gradient does not depend on this split.
 
     Args:
         units: rows that must stay together: single rows, or the two rows of a preference pair. All units have the same size.
         lengths: tokens of each row, prompt included.
-        budget: most tokens of a micro-batch, padding included (`optim.micro_batch_tokens`). A single unit may exceed it.
+        budget: most tokens that a micro-batch computes, padding included (`optim.micro_batch_tokens`). A unit may exceed it.
+        prompts: of packed rows; None: rows are padded.
 
     Returns:
         The rows of each micro-batch; every row of `units` occurs once.
     """
     if not units:
         return []
-    if packed:
+    if prompts is not None:
         filled: list[list[int]] = []
-        room = 0
-        for unit in sorted(units, key=lambda unit: -sum(lengths[row] for row in unit)):
-            tokens = sum(lengths[row] for row in unit)
-            if not filled or tokens > room:
+        room, last = 0, None  # group of the last row of the micro-batch that is filled
+        for unit in sorted(units, key=lambda unit: prompts.group[unit[0]]):
+            group, prompt = prompts.group[unit[0]], int(prompts.tokens[unit[0]])
+            tokens = sum(lengths[row] - prompt for row in unit)
+            if not filled or tokens + prompt * (group != last) > room:
                 filled.append([])
-                room = budget
+                room, last = budget, None
             filled[-1] += unit
-            room -= tokens
+            room, last = room - tokens - prompt * (group != last), group
         return filled
     size = len(units[0])
     ordered = sorted(units, key=lambda unit: max(lengths[row] for row in unit))
@@ -66,7 +77,7 @@ def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, pa
 
 
 def deal(
-    units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int, packed: bool = False
+    units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int, prompts: Prompts | None = None
 ) -> list[list[list[int]]]:
     """Returns the micro-batches of each of `world` processes; each unit goes to one process, and all get about as many tokens.
 
@@ -74,14 +85,20 @@ def deal(
     a collective. The result depends on the arguments only: each process computes the plans of all.
 
     Args:
-        units, lengths, budget, packed: as in `plan`.
+        units, lengths, budget, prompts: as in `plan`.
     """
-    by_length = sorted(range(len(units)), key=lambda unit: -sum(lengths[row] for row in units[unit]))
     hands: list[list[int]] = [[] for _ in range(world)]
-    for place, unit in enumerate(by_length):
-        turn, hand = divmod(place, world)
-        hands[hand if turn % 2 == 0 else world - 1 - hand].append(unit)  # directions alternate, to balance the tokens
-    plans = [plan([units[unit] for unit in sorted(hand)], lengths, budget, packed) for hand in hands]
+    if prompts is None:
+        by_length = sorted(range(len(units)), key=lambda unit: -sum(lengths[row] for row in units[unit]))
+        for place, unit in enumerate(by_length):
+            turn, hand = divmod(place, world)
+            hands[hand if turn % 2 == 0 else world - 1 - hand].append(unit)  # directions alternate, to balance the tokens
+    else:  # groups stay together, but for those where the next process begins
+        by_group = sorted(range(len(units)), key=lambda unit: prompts.group[units[unit][0]])
+        ends = np.cumsum([sum(lengths[row] - prompts.tokens[row] for row in units[unit]) for unit in by_group])
+        for unit, end in zip(by_group, ends.tolist(), strict=True):
+            hands[-(-end * world // int(ends[-1])) - 1].append(unit)
+    plans = [plan([units[unit] for unit in sorted(hand)], lengths, budget, prompts) for hand in hands]
     most = max(map(len, plans))
     return [[*mine, *([] for _ in range(most - len(mine)))] for mine in plans]
 
@@ -93,7 +110,8 @@ def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Batc
             rows=(),
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
             lengths=(2,),
-            prompt_lengths=torch.ones(1, dtype=torch.long, device=device),
+            prompt_lengths=(1,),
+            same_prompt=(0,),
             completion_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
             mask=torch.zeros(1, 1, dtype=torch.bool, device=device),
             places=torch.zeros(2, 0, dtype=torch.long, device=device),
@@ -101,11 +119,14 @@ def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Batc
         )
     whole = [np.concatenate([samples.prompt_ids[row], samples.completion_ids[row]]) for row in rows]
     mask = pad_rows([torch.from_numpy(samples.mask_of(row)) for row in rows], False)
+    prompts = [(int(samples.group_id[row]), samples.prompt_ids[row].tobytes()) for row in rows]
+    first_of: dict[tuple[int, bytes], int] = {}
     return Batch(
         rows=tuple(rows),
         input_ids=onto(pad_rows([torch.from_numpy(ids) for ids in whole], 0), device).long(),
         lengths=tuple(map(len, whole)),
-        prompt_lengths=onto(torch.from_numpy(samples.prompt_ids.lengths[list(rows)]), device),
+        prompt_lengths=tuple(samples.prompt_ids.lengths[list(rows)].tolist()),
+        same_prompt=tuple(first_of.setdefault(prompt, place) for place, prompt in enumerate(prompts)),
         completion_ids=onto(pad_rows([torch.from_numpy(samples.completion_ids[row]) for row in rows], 0), device).long(),
         mask=onto(mask, device),
         places=onto(torch.from_numpy(np.stack(mask.numpy().nonzero())), device),

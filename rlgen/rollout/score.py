@@ -10,7 +10,7 @@ from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
-from rlgen.rollout.batch import collate, deal, plan, unpad
+from rlgen.rollout.batch import Prompts, collate, deal, plan, unpad
 from rlgen.types import Sample, Samples
 
 Scored: TypeAlias = Policy | BasePolicy
@@ -48,17 +48,20 @@ def score_own(
     budget: int,
     processes: Processes,
     micro_batches: Sequence[Sequence[int]] | None = None,
+    packed: bool = False,
 ) -> Tensor:
     """Returns the log-prob of each token of this process's samples: [N] float32 on the CPU, row after row; 0 where not sampled.
 
     Args:
         micro_batches: rows of each forward pass, the same number of micro-batches in every process; None: planned here.
+        packed: whether `policy` computes rows without padding.
 
     Raises:
         SetupError: not enough memory.
     """
     if micro_batches is None:
-        planned = plan([(row,) for row in range(len(samples))], samples.lengths.tolist(), budget)
+        prompts = Prompts(samples.group_id, samples.prompt_ids.lengths) if packed else None
+        planned = plan([(row,) for row in range(len(samples))], samples.lengths.tolist(), budget, prompts)
         # With sharded weights every forward pass is a collective, so all ranks need the same number of them.
         most = int(processes.total(torch.tensor(len(planned)), "max"))
         micro_batches = [*planned, *([] for _ in range(most - len(planned)))]

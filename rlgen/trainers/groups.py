@@ -171,7 +171,6 @@ def join_windows(windows: Sequence[Window], rows: Sequence[int]) -> Window:
         pair_id=torch.cat([renumbered(window.pair_id, first) for window, first in zip(windows, pairs, strict=True)]),
         group_tokens=torch.cat([window.group_tokens for window in windows]),
         totals=Totals(**{one.name: sum(getattr(window.totals, one.name) for window in windows) for one in fields(Totals)}),
-        positions=sum(window.positions for window in windows),
         epoch=windows[0].epoch,
         micro_batches=tuple(
             rows for window, first in zip(windows, at, strict=True) for rows in moved(window.micro_batches, first)

@@ -36,7 +36,7 @@ class Part:
     """The result of one process's micro-batches. Their gradients are in the policy's parameters."""
 
     loss: float
-    positions: int  # tokens, padding included
+    padding: int  # positions that were computed for it
     # Places in the step's table: rows with a log-prob that is not finite, or else of a loss that is not.
     nonfinite: frozenset[int]
     stats: Stats
@@ -61,7 +61,7 @@ class Part:
                 stats[name] = stats.get(name, Mean(0.0, 0.0)) + Mean(total, count)
         return cls(
             loss=sum(losses),
-            positions=sum(piece.positions for piece in pieces),
+            padding=sum(piece.padding for piece in pieces),
             nonfinite=frozenset(nonfinite),
             stats=stats,
             with_gradient=with_gradient,
@@ -75,7 +75,7 @@ class Part:
                 stats[name] = stats.get(name, Mean(0.0, 0.0)) + stat
         return cls(
             loss=sum(part.loss for part in parts),
-            positions=sum(part.positions for part in parts),
+            padding=sum(part.padding for part in parts),
             nonfinite=frozenset().union(*(part.nonfinite for part in parts)),
             stats=stats,
             with_gradient=frozenset().union(*(part.with_gradient for part in parts)),
@@ -89,7 +89,7 @@ class Piece:
     loss: Tensor  # scalar, detached
     finite: Tensor  # [B] bool: rows whose log-probs are all finite
     places: tuple[int, ...]  # [B] of the rows in the step's table
-    positions: int  # tokens, padding included
+    padding: int  # positions that were computed for it
     stats: Stats
 
     def values(self) -> list[Tensor | float]:
@@ -201,7 +201,7 @@ class Updater:
                 part = first
             if update == 0:
                 metrics |= self._mismatch(window, step)
-                metrics[Metric.TOKENS_PADDING] = part.positions - window.positions
+                metrics[Metric.TOKENS_PADDING] = part.padding
             norm = None if part.nonfinite else self._add_up(part)
             size = None if norm is None else whole(norm).item()
             if norm is None or size is None or not (math.isfinite(part.loss) and math.isfinite(size)):
@@ -287,9 +287,7 @@ class Updater:
         if not batch.rows:
             nothing = 0.0 * policy_logp.sum()
             finite = batch.mask.new_ones(0)
-            return nothing, Piece(
-                loss=nothing.detach(), finite=finite, places=(), positions=self.policy.positions(batch), stats={}
-            )
+            return nothing, Piece(loss=nothing.detach(), finite=finite, places=(), padding=self.policy.padding(batch), stats={})
         if update == 0:
             window.put("old_logp", batch, policy_logp)
             window.put("old_at_sampling", batch, at_sampling)
@@ -302,7 +300,7 @@ class Updater:
             loss=loss.detach(),
             finite=policy_logp.isfinite().all(dim=1),
             places=tuple(window.rows[list(batch.rows)].tolist()),
-            positions=self.policy.positions(batch),
+            padding=self.policy.padding(batch),
             stats=stats,
         )
 

@@ -21,7 +21,7 @@ from rlgen.losses.order import quantile
 from rlgen.metrics import Metric
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
-from rlgen.rollout.batch import deal, pad_rows, unpad
+from rlgen.rollout.batch import Prompts, deal, pad_rows, unpad
 from rlgen.rollout.score import score_own
 from rlgen.rollout.table import RowTable
 from rlgen.types import Batch, Samples
@@ -41,7 +41,6 @@ class Window:
     pair_id: Tensor  # [b]
     group_tokens: Tensor  # [b] tokens of the row's whole group
     totals: Totals
-    positions: int  # tokens of all rows of all processes, prompts included, no padding
     epoch: float  # passes over the data before this step
     micro_batches: tuple[tuple[int, ...], ...]  # rows of each; empty if other processes have more micro-batches
     # Rows that have no gradient: they run forward for the metrics, and not backward.
@@ -74,6 +73,7 @@ class Window:
             learns_without_advantage: whether a row of advantage 0 has a gradient, for example from a KL in the loss.
             packed: whether the rows of a micro-batch are computed without padding.
         """
+        prompts = Prompts(table.group_id, table.prompt_tokens) if packed else None
         trained = signal.trained.nonzero()[:, 0].numpy()
         lengths: list[int] = table.lengths.tolist()
         pair_id = signal.pair_id.numpy()
@@ -83,8 +83,8 @@ class Window:
                 pairs.setdefault(int(pair_id[row]), []).append(row)
         units = list(pairs.values()) or [[row] for row in trained.tolist()]
         has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (signal.advantages != 0).numpy()
-        hands = deal([unit for unit in units if has_gradient[unit].any()], lengths, budget, processes.world, packed)
-        idle = deal([unit for unit in units if not has_gradient[unit].any()], lengths, budget, processes.world, packed)
+        hands = deal([unit for unit in units if has_gradient[unit].any()], lengths, budget, processes.world, prompts)
+        idle = deal([unit for unit in units if not has_gradient[unit].any()], lengths, budget, processes.world, prompts)
         trainer = np.full(len(table), -1)
         for rank in range(processes.world):
             trainer[[row for rows in (*hands[rank], *idle[rank]) for row in rows]] = rank
@@ -108,7 +108,6 @@ class Window:
                 prompts=len(np.unique(table.group_id[signal.counted.numpy()])),
                 pairs=len(pairs),
             ),
-            positions=int(table.lengths[trained].sum()),
             epoch=epoch,
             micro_batches=tuple(tuple(at[row] for row in rows) for rows in hands[processes.rank]),
             idle=tuple(tuple(at[row] for row in rows) for rows in idle[processes.rank]),
@@ -206,7 +205,7 @@ class WindowBuilder:
         """Returns the reference policy's log-probs, [N] float32, at the temperature of the loss."""
         assert self.reference is not None  # exists whenever the algorithm uses a reference
         temperature = self.algorithm.loss_temperature or self.temperature
-        return score_own(self.reference, samples, temperature, self.budget, self.processes, micro_batches)
+        return score_own(self.reference, samples, temperature, self.budget, self.processes, micro_batches, self.packed)
 
     def kl(self, table: RowTable, held: Samples) -> Tensor:
         """Returns the sampled KL of each completion to the reference, [B]. Each process computes it for the samples it holds.

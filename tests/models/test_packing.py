@@ -1,7 +1,8 @@
-"""Rows that are packed into one sequence are computed as they are with padding, and none sees another."""
+"""Rows that are packed into one sequence are computed as they are with padding, none sees another, and prompts are shared."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sweep
 import torch
@@ -11,29 +12,34 @@ from torch import Tensor
 
 from rlgen.errors import SetupError
 from rlgen.metrics import Metric
-from rlgen.models import packing
+from rlgen.models import packed_attention
 from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.opening import TrainOptions, train
 from rlgen.opening.policy import build_policy, checkpoint_activations
 from rlgen.recipe import Recipe
-from rlgen.rollout.batch import collate, deal, plan
+from rlgen.rollout.batch import Prompts, collate, deal, plan
 from rlgen.types import Batch, Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # A window shorter than a row, learned positions, experts, layers without positions, one head of keys for each of queries.
 PACKED = ["qwen3", "mistral", "gemma3_text", "gpt2", "qwen3_moe", "smollm3", "gpt_neox"]
-LENGTHS = ((5, 30), (1, 1), (7, 12), (3, 19))  # of prompt and completion; the window of a tiny model is 16
+# Group, and tokens of prompt and completion, of seven rows in three groups, in no order. A tiny model's window is 16 tokens.
+LENGTHS = ((1, 20, 30), (0, 1, 1), (2, 7, 12), (1, 20, 1), (2, 7, 19), (1, 20, 9), (2, 7, 12))
+COMPUTED = (20 + 1 + 7) + sum(completion - 1 for _, _, completion in LENGTHS)
 
 
-def batch_of(first_ids: int = 3) -> Batch:
-    """Four rows; the ids of the first begin at `first_ids`."""
+def batch_of(changed: int = -1) -> Batch:
+    """Seven rows of other ids; those of the group `changed` begin with another one."""
     rows = []
-    for row, (prompt, completion) in enumerate(LENGTHS):
-        ids = [(first_ids if row == 0 else 11 * row) + (7 * place) % 200 for place in range(prompt + completion)]
+    for row, (group, prompt, completion) in enumerate(LENGTHS):
+        start = 11 * group + (group == changed)
+        ids = [start + (7 * place + 13 * row * (place >= prompt)) % 200 for place in range(prompt + completion)]
         rows.append(
             make_sample(
+                group_id=group,
+                sample_index=row,
                 prompt_ids=tuple(ids[:prompt]),
                 completion_ids=tuple(ids[prompt:]),
                 sampler_logp=(-1.0,) * completion,
@@ -62,19 +68,29 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(name: str) 
     (logp, slope), (expected, of_padded) = gradients(packed, batch_of()), gradients(padded, batch_of())
     assert (logp - expected).abs().max() < 1e-5 and logp.abs().max() > 1
     assert (slope - of_padded).abs().max() < 1e-5 * of_padded.abs().max()
-    assert packed.positions(batch_of()) == 78 and padded.positions(batch_of()) == 4 * 35
+    assert packed.padding(batch_of()) == 0
+    assert padded.padding(batch_of()) == 7 * 50 - sum(prompt + completion for _, prompt, completion in LENGTHS)
+
+
+def test_each_prompt_is_computed_once() -> None:
+    packed, _ = packed_and_padded("qwen3")
+    tokens = []
+    packed.model.get_input_embeddings().register_forward_hook(lambda _, ids, states: tokens.append(ids[0].numel()))
+    packed(batch_of(), (1.0,))
+    assert tokens == [COMPUTED]
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_no_row_sees_another(name: str) -> None:
     packed, _ = packed_and_padded(name)
     with torch.no_grad():
-        before, after = (packed(batch_of(first), (1.0,)).logp[0] for first in (3, 4))
+        before, after = (packed(batch_of(changed), (1.0,)).logp[0] for changed in (-1, 1))
+    of_others, own = ([row for row, (group, *_) in enumerate(LENGTHS) if (group == 1) == is_own] for is_own in (False, True))
     if name == "qwen3_moe":  # experts multiply the tokens of all rows together, in matrices of other sizes
-        assert (before[1:] - after[1:]).abs().max() < 1e-6
+        assert (before[of_others] - after[of_others]).abs().max() < 1e-6
     else:
-        assert torch.equal(before[1:], after[1:])
-    assert not torch.equal(before[0], after[0])
+        assert torch.equal(before[of_others], after[of_others])
+    assert all(not torch.equal(before[row], after[row]) for row in own)
 
 
 def test_activations_that_are_computed_again_are_those_of_packed_rows() -> None:
@@ -114,12 +130,12 @@ def test_models_that_cannot_be_packed_are_left_as_they_are(name: str, tmp_path: 
 
 
 def test_a_row_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = packing.attention
+    together = packed_attention.attention
 
     def leaking(*args: object, **kwargs: object) -> object:
-        return together(*args, **{**kwargs, "row_lengths": None})
+        return together(*args, **{**kwargs, "packed_rows": None})
 
-    monkeypatch.setitem(packing.AttentionInterface._global_mapping, packing.NAME, leaking)
+    monkeypatch.setitem(packed_attention.AttentionInterface._global_mapping, packed_attention.NAME, leaking)
     reason = Policy(tiny_model("qwen3"), torch.float32, True).pack()
     assert reason and "other hidden states" in reason
 
@@ -136,16 +152,17 @@ def recipe(**optim: object) -> Recipe:
     )
 
 
-def test_a_recipe_packs_where_there_is_a_kernel_and_where_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlgen.opening.policy.kernel_for", lambda device, dtype: device.type == "cuda")
-    folder = locate("tiny:qwen3")
-    assert [build_policy(recipe(**said), folder, CPU).packed for said in ({}, {"packing": False}, {"packing": True})] == [
-        False,
-        False,
-        True,
-    ]
-    monkeypatch.setattr("rlgen.opening.policy.kernel_for", lambda device, dtype: True)
-    assert build_policy(recipe(), folder, CPU).packed
+def with_compile(one: Recipe) -> Recipe:
+    return one.model_copy(update={"model": one.model.model_copy(update={"compile": True})})
+
+
+def test_a_recipe_packs_where_it_pays_and_where_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
+    assert [build_policy(recipe(**one), folder, CPU).packed for one in said] == [True, False, True]
+    assert not build_policy(with_compile(recipe()), folder, CPU).packed
+    monkeypatch.setattr("rlgen.opening.policy.pays", lambda device, dtype: False)
+    assert [build_policy(recipe(**one), folder, CPU).packed for one in said] == [False, False, True]
+    monkeypatch.undo()
     sweep.build("recurrent_gemma", tmp_path)
     unpacked = build_policy(recipe(), str(tmp_path), CPU)
     assert not unpacked.packed and "other hidden states" in (unpacked.unpacked or "")
@@ -154,13 +171,28 @@ def test_a_recipe_packs_where_there_is_a_kernel_and_where_it_says_so(tmp_path: P
 
 
 def test_packed_micro_batches_are_filled() -> None:
-    lengths = [10, 90, 30, 40, 60, 20, 50, 70]
-    batches = plan([[row] for row in range(8)], lengths, 128, packed=True)
-    assert sorted(row for rows in batches for row in rows) == list(range(8))
-    sums = [sum(lengths[row] for row in rows) for rows in batches]
-    assert max(sums) <= 128 and len(batches) <= len(plan([[row] for row in range(8)], lengths, 128))
-    pairs = [rows for hand in deal([[0, 1], [2, 3], [4, 5]], lengths, 128, 2, packed=True) for rows in hand]
-    assert sorted(map(tuple, pairs)) == [(0, 1), (2, 3), (4, 5), ()][:3] or all(len(rows) % 2 == 0 for rows in pairs)
+    prompts = Prompts(group=np.array([0, 1, 0, 1, 0, 1, 0, 1]), tokens=np.array([40, 20, 40, 20, 40, 20, 40, 20]))
+    lengths = [60, 90, 50, 40, 60, 30, 70, 70]
+    # 40 for the prompt, and 20 + 10 + 20 + 30 fill 120; then 20, and 70 + 20 + 10: the last row is one too many.
+    assert plan([[row] for row in range(8)], lengths, 120, prompts) == [[0, 2, 4, 6], [1, 3, 5], [7]]
+    # The same 120 hold both rows of a pair or none.
+    assert plan([[1, 3], [5, 7]], lengths, 120, prompts) == [[1, 3], [5, 7]]
+    # A longer budget takes several groups, each with its prompt: 40 + 80 + 20 + 70 + 20.
+    assert plan([[row] for row in range(8)], lengths, 230, prompts) == [[0, 2, 4, 6, 1, 3], [5, 7]]
+    assert plan([[1]], lengths, 50, prompts) == [[1]], "a row may exceed the budget"
+
+
+def test_groups_stay_in_one_process_where_the_tokens_allow_it() -> None:
+    group, lengths = np.repeat(np.arange(4), 8), [110 + 10 * (row % 8) for row in range(32)]
+    prompts = Prompts(group=group, tokens=np.full(32, 100))
+    of_two = deal([[row] for row in range(32)], lengths, 10**6, 2, prompts)
+    assert of_two == [[list(range(16))], [list(range(16, 32))]]
+    hands = deal([[row] for row in range(32)], lengths, 10**6, 3, prompts)
+    own = [sum(lengths[row] - 100 for rows in hand for row in rows) for hand in hands]
+    assert max(own) - min(own) <= 80 and sum(own) == 4 * 360, "no more than a row apart"
+    assert sorted(row for hand in hands for rows in hand for row in rows) == list(range(32))
+    assert [len(set(group[rows].tolist())) for hand in hands for rows in hand] == [2, 2, 2]
+    assert deal([[0]], lengths, 10**6, 2, prompts) == [[[]], [[0]]], "every process runs as many micro-batches"
 
 
 RUN = """\

@@ -10,6 +10,7 @@ from helpers.slow import slow_but
 
 from rlgen.errors import SetupError
 from rlgen.files import read_json
+from rlgen.models.packed_attention import Rows
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.opening import TrainOptions, train
 from rlgen.recipe import load_recipe
@@ -36,22 +37,34 @@ def run(recipe: Path, *overrides: str, name: str = "run") -> Path:
 
 @pytest.mark.fault(43)
 @pytest.mark.parametrize("trainer", slow_but(["{kind: grpo}", "{kind: online_dpo}"], "{kind: grpo}"))
+# Prompts of 64 tokens and completions of 8: four rows fill either budget, and packed ones of a group have their prompt in common.
+@pytest.mark.parametrize(("packing", "budget", "fullest"), [("false", 300, (5, 60)), ("true", 150, (5, 63))])
 def test_the_largest_batch_leaves_no_trace(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trainer: str, proof: Proof
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trainer: str,
+    packing: str,
+    budget: int,
+    fullest: tuple[int, int],
+    proof: Proof,
 ) -> None:
-    seen: list[tuple[int, ...]] = []
+    seen, computed = list[tuple[int, ...]](), list[int]()
+    settings = (f"trainer={trainer}", f"optim={{packing: {packing}, micro_batch_tokens: {budget}}}")
     forward = Policy.forward
 
     def watched(policy: Policy, batch: Batch, *arguments: Any) -> PolicyScores:
         if torch.is_grad_enabled():
             seen.append(tuple(batch.input_ids.shape))
+            rows = Rows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
+            computed.append(int(rows.ends[-1]) if policy.packed else batch.input_ids.numel())
         return forward(policy, batch, *arguments)
 
-    plain = run(recipe, f"trainer={trainer}", name="plain")
+    plain = run(recipe, *settings, name="plain")
     monkeypatch.setattr(Policy, "forward", watched)
-    probed = run(recipe, f"trainer={trainer}", "run.probe_max=true")
-    assert seen[0] == (4, 72) and ("dpo" in trainer or seen[1] == (5, 60)), "prompts of 64 tokens, completions of 8"
-    assert all(rows * width <= 300 for rows, width in seen)
+    probed = run(recipe, *settings, "run.probe_max=true")
+    assert seen[0] == (4, 72) and ("dpo" in trainer or seen[1] == fullest)
+    assert 0.55 * budget < max(computed) <= budget
     assert "the largest micro-batches fit: 4 rows of 72 tokens" in capsys.readouterr().out
     assert (probed / "checkpoints" / "step_000001" / "state" / "random.safetensors").exists()
     assert first_difference(plain, probed) is None
@@ -80,7 +93,7 @@ def test_too_little_memory_for_the_largest_batch_shows_before_step_1(
             attempt(updater, window)
 
     monkeypatch.setattr(Updater, "attempt", starved)
-    with pytest.raises(SetupError, match=f"the {phase} pass of 4 rows of 72 tokens") as caught:
+    with pytest.raises(SetupError, match=f"the {phase} pass of 8 rows of 72 tokens") as caught:
         run(recipe, "run.probe_max=true")
     assert "optim.micro_batch_tokens=150" in str(caught.value) and "model.gradient_checkpointing=true" in str(caught.value)
     status = read_json(recipe.parent / "run" / "status.json")

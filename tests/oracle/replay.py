@@ -98,8 +98,8 @@ class Replay:
         logp, of_tokens = self.logp[self.update][rows, :width], self.entropy[self.update][rows, :width]
         return PolicyScores(logp.expand(len(temperatures), -1, -1), of_tokens if entropy == "gradient" else of_tokens.detach())
 
-    def positions(self, batch: Batch) -> int:
-        return batch.input_ids.numel()
+    def padding(self, batch: Batch) -> int:
+        return 0
 
     def parameters(self) -> list[Tensor]:
         return []

@@ -36,8 +36,8 @@ def one_backward_fails() -> None:
     run = Updater._run
 
     def failing(updater, window, update):  # type: ignore[no-untyped-def]
-        part = run(updater, window, update)
-        raise ZeroDivisionError(f"a bug after {part.positions} positions")
+        run(updater, window, update)
+        raise ZeroDivisionError(f"a bug after {len(window.micro_batches)} micro-batches")
 
     Updater._run = failing  # type: ignore[method-assign]
 

@@ -1,0 +1,312 @@
+"""Computes causal attention within each row of a packed sequence (`models.packing`), in which rows share their prompts.
+
+What a token of a completion sees has two parts: its prompt, and its own row before it. Attention over both is the mean of the
+attentions over each, weighted by how much each part weighs in the softmax, exp(logsumexp): so no prompt is copied to its rows,
+and no score is computed that a mask would discard. Backward, each part has its own gradient of the whole, by the same kernel,
+given the output and the logsumexp of the whole (Dao, FlashAttention-2, arXiv:2307.08691, section 3.1; Liu et al., Ring Attention,
+arXiv:2310.01889).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rlgen.losses.inputs import onto
+
+NAME = "rlgen_rows"  # of the attention, among those of transformers
+# Completions are computed together if the longest has at most a quarter and so many tokens more than the shortest.
+SIMILAR = 16
+UNSEEN = -1e30  # score of a token outside of the window: finite, so that a token that sees nothing of a part has no NaN there
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Some queries and the keys that they see: places in the packed sequence, of one part [slice] or of G rows [G, n]."""
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    stored: slice | Tensor  # where results go: `queries`, but N for the padding of rows that are computed together
+    causal: bool  # the i-th query sees keys up to the i-th; False: it sees all of them
+    behind: NDArray[np.int64]  # [n] how many tokens each query is behind the first key
+
+    def options(self, like: Tensor, scaling: float | None, window: int | None) -> dict[str, Any]:
+        """Returns what torch's kernel is told besides its tensors. A mask is made only where the window is shorter than rows."""
+        if window is None or self.behind.max(initial=0) < window:
+            return {"is_causal": self.causal, "attn_mask": None, "scale": scaling}
+        count = len(self.behind) if self.causal else self.keys.stop - self.keys.start  # type: ignore[union-attr]  # a slice
+        back = torch.from_numpy(self.behind[:, None] - np.arange(count))
+        seen = (back >= 0) & (back < window)
+        mask = torch.zeros(seen.shape, dtype=like.dtype).masked_fill(~seen, UNSEEN)[None, None]
+        return {"is_causal": False, "attn_mask": mask, "scale": scaling}
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Where the tokens of B rows with P prompts are in a packed sequence of N. All of it is known without asking the device.
+
+    The sequence has the prompts, and then what each row alone has, prompt by prompt.
+    """
+
+    prompts: tuple[int, ...]  # [P] tokens of each prompt
+    own: tuple[int, ...]  # [B] tokens that each row alone has: those of its completion but the last one
+    prompt_of: tuple[int, ...]  # [B] prompt of each row; does not fall
+    row_of: tuple[int, ...]  # [B] place of each row in the batch
+    first_of: tuple[int, ...]  # [P] place in the batch of the first row with each prompt
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], prompt_lengths: Sequence[int], same_prompt: Sequence[int], device: torch.device
+    ) -> "Rows":
+        """Returns the places of rows with `lengths` tokens; `same_prompt` has the first row with the prompt of each, [B]."""
+        order = sorted(range(len(lengths)), key=lambda row: same_prompt[row])
+        firsts = sorted(set(same_prompt))
+        return cls(
+            prompts=tuple(prompt_lengths[row] for row in firsts),
+            own=tuple(lengths[row] - prompt_lengths[row] - 1 for row in order),
+            prompt_of=tuple(firsts.index(same_prompt[row]) for row in order),
+            row_of=tuple(order),
+            first_of=tuple(firsts),
+            device=device,
+        )
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Returns the tokens of each part: of prompts, and of what each row alone has, [P + B]."""
+        return np.array((*self.prompts, *self.own))
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Returns 0 and the place behind each part, [P + B + 1]."""
+        return np.append(0, np.cumsum(self.lengths))
+
+    @cached_property
+    def before(self) -> NDArray[np.int64]:
+        """Returns how many tokens a row has before each part, [P + B]."""
+        return np.array((*(0 for _ in self.prompts), *(self.prompts[prompt] for prompt in self.prompt_of)))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Returns the position of each token in its row, [1, N] long."""
+        return self.on_device(spans(self.before, self.lengths))[None]
+
+    @cached_property
+    def sources(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the row of the batch that has each token, [N], and its place there, [N]."""
+        rows = np.repeat(np.array((*self.first_of, *self.row_of)), self.lengths)
+        return rows, np.concatenate(spans(self.before, self.lengths))
+
+    def packed(self, padded: Tensor) -> Tensor:
+        """Returns ids [1, N] of rows that are padded on the right, [B, S]."""
+        rows, places = self.sources
+        return padded.flatten()[self.on_device([rows * padded.shape[1] + places])][None]
+
+    def places(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Returns where the states are that predict tokens of completions: those at `columns` [n] of `rows` [n].
+
+        The state at a token predicts the next one, and the last one of the prompt the first of the completion.
+        """
+        own = np.argsort(self.row_of)  # part of each row of the batch
+        ends_of_prompts = self.on_device([self.ends[1:][np.array(self.prompt_of)[own]] - 1])
+        before_own = self.on_device([self.ends[:-1][len(self.prompts) + own] - 1])
+        return torch.where(columns == 0, ends_of_prompts[rows], before_own[rows] + columns)
+
+    @cached_property
+    def queries(self) -> tuple[Tensor, int]:
+        """Returns 0 and the place behind each part [P + B + 1] int32, and the tokens of the longest one."""
+        return self.on_device([self.ends]).int(), int(self.lengths.max())
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, Tensor, int]:
+        """Returns what each part sees: the places of its keys, part after part; 0 and the end of each [P + B + 1] int32; most."""
+        parts, prompts = spans(self.ends[:-1], self.lengths), len(self.prompts)
+        seen = [*parts[:prompts], *(np.append(parts[p], own) for p, own in zip(self.prompt_of, parts[prompts:], strict=True))]
+        counts = [len(one) for one in seen]
+        return self.on_device(seen), self.on_device([np.append(0, np.cumsum(counts))]).int(), max(counts)
+
+    @cached_property
+    def looks(self) -> list[Look]:
+        """Returns what covers all queries once: each prompt, and rows of similar lengths together, with themselves as keys."""
+        found = []
+        for start, length in zip(self.ends[:-1], self.prompts, strict=False):
+            part = slice(int(start), int(start) + length)
+            found.append(Look(part, part, part, causal=True, behind=np.arange(length)))
+        firsts, total = self.ends[len(self.prompts) : -1], self.ends[-1]
+        for rows in self.similar():
+            own, column = np.array(self.own)[rows][:, None], np.arange(self.own[rows[0]])
+            read = torch.from_numpy(firsts[rows][:, None] + np.minimum(column, own - 1))
+            stored = torch.from_numpy(np.where(column < own, firsts[rows][:, None] + column, total))
+            found.append(Look(read, read, stored, causal=True, behind=column))
+        return found
+
+    @cached_property
+    def looks_at_prompts(self) -> list[Look]:
+        """Returns what covers the queries of completions once more, with their prompts as keys."""
+        found, begin = [], len(self.prompts)
+        for prompt in range(len(self.prompts)):
+            end = begin + self.prompt_of.count(prompt)
+            own = slice(int(self.ends[begin]), int(self.ends[end]))
+            if own.start < own.stop:
+                positions = np.concatenate(spans(self.before[begin:end], self.lengths[begin:end]))
+                seen = slice(int(self.ends[prompt]), int(self.ends[prompt + 1]))
+                found.append(Look(own, seen, own, causal=False, behind=positions))
+            begin = end
+        return found
+
+    def similar(self) -> list[list[int]]:
+        """Returns the parts of rows, by index into `own`, in sets of similar lengths, the longest first; without empty ones."""
+        found: list[list[int]] = []
+        for row in sorted((row for row, tokens in enumerate(self.own) if tokens), key=lambda row: -self.own[row]):
+            if found and self.own[found[-1][0]] <= 1.25 * self.own[row] + SIMILAR:
+                found[-1].append(row)
+            else:
+                found.append([row])
+        return found
+
+    def on_device(self, parts: Sequence[NDArray[np.int64]]) -> Tensor:
+        """Returns numbers of the program, end to end, on the device."""
+        return onto(torch.from_numpy(np.concatenate(parts)), self.device)
+
+
+def spans(firsts: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Returns the numbers from each first one on, as many as its length."""
+    return [np.arange(first, first + length) for first, length in zip(firsts, lengths, strict=True)]
+
+
+def take(tensor: Tensor, where: slice | Tensor) -> Tensor:
+    """Returns parts of a packed tensor [N, heads, D] as the kernel reads them, [G, heads, n, D]."""
+    parts = tensor[where]
+    return parts.transpose(0, 1)[None] if isinstance(where, slice) else parts.transpose(1, 2)
+
+
+def put(tensor: Tensor, where: slice | Tensor, parts: Tensor) -> None:
+    """Stores [G, heads, n, D] in a packed tensor [N, heads, D]."""
+    tensor[where] = parts[0].transpose(0, 1) if isinstance(where, slice) else parts.transpose(1, 2)
+
+
+class PackedAttention(torch.autograd.Function):
+    """Causal attention of packed rows on the CPU: see the top of this file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Computes [N, heads, D] from query, key and value of that shape.
+
+        Args:
+            window: tokens that each token sees, itself included.
+        """
+        mixed = query.new_empty(len(query) + 1, *query.shape[1:])
+        weight = mixed.new_empty(*mixed.shape[:2], 1, dtype=torch.promote_types(query.dtype, torch.float32))
+        for look in (*rows.looks, *rows.looks_at_prompts):
+            seen = (take(query, look.queries), take(key, look.keys), take(value, look.keys))
+            own, logsumexp = flash(*seen, **look.options(query, scaling, window))
+            own_weight = logsumexp[..., None]
+            if not look.causal:  # the queries have seen their own rows before
+                before, both = take(weight, look.queries), torch.logaddexp(take(weight, look.queries), own_weight)
+                own = take(mixed, look.queries) * (before - both).exp() + own * (own_weight - both).exp()
+                own_weight = both
+            put(mixed, look.stored, own.to(mixed.dtype))
+            put(weight, look.stored, own_weight)
+        ctx.save_for_backward(query, key, value, mixed, weight)
+        ctx.rows, ctx.scaling, ctx.window = rows, scaling, window
+        return mixed[:-1]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mixed, weight = ctx.saved_tensors
+        slope = torch.cat([slope, slope.new_zeros(1, *slope.shape[1:])])  # padding has none
+        slopes = [torch.empty_like(slope) for _ in range(3)]
+        for look in (*ctx.rows.looks, *ctx.rows.looks_at_prompts):
+            seen = (take(query, look.queries), take(key, look.keys), take(value, look.keys))
+            whole = (take(mixed, look.queries), take(weight, look.queries)[..., 0])
+            options = look.options(query, ctx.scaling, ctx.window)
+            own = flash_backward(take(slope, look.stored), *seen, *whole, 0.0, options.pop("is_causal"), **options)
+            for total, where, part in zip(slopes, (look.stored, look.keys, look.keys), own, strict=True):
+                if look.causal:
+                    put(total, look.stored, part)
+                else:
+                    put(total, where, take(total, where) + part)
+        return (*(total[:-1] for total in slopes), None, None, None)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed_rows: Rows | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention within each row of a packed sequence, in the form that transformers calls.
+
+    Args:
+        query: [1, heads, N, D]; `key` and `value` may have fewer heads.
+        dropout: 0, as in all that rlgen runs.
+        sliding_window: tokens that each token sees, itself included.
+        packed_rows: where they are; None: the sequences are padded, each is one row, and any padding is on the right.
+        others: what else a model gives; `pack` finds out whether its results need any of it.
+
+    Returns:
+        [1, N, heads, D].
+    """
+    if packed_rows is None:
+        return padded(module, query, key, value, scaling, sliding_window), None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if query.is_cuda:
+        return by_kernel(query, key, value, packed_rows, scaling, sliding_window)[None], None
+    if query.shape[-1] != value.shape[-1]:
+        raise ValueError("heads of keys and of values differ in size")  # as with latent attention
+    queries_a_key = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(queries_a_key, dim=1) for tensor in (key, value))
+    return PackedAttention.apply(query, key, value, packed_rows, scaling, sliding_window)[None], None
+
+
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float | None, window: int | None) -> Tensor:
+    """Computes the attention [N, heads, D] of all parts by torch's kernel for rows of many lengths, on a GPU."""
+    from torch.nn.attention.varlen import varlen_attn  # loads the kernels of a GPU
+
+    (queries, most), (places, keys, most_keys) = rows.queries, rows.keys
+    mixed: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where more is asked for
+        query,
+        key[places],
+        value[places],
+        queries,
+        keys,
+        most,
+        most_keys,
+        scale=scaling,
+        # The last query of a part sees the last key, and as many more as the window's size - 1 before it.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return mixed
+
+
+def padded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Computes causal attention by torch's fused kernel: [B, heads, L, D] -> [B, L, heads, D]."""
+    length, mask = query.shape[2], None
+    if window is not None and length > window:
+        place = torch.arange(length, device=query.device)
+        back = place[:, None] - place
+        mask = ((back >= 0) & (back < window))[None, None]
+    mixed: Tensor = sdpa_attention_forward(module, query, key, value, mask, 0.0, scaling, is_causal=True)[0]
+    return mixed
+
+
+AttentionInterface.register(NAME, attention)

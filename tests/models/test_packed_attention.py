@@ -1,0 +1,85 @@
+"""Attention of packed rows, part by part, against one row after the other by a plain softmax, in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+from conftest import CPU
+from torch import Tensor, nn
+
+from rlgen.models.packed_attention import PackedAttention, Rows, attention
+
+# Lengths of rows, of their prompts, and the first row with each prompt: in no order, rows of one token, prompts of one token,
+# a row without others, rows of many lengths.
+LENGTHS, PROMPTS, SAME = (9, 3, 40, 5, 4, 31, 30), (4, 2, 4, 4, 3, 30, 4), (0, 1, 0, 0, 4, 5, 0)
+HEADS, SIZE = 4, 8
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """[L, heads, D] of one row."""
+    length = len(query)
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (back >= 0) & (back < (window or length))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+def expected(rows: Rows, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    parts = [slice(start, end) for start, end in zip(rows.ends[:-1].tolist(), rows.ends[1:].tolist(), strict=True)]
+    count = len(rows.prompts)
+    found = [plain(query[part], key[part], value[part], window) for part in parts[:count]]
+    for prompt, part in zip(rows.prompt_of, parts[count:], strict=True):
+        whole = [torch.cat([tensor[parts[prompt]], tensor[part]]) for tensor in (query, key, value)]
+        found.append(plain(*whole, window)[rows.prompts[prompt] :])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("window", "dtype"), list(product((None, 1, 3, 17, 500), (torch.float64, torch.float32))))
+def test_attention_and_its_gradients_are_those_of_rows_by_themselves(window: int | None, dtype: torch.dtype) -> None:
+    rows = Rows.of(LENGTHS, PROMPTS, SAME, CPU)
+    assert rows.prompts == (4, 2, 3, 30) and rows.row_of == (0, 2, 3, 6, 1, 4, 5) and rows.own == (4, 35, 0, 25, 0, 0, 0)
+    draw = torch.Generator().manual_seed(3)
+    total = int(rows.ends[-1])
+    # Scores of several hundred: where what a token sees of its prompt weighs nothing, or everything, nothing overflows.
+    of_plain = [torch.randn(total, HEADS, SIZE, generator=draw, dtype=torch.float64).mul(12).requires_grad_() for _ in range(3)]
+    packed = [tensor.detach().to(dtype).requires_grad_() for tensor in of_plain]
+    slope = torch.randn(total, HEADS, SIZE, generator=draw, dtype=torch.float64)
+    wanted = expected(rows, *of_plain, window)
+    mixed = PackedAttention.apply(*packed, rows, 0.3, window)
+    wanted.backward(slope)
+    mixed.backward(slope.to(dtype))
+    close = 1e-12 if dtype == torch.float64 else 1e-4
+    assert (mixed - wanted).abs().max() < close * wanted.abs().max()
+    slopes, of_rows = (torch.stack([t.grad for t in tensors if t.grad is not None]) for tensors in (packed, of_plain))
+    assert slopes.shape == of_rows.shape == (3, total, HEADS, SIZE)
+    assert (slopes - of_rows).abs().max() < close * of_rows.abs().max()
+
+
+def test_a_head_of_keys_serves_several_of_queries() -> None:
+    rows = Rows.of((9, 7), (4, 4), (0, 0), CPU)
+    draw = torch.Generator().manual_seed(0)
+    total = int(rows.ends[-1])
+    query, key, value = (torch.randn(1, heads, total, SIZE, generator=draw) for heads in (4, 2, 2))
+    mixed = attention(nn.Module(), query, key, value, None, scaling=0.3, packed_rows=rows)[0]
+    own = [tensor[0].transpose(0, 1).double() for tensor in (query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1))]
+    assert mixed.shape == (1, total, 4, SIZE) and (mixed[0] - expected(rows, *own, None)).abs().max() < 1e-6
+
+
+def test_heads_of_two_sizes_are_refused() -> None:
+    rows = Rows.of((9, 7), (4, 4), (0, 0), CPU)
+    key, value = torch.zeros(1, 2, int(rows.ends[-1]), 8), torch.zeros(1, 2, int(rows.ends[-1]), 4)
+    with pytest.raises(ValueError, match="differ in size"):
+        attention(nn.Module(), key, key, value, None, packed_rows=rows)
+
+
+def test_what_a_gpu_kernel_is_told_covers_every_key() -> None:
+    rows = Rows.of(LENGTHS, PROMPTS, SAME, CPU)
+    places, ends, most = rows.keys
+    (queries, longest), parts = rows.queries, [*range(len(rows.prompts)), *rows.prompt_of]
+    assert (longest, most) == (35, 39) and len(ends) == len(queries) == len(parts) + 1
+    starts = rows.ends[:-1].tolist()
+    for part, prompt in enumerate(parts):
+        own = list(range(starts[part], starts[part] + int(rows.lengths[part])))
+        before = [] if part < len(rows.prompts) else list(range(starts[prompt], starts[prompt] + rows.prompts[prompt]))
+        assert places[ends[part] : ends[part + 1]].tolist() == before + own
+        assert queries[part + 1] - queries[part] == len(own)
