@@ -1,16 +1,18 @@
 """A worker for vLLM's CPU engine whose decode steps cost less Python, with the same results.
 
-With a small model, most of a decode step is not arithmetic: vLLM prepares the inputs of the batch anew, draws a seed for each
-request's noise from a generator of its own, counts the rank of each token, and norms with seven operations where it has a kernel.
-All of this is left out here where the result is known to be the same, and is left to vLLM's own code elsewhere.
+With a small model, most of a decode step is not arithmetic: vLLM prepares the inputs of the batch anew, goes through the model's
+modules, draws a seed for each request's noise from a generator of its own, counts the rank of each token, and norms with seven
+operations where it has a kernel. All of this is left out here where the result is known to be the same, and is left to vLLM's own
+code elsewhere.
 
 Only vLLM imports this module, by the argument `worker_cls` (see `vllm_compat.arguments`), which does so for the versions that it
 was compared with. `tests/engines/test_decode_worker.py` compares it with vLLM's worker.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,6 +35,9 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
+from rlgen.engines.recording import Recording, record
+
+RECORDED = 2  # the second step that goes on from another one is recorded: that takes the time of two
 SEEDS = 64  # drawn at a time from the generator of a request
 NONE_DRAWN: Iterator[int] = iter(())
 Seeds: TypeAlias = WeakKeyDictionary[torch.Generator, Iterator[int]]  # that were drawn and not used yet
@@ -48,7 +53,8 @@ class DecodeWorker(CPUWorker):
             self.model_runner.__class__ = DecodeRunner
 
 
-class Step(NamedTuple):
+@dataclass(slots=True)
+class Step:
     """A step in which each of B requests decoded one token. Its tensors are parts of the runner's own: they hold for the next."""
 
     scheduled: list[str]  # the requests as the scheduler named them
@@ -57,6 +63,8 @@ class Step(NamedTuple):
     context: ForwardContext
     arguments: dict[str, Any]  # of the model
     attention: list[tuple[CPUAttentionMetadata, CPUAttentionMetadataBuilder]]  # by group of layers
+    followed: int = 0  # steps that went on from it
+    recording: Recording | None = None  # of one of these
 
 
 class DecodeRunner(CPUModelRunner):
@@ -65,6 +73,8 @@ class DecodeRunner(CPUModelRunner):
     sampler: Any
     _last: Step | None = None  # the last step, if the next one can go on from it
     _forward: tuple[ForwardContext, dict[str, Any]] | None = None  # context and arguments of the model's last call
+    _recordable: bool = True  # whether the model calls only kernels that can be repeated
+    _compared: bool = False  # whether a repeated step gave what the model itself gives
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Loads the model, and chooses its kernels and its sampler."""
@@ -73,6 +83,11 @@ class DecodeRunner(CPUModelRunner):
             choose_kernels(self.model)
         if type(self.sampler) is Sampler:
             self.sampler = DecodeSampler(self.sampler.logprobs_mode, self.sampler.use_fp64_gumbel)
+
+    def reload_weights(self, *positional: Any, **named: Any) -> None:
+        """Loads other weights, also while requests go on: what was recorded calls kernels that hold the weights before."""
+        self._last = None
+        super().reload_weights(*positional, **named)
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
         """Computes the logits of a step, for `sample_tokens`."""
@@ -156,10 +171,7 @@ class DecodeRunner(CPUModelRunner):
             )
         for metadata, builder in last.attention:
             move_on(metadata, builder)
-        last.context.moe_layer_index = 0
-        with override_forward_context(last.context):
-            hidden = super()._model_forward(**last.arguments)
-        logits = self.model.compute_logits(hidden)
+        hidden, logits = self._compute(last)
         self.execute_model_state = ExecuteModelState(
             scheduler_output=output,
             logits=logits,
@@ -172,6 +184,31 @@ class DecodeRunner(CPUModelRunner):
             cudagraph_stats=None,
             slot_mappings=None,
         )
+
+    def _compute(self, last: Step) -> tuple[Tensor, ...]:
+        """Returns hidden states and logits of a step that goes on from `last`: by recorded kernels, after some such steps."""
+        last.followed += 1
+        changing = [metadata.scheduler_metadata for metadata, _ in last.attention]
+        if last.recording is not None:
+            if self._compared:
+                return last.recording.repeat(changing)
+            expected = self._run_model(last)
+            repeated = last.recording.repeat(changing)
+            self._compared = all(map(torch.equal, expected, repeated))
+            self._recordable, last.recording = self._compared, last.recording if self._compared else None
+            return expected
+        if last.followed < RECORDED or not self._recordable:
+            return self._run_model(last)
+        computed, last.recording = record(partial(self._run_model, last), changing)
+        self._recordable = last.recording is not None
+        return computed
+
+    def _run_model(self, last: Step) -> tuple[Tensor, ...]:
+        """Returns hidden states and logits of a step that goes on from `last`, by the model itself."""
+        last.context.moe_layer_index = 0
+        with override_forward_context(last.context):
+            hidden = super()._model_forward(**last.arguments)
+        return hidden, self.model.compute_logits(hidden)
 
 
 def move_on(metadata: CPUAttentionMetadata, builder: CPUAttentionMetadataBuilder) -> None:

@@ -1,13 +1,20 @@
-"""What rlgen's worker of vLLM's CPU engine leaves out changes no token: kernels of norms, seeds of the noise, ranks."""
+"""What rlgen's worker of vLLM's CPU engine leaves out changes no token: modules, kernels of norms, seeds of the noise, ranks."""
 
 import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from conftest import open_vllm
+from conftest import CPU, open_vllm
 from test_decode import PLAIN, SAMPLING, pair, requests
+from torch import Tensor
 
 from rlgen.engines import vllm_compat
+from rlgen.engines.colocated import ColocatedEngine
+from rlgen.models.load import load_model, locate
+from rlgen.models.weights import checkpoint_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +36,83 @@ def test_tokens_are_those_of_vllm_as_it_is() -> None:
     assert 0 < max(gaps) < 1e-5  # other kernels round differently
 
 
-@pytest.mark.parametrize("model", ["mistral", "qwen3_moe"])
-def test_windows_and_experts_decode_to_the_last_bit(model: str) -> None:
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernels of each repeated step from here on."""
+    from rlgen.engines.recording import Recording
+
+    found: list[int] = []
+    repeat = Recording.repeat
+
+    def counting(recording: Recording, changing: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        found.append(len(recording.calls))
+        return repeat(recording, changing)
+
+    monkeypatch.setattr(Recording, "repeat", counting)
+    return found
+
+
+@pytest.mark.parametrize("model", ["qwen3", "mistral", "gemma3_text", "qwen3_moe"])
+def test_repeated_kernels_decode_to_the_last_bit(model: str, repeated: list[int]) -> None:
     for engines in pair(model, max_num_seqs=16):
         told, same = engines.both(requests(12, seed=2))
     assert told == same and sum(len(one.token_ids) for one in same) > 500
+    assert len(repeated) > 100 and min(repeated) > 40
+
+
+def test_what_is_recorded_ends_with_the_weights(repeated: list[int]) -> None:
+    for engines in pair("qwen3", max_num_seqs=16):
+        told = []
+        for engine in (engines.plain, engines.ours):
+            told.append(with_other_weights(engine, at_step=30))
+        assert told[0] == told[1] and len(repeated) > 50
+        unchanged = engines.plain.generate(requests(4, seed=8), SAMPLING)
+        assert [one.token_ids.tolist() for one in unchanged] != [ids for ids, _ in told[0]]
+
+
+def reload(llm: Any, weights: Any) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+
+def with_other_weights(engine: ColocatedEngine, at_step: int) -> list[tuple[list[int], list[float]]]:
+    """Ids and log-probs of four requests, between two tokens of which all weights are replaced."""
+    llm, vllm, found = engine._llm, engine._vllm, {}
+    asked = requests(4, seed=8)
+    for place, (one, prompt) in enumerate(zip(asked, vllm_compat.prompts_of(asked, salt="other"), strict=True)):
+        params = vllm_compat.sampling_params(vllm, one, SAMPLING)
+        llm.llm_engine.add_request(str(place), prompt, params)
+    model = load_model(locate("tiny:qwen3"), None, torch.float32, "sdpa", CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    step = 0
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            found[int(output.request_id)] = output.outputs[0]
+        step += 1
+        if step == at_step:
+            held, config = vllm_compat.model_in(llm), llm.llm_engine.model_config
+            assert not vllm_compat.load_into(held, config, partial(reload, llm), checkpoint_tensors(model))
+    return [
+        (list(one.token_ids), [next(iter(at.values())).logprob for at in one.logprobs]) for one in map(found.get, range(4)) if one
+    ]
+
+
+def test_a_repeated_step_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, repeated: list[int]) -> None:
+    from rlgen.engines import decode_worker
+
+    def wrong(step: Callable[[], tuple[Tensor, ...]], changing: Sequence[Tensor]) -> Any:
+        told, recording = record(step, changing)
+        assert recording is not None
+        del recording.calls[-3]
+        return told, recording
+
+    from rlgen.engines.recording import record
+
+    monkeypatch.setattr(decode_worker, "record", wrong)
+    for engines in pair("qwen3", max_num_seqs=16):
+        told, same = engines.both(requests(12, seed=2))
+    assert told == same and len(repeated) == 1
 
 
 def test_the_kernel_norms_as_the_layer_does() -> None:
