@@ -72,7 +72,8 @@ def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRSchedul
     """Returns the optimizer of the trained parameters and the schedule of its learning rate, before the first step."""
     optim = recipe.optim
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    fused = all(parameter.is_cuda for parameter in trained)  # one kernel for all tensors, and no scratch of their size
+    # One kernel for all tensors, and no scratch of their size. A resumed run goes on with what its checkpoint says.
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in trained)
     optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=fused)
     # With the name `constant`, transformers ignores the warm-up.
     name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
