@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn bench clean
+.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn bench curves clean
 
 VENV := .venv/bin
 TIER := 1
@@ -65,6 +65,9 @@ learn: $(READY) ## train four tasks with each trainer and three seeds beside TRL
 
 bench: $(READY) ## time a step of rlgen, of TRL and of the sequential floor in turns; nothing else may run on the machine
 	$(VENV)/python scripts/bench.py
+
+curves: $(READY) ## time and memory of a step over completions, length, vocabulary and parameters; nothing else may run on the machine
+	$(VENV)/python scripts/curves.py
 
 ahead: $(READY) ## time steps that sample ahead on a server, beside strictly on-policy ones
 	$(VENV)/python scripts/ahead.py

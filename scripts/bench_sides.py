@@ -64,6 +64,7 @@ class Workload:
     prompt_tokens: int
     lengths: Sequence[int]  # of the completions of a step, in the order of prompts
     model: dict[str, int] = field(default_factory=dict)  # where it differs from `tiny.SHAPE`
+    micro_batch_tokens: int = 16384  # of rlgen
 
     @property
     def longest(self) -> int:
@@ -206,7 +207,7 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
         },
         "engine": {"kind": "server", "launch": True} if stream else {"kind": "colocated"},
         "trainer": {"kind": "grpo", "loss": "dapo"},
-        "optim": {"learning_rate": LEARNING_RATE},
+        "optim": {"learning_rate": LEARNING_RATE, "micro_batch_tokens": workload.micro_batch_tokens},
         "checkpoint": {"every": ENDLESS},
     }
     path = folder / "recipe.yaml"

@@ -29,8 +29,8 @@ def chosen(charts: Sequence[Chart]) -> list[Chart]:
     return [*evaluations, *(chart for title in TITLES for chart in charts if chart.title == title)]
 
 
-def write_png(path: Path, title: str, charts: Sequence[Chart], most: int = MOST) -> None:
-    """Writes the first `most` charts, three in a row.
+def write_png(path: Path, title: str, charts: Sequence[Chart], most: int = MOST, columns: int = COLUMNS) -> None:
+    """Writes the first `most` charts, `columns` in a row.
 
     Raises:
         SetupError: matplotlib is not installed.
@@ -44,11 +44,11 @@ def write_png(path: Path, title: str, charts: Sequence[Chart], most: int = MOST)
     except ImportError as error:
         raise SetupError(f"a PNG needs matplotlib ({error}): pip install 'rlgen[report]'") from error
     shown = charts[:most]
-    rows = max(1, -(-len(shown) // COLUMNS))
+    rows = max(1, -(-len(shown) // columns))
     with rc_context({"text.parse_math": False}), whole_file(path) as file:  # a name with $ is no formula
-        figure = Figure(figsize=(COLUMNS * WIDTH, rows * HEIGHT + 0.5), dpi=DPI, layout="constrained")
+        figure = Figure(figsize=(columns * WIDTH, rows * HEIGHT + 0.5), dpi=DPI, layout="constrained")
         figure.suptitle(title, fontweight="bold")
-        grid = figure.subplots(rows, COLUMNS, squeeze=False)
+        grid = figure.subplots(rows, columns, squeeze=False)
         for place, axes in enumerate(grid.flat):
             if place < len(shown):
                 paint(axes, shown[place])

@@ -12,7 +12,7 @@ from rlgen.opening.pair import Pair
 from rlgen.recipe import Recipe
 from rlgen.rollout.table import RowTable
 from rlgen.sentinel.bounds import bounds_for
-from rlgen.sentinel.probe import FEWER_TOKENS, PROMPTS, Probe, TrainerSide
+from rlgen.sentinel.probe import PROMPTS, TOKENS, Probe, TrainerSide
 from rlgen.trainers.window import Window
 from rlgen.types import Sample, Samples, one_span
 
@@ -52,7 +52,7 @@ def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Callable[[int], Te
     algorithm, update = pair.learner.algorithm, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None)
 
     def gradient(budget: int) -> Tensor:
-        samples = toy_samples(probe.sample(probe.sampling.logp_temperature, FEWER_TOKENS)[:TOY_ROWS])
+        samples = toy_samples(probe.sample(probe.sampling.logp_temperature, TOKENS)[:TOY_ROWS])
         table = RowTable.gather(samples, pair.processes)
         kl = torch.zeros(len(samples)) if algorithm.reference == "reward" else None
         signal = algorithm.advantages(table.scores({"toy": 1.0}, kl))

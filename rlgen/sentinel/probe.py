@@ -19,7 +19,7 @@ from rlgen.types import Prompt, Sample, Samples, Sampling
 
 PROMPTS = 16
 TOKENS = 64  # maximum length of a completion in check 1
-FEWER_TOKENS = 32  # maximum length in later checks: a wrong weight changes the first tokens already
+FEWER_TOKENS = 16  # maximum length in later checks: a wrong weight changes the first tokens already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

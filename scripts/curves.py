@@ -1,0 +1,205 @@
+"""`make curves`: how time and memory of a step grow with completions, their length, the vocabulary and the parameters.
+
+    python scripts/curves.py                          # all axes
+    python scripts/curves.py completions --steps 15   # one, with more steps
+
+Each point is a run of its own, as `make bench` has them: GRPO with vLLM in its process, in float32, all completions of one length,
+micro-batches of 1,024 tokens. Points of an axis run one after the other; the first steps do not count. The time is the median of a
+step. The memory is the most that the process holds in an update, less what it held before the first one: gradients, moments and
+activations.
+
+Prints a table with R² of the straight line through each curve, and writes `curves.json` and `curves.png` to the folder `--out`.
+Nothing else may run on the machine meanwhile.
+"""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from bench_sides import Steps, Workload, build_model, run_rlgen, told_lengths
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+from rlgen.look.charts import Chart, Line
+from rlgen.look.png import write_png
+from rlgen.trainers.update import Updater
+
+ROOT = Path(__file__).parent.parent
+WARM_UP = 3
+GROUP, PROMPT, LENGTH, COMPLETIONS = 8, 24, 64, 64
+AXES: dict[str, tuple[int, ...]] = {
+    "completions": (16, 32, 64, 128, 192, 256),
+    "length": (32, 64, 128, 192, 256),
+    "vocabulary": (4_096, 32_768, 65_536, 98_304, 151_936),
+    "width": (128, 256, 384, 512, 640),
+}
+LABELS = {
+    "completions": "completions of 64 tokens",
+    "length": "tokens of each of 64 completions",
+    "vocabulary": "ids of the vocabulary",
+    "width": "million parameters",
+}
+
+
+def workload(axis: str, value: int) -> Workload:
+    """Returns the workload of a point."""
+    plain = Workload(
+        prompts=COMPLETIONS // GROUP,
+        group_size=GROUP,
+        prompt_tokens=PROMPT,
+        lengths=[LENGTH] * COMPLETIONS,
+        micro_batch_tokens=1024,
+    )
+    if axis == "completions":
+        return replace(plain, prompts=value // GROUP, lengths=[LENGTH] * value)
+    if axis == "length":
+        return replace(plain, lengths=[value] * COMPLETIONS)
+    if axis == "vocabulary":
+        return replace(plain, model={"vocab_size": value})
+    heads = {"num_attention_heads": value // 32, "num_key_value_heads": value // 64}
+    return replace(plain, model={"hidden_size": value, "intermediate_size": 3 * value, **heads})
+
+
+class Measured(Steps):
+    """Ends the process after some steps, and says what they took."""
+
+    def __init__(self, steps: int, model: Path) -> None:
+        super().__init__()
+        self.left, self.model, self.began = WARM_UP + steps, model, 0.0
+        self.seconds: list[float] = []
+        self.before: int | None = None  # bytes held before the first update
+        self.most = 0
+
+    def begin(self) -> None:
+        """Ends the step before and begins one."""
+        now = time.monotonic()
+        if self.began:
+            self.seconds.append(now - self.began)
+        self.began = now
+        if len(self.seconds) == self.left:
+            with safe_open(self.model / "model.safetensors", "np") as file:
+                parameters = sum(file.get_tensor(name).size for name in file.keys())
+            found = {
+                "seconds": median(self.seconds[WARM_UP:]),
+                "mib": (self.most - (self.before or 0)) / (1 << 20),
+                "parameters": parameters,
+            }
+            print(json.dumps(found), file=self._out, flush=True)
+            os._exit(0)  # the run itself would go on
+
+    def watched(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `Updater.__call__` that notes the memory which the process holds meanwhile."""
+
+        def call(*arguments: Any) -> Any:
+            if self.before is None:
+                self.before = held("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            told = update(*arguments)
+            self.most = max(self.most, held("VmHWM"))
+            return told
+
+        return call
+
+
+def held(name: str) -> int:
+    """Returns a number of bytes of this process, such as VmHWM, its peak."""
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
+
+
+def run_point(axis: str, value: int, steps: int) -> None:
+    """Measures one point, and prints it as JSON. Ends the process."""
+    logging.disable(logging.WARNING)
+    point = workload(axis, value)
+    with tempfile.TemporaryDirectory(prefix="rlgen-curves-") as name:
+        folder = Path(name)
+        build_model(point, folder / "model")
+        measured = Measured(steps, folder / "model")
+        os.chdir(folder)
+        with told_lengths(point), patch.object(Updater, "__call__", measured.watched(Updater.__call__)):
+            run_rlgen(point, folder, measured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The points of an axis."""
+
+    x: list[float]
+    seconds: list[float]  # of a step
+    mib: list[float]  # of the update
+
+    def straight(self) -> float:
+        """Returns R² of the straight line through the times."""
+        slope, offset = np.polyfit(self.x, self.seconds, 1)
+        rest = np.array(self.seconds) - (slope * np.array(self.x) + offset)
+        return float(1 - (rest**2).sum() / ((np.array(self.seconds) - np.mean(self.seconds)) ** 2).sum())
+
+
+def measure(axis: str, steps: int) -> Curve:
+    """Runs the points of an axis, each in a process of its own."""
+    points = []
+    for value in AXES[axis]:
+        command = [sys.executable, __file__, "--point", axis, str(value), "--steps", str(steps)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
+        lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+        if not lines:
+            raise SystemExit(f"{done.stderr[-3000:]}\ncurves: {axis} {value} ended with {done.returncode}")
+        points.append(json.loads(lines[-1]))
+        print(f"{axis} {value}: {points[-1]['seconds']:.3f} s, {points[-1]['mib']:.0f} MiB", flush=True)
+    x = [point["parameters"] / 1e6 for point in points] if axis == "width" else [float(value) for value in AXES[axis]]
+    return Curve(x=x, seconds=[point["seconds"] for point in points], mib=[point["mib"] for point in points])
+
+
+def charts(curves: dict[str, Curve]) -> list[Chart]:
+    """Returns two charts for each axis: times in the first row, memory in the second."""
+    found = []
+    for unit, title in (("s", "Time of a step"), ("MiB", "Memory of the update")):
+        for axis, curve in curves.items():
+            values: Sequence[float] = curve.seconds if unit == "s" else curve.mib
+            line = Line(label=title, values=values)
+            found.append(Chart(group="", title=title, unit=unit, what="", x=curve.x, lines=[line], axis=LABELS[axis]))
+    return found
+
+
+def table(curves: dict[str, Curve]) -> Table:
+    """Returns the table of all axes."""
+    shown = Table("axis", "from", "to", "s a step", "R²", "MiB of the update")
+    for axis, curve in curves.items():
+        ends = (f"{curve.x[0]:g}", f"{curve.x[-1]:g}")
+        seconds, mib = ", ".join(f"{value:.2f}" for value in curve.seconds), ", ".join(f"{value:.0f}" for value in curve.mib)
+        shown.add_row(LABELS[axis], *ends, seconds, f"{curve.straight():.4f}", mib)
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("axes", nargs="*", choices=[*AXES, []], help="all if none is named")
+    parser.add_argument("--steps", type=int, default=7, help="counted steps of each point")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "curves")
+    parser.add_argument("--point", nargs=2, metavar=("AXIS", "VALUE"), help="measure one point in this process")
+    chosen = parser.parse_args()
+    if chosen.point:
+        run_point(chosen.point[0], int(chosen.point[1]), chosen.steps)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    curves = {axis: measure(axis, chosen.steps) for axis in chosen.axes or AXES}
+    facts = {axis: {"x": curve.x, "seconds": curve.seconds, "mib": curve.mib, "r2": curve.straight()} for axis, curve in curves.items()}
+    (chosen.out / "curves.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_png(chosen.out / "curves.png", "Time and memory of a step", charts(curves), most=2 * len(curves), columns=len(curves))
+    Console(width=150).print(table(curves))
+    print(f"{chosen.out / 'curves.json'}, {chosen.out / 'curves.png'}")
+
+
+if __name__ == "__main__":
+    main()
