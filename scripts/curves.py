@@ -5,8 +5,8 @@
 
 Each point is a run of its own, as `make bench` has them: GRPO with vLLM in its process, in float32, all completions of one length,
 micro-batches of 1,024 tokens. Points of an axis run one after the other; the first steps do not count. The time is the median of a
-step. The memory is the most that the process holds in an update, less what it held before the first one: gradients, moments and
-activations.
+step. The memory is what the first update adds to what the process holds, at most: gradients, moments and activations. Later ones
+use it again.
 
 Prints a table with R² of the straight line through each curve, and writes `curves.json` and `curves.png` to the folder `--out`.
 Nothing else may run on the machine meanwhile.
@@ -49,7 +49,7 @@ AXES: dict[str, tuple[int, ...]] = {
 LABELS = {
     "completions": "completions of 64 tokens",
     "length": "tokens of each of 64 completions",
-    "vocabulary": "ids of the vocabulary",
+    "vocabulary": "thousand ids of the vocabulary",
     "width": "million parameters",
 }
 
@@ -80,8 +80,7 @@ class Measured(Steps):
         super().__init__()
         self.left, self.model, self.began = WARM_UP + steps, model, 0.0
         self.seconds: list[float] = []
-        self.before: int | None = None  # bytes held before the first update
-        self.most = 0
+        self.added: int | None = None  # bytes, by the first update
 
     def begin(self) -> None:
         """Ends the step before and begins one."""
@@ -94,21 +93,22 @@ class Measured(Steps):
                 parameters = sum(file.get_tensor(name).size for name in file.keys())
             found = {
                 "seconds": median(self.seconds[WARM_UP:]),
-                "mib": (self.most - (self.before or 0)) / (1 << 20),
+                "mib": (self.added or 0) / (1 << 20),
                 "parameters": parameters,
             }
             print(json.dumps(found), file=self._out, flush=True)
             os._exit(0)  # the run itself would go on
 
     def watched(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `Updater.__call__` that notes the memory which the process holds meanwhile."""
+        """Returns `Updater.__call__` that notes the memory which its first call takes."""
 
         def call(*arguments: Any) -> Any:
-            if self.before is None:
-                self.before = held("VmRSS")
+            if self.added is not None:
+                return update(*arguments)
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            before = held("VmRSS")
             told = update(*arguments)
-            self.most = max(self.most, held("VmHWM"))
+            self.added = held("VmHWM") - before
             return told
 
         return call
@@ -159,6 +159,7 @@ def measure(axis: str, steps: int) -> Curve:
         points.append(json.loads(lines[-1]))
         print(f"{axis} {value}: {points[-1]['seconds']:.3f} s, {points[-1]['mib']:.0f} MiB", flush=True)
     x = [point["parameters"] / 1e6 for point in points] if axis == "width" else [float(value) for value in AXES[axis]]
+    x = [value / 1000 for value in x] if axis == "vocabulary" else x
     return Curve(x=x, seconds=[point["seconds"] for point in points], mib=[point["mib"] for point in points])
 
 
@@ -194,9 +195,12 @@ def main() -> None:
         run_point(chosen.point[0], int(chosen.point[1]), chosen.steps)
     chosen.out.mkdir(parents=True, exist_ok=True)
     curves = {axis: measure(axis, chosen.steps) for axis in chosen.axes or AXES}
-    facts = {axis: {"x": curve.x, "seconds": curve.seconds, "mib": curve.mib, "r2": curve.straight()} for axis, curve in curves.items()}
+    facts = {
+        axis: {"x": curve.x, "seconds": curve.seconds, "mib": curve.mib, "r2": curve.straight()} for axis, curve in curves.items()
+    }
     (chosen.out / "curves.json").write_text(json.dumps(facts, indent=1) + "\n")
-    write_png(chosen.out / "curves.png", "Time and memory of a step", charts(curves), most=2 * len(curves), columns=len(curves))
+    shown = charts(curves)
+    write_png(chosen.out / "curves.png", "Time and memory of a step", shown, len(shown), columns=len(curves), from_zero=True)
     Console(width=150).print(table(curves))
     print(f"{chosen.out / 'curves.json'}, {chosen.out / 'curves.png'}")
 

@@ -29,8 +29,10 @@ def chosen(charts: Sequence[Chart]) -> list[Chart]:
     return [*evaluations, *(chart for title in TITLES for chart in charts if chart.title == title)]
 
 
-def write_png(path: Path, title: str, charts: Sequence[Chart], most: int = MOST, columns: int = COLUMNS) -> None:
-    """Writes the first `most` charts, `columns` in a row.
+def write_png(
+    path: Path, title: str, charts: Sequence[Chart], most: int = MOST, columns: int = COLUMNS, from_zero: bool = False
+) -> None:
+    """Writes the first `most` charts, `columns` in a row; with `from_zero` all axes begin at 0.
 
     Raises:
         SetupError: matplotlib is not installed.
@@ -52,6 +54,9 @@ def write_png(path: Path, title: str, charts: Sequence[Chart], most: int = MOST,
         for place, axes in enumerate(grid.flat):
             if place < len(shown):
                 paint(axes, shown[place])
+                if from_zero:
+                    axes.set_xlim(left=0)
+                    axes.set_ylim(bottom=0)
             else:
                 axes.set_axis_off()
         figure.savefig(file, format="png")

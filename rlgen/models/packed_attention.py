@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rlgen.losses.inputs import onto
 
 NAME = "rlgen_rows"  # of the attention, among those of transformers
-# Completions are computed together if the longest has at most a quarter and so many tokens more than the shortest.
+# Parts are computed together if the longest has at most a quarter and so many tokens more than the shortest.
 SIMILAR = 16
 UNSEEN = -1e30  # score of a token outside of the window: finite, so that a token that sees nothing of a part has no NaN there
 
@@ -32,11 +32,11 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Some queries and the keys that they see: places in the packed sequence, of one part [slice] or of G rows [G, n]."""
+    """Some queries and the keys that they see: places in the packed sequence, of one part [slice] or of G parts [G, n]."""
 
     queries: slice | Tensor
     keys: slice | Tensor
-    stored: slice | Tensor  # where results go: `queries`, but N for the padding of rows that are computed together
+    stored: slice | Tensor  # where results go: `queries`, but N for the padding of parts that are computed together
     causal: bool  # the i-th query sees keys up to the i-th; False: it sees all of them
     behind: NDArray[np.int64]  # [n] how many tokens each query is behind the first key
 
@@ -137,16 +137,13 @@ class Rows:
 
     @cached_property
     def looks(self) -> list[Look]:
-        """Returns what covers all queries once: each prompt, and rows of similar lengths together, with themselves as keys."""
-        found = []
-        for start, length in zip(self.ends[:-1], self.prompts, strict=False):
-            part = slice(int(start), int(start) + length)
-            found.append(Look(part, part, part, causal=True, behind=np.arange(length)))
-        firsts, total = self.ends[len(self.prompts) : -1], self.ends[-1]
-        for rows in self.similar():
-            own, column = np.array(self.own)[rows][:, None], np.arange(self.own[rows[0]])
-            read = torch.from_numpy(firsts[rows][:, None] + np.minimum(column, own - 1))
-            stored = torch.from_numpy(np.where(column < own, firsts[rows][:, None] + column, total))
+        """Returns what covers all queries once: parts of similar lengths together, each with itself as keys."""
+        found, total = [], self.ends[-1]
+        for parts in self.similar():
+            own, column = self.lengths[parts][:, None], np.arange(self.lengths[parts[0]])
+            first = self.ends[parts][:, None]
+            read = torch.from_numpy(first + np.minimum(column, own - 1))
+            stored = torch.from_numpy(np.where(column < own, first + column, total))
             found.append(Look(read, read, stored, causal=True, behind=column))
         return found
 
@@ -165,13 +162,13 @@ class Rows:
         return found
 
     def similar(self) -> list[list[int]]:
-        """Returns the parts of rows, by index into `own`, in sets of similar lengths, the longest first; without empty ones."""
+        """Returns the parts that have tokens, in sets of similar lengths, the longest first."""
         found: list[list[int]] = []
-        for row in sorted((row for row, tokens in enumerate(self.own) if tokens), key=lambda row: -self.own[row]):
-            if found and self.own[found[-1][0]] <= 1.25 * self.own[row] + SIMILAR:
-                found[-1].append(row)
+        for part in sorted(np.flatnonzero(self.lengths).tolist(), key=lambda part: -self.lengths[part]):
+            if found and self.lengths[found[-1][0]] <= 1.25 * self.lengths[part] + SIMILAR:
+                found[-1].append(part)
             else:
-                found.append([row])
+                found.append([part])
         return found
 
     def on_device(self, parts: Sequence[NDArray[np.int64]]) -> Tensor:
