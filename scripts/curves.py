@@ -3,16 +3,17 @@
     python scripts/curves.py                          # all axes
     python scripts/curves.py completions --steps 15   # one, with more steps
 
-Each point is a run of its own, as `make bench` has them: GRPO with vLLM in its process, in float32, all completions of one length,
-micro-batches of 1,024 tokens. Points of an axis run one after the other; the first steps do not count. The time is the median of a
-step. The memory is what the first update adds to what the process holds, at most: gradients, moments and activations. Later ones
-use it again.
+Each point is a run of its own, as `make bench` has them: GRPO with vLLM in its process, in float32, all completions of one
+length, micro-batches of 1,024 tokens. Points of an axis run one after the other; the first steps do not count. The time is the
+median of a step. The memory is what the first update adds to what the process holds, at most: gradients, moments and
+activations. Later ones use it again.
 
 Prints a table with R² of the straight line through each curve, and writes `curves.json` and `curves.png` to the folder `--out`.
 Nothing else may run on the machine meanwhile.
 """
 
 import argparse
+import ctypes
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ import numpy as np
 from bench_sides import Steps, Workload, build_model, run_rlgen, told_lengths
 from rich.console import Console
 from rich.table import Table
-from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from rlgen.look.charts import Chart, Line
 from rlgen.look.png import write_png
@@ -89,8 +90,7 @@ class Measured(Steps):
             self.seconds.append(now - self.began)
         self.began = now
         if len(self.seconds) == self.left:
-            with safe_open(self.model / "model.safetensors", "np") as file:
-                parameters = sum(file.get_tensor(name).size for name in file.keys())
+            parameters = sum(tensor.size for tensor in load_file(self.model / "model.safetensors").values())
             found = {
                 "seconds": median(self.seconds[WARM_UP:]),
                 "mib": (self.added or 0) / (1 << 20),
@@ -105,6 +105,7 @@ class Measured(Steps):
         def call(*arguments: Any) -> Any:
             if self.added is not None:
                 return update(*arguments)
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, and not be seen
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             before = held("VmRSS")
             told = update(*arguments)
@@ -195,9 +196,7 @@ def main() -> None:
         run_point(chosen.point[0], int(chosen.point[1]), chosen.steps)
     chosen.out.mkdir(parents=True, exist_ok=True)
     curves = {axis: measure(axis, chosen.steps) for axis in chosen.axes or AXES}
-    facts = {
-        axis: {"x": curve.x, "seconds": curve.seconds, "mib": curve.mib, "r2": curve.straight()} for axis, curve in curves.items()
-    }
+    facts = {axis: {**asdict(curve), "r2": curve.straight()} for axis, curve in curves.items()}
     (chosen.out / "curves.json").write_text(json.dumps(facts, indent=1) + "\n")
     shown = charts(curves)
     write_png(chosen.out / "curves.png", "Time and memory of a step", shown, len(shown), columns=len(curves), from_zero=True)
