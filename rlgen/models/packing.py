@@ -34,14 +34,9 @@ def packed_states(decoder: nn.Module, padded: Tensor, rows: Rows) -> Tensor:
     return states[0]
 
 
-def pays(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether packing is faster than padding here: on the CPU, or where a GPU has a kernel for it."""
-    return device.type == "cpu" or kernel_for(device, dtype)
-
-
-def kernel_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether there is a kernel for packed rows: on a GPU of compute capability 8.0 or more, in half precision."""
-    return device.type == "cuda" and dtype == HALF and torch.cuda.get_device_capability(device) >= (8, 0)
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether there are kernels for packed rows: on the CPU, and in half precision on a GPU of compute capability 8.0."""
+    return device.type == "cpu" or (dtype == HALF and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 @torch.no_grad()

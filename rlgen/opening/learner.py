@@ -72,9 +72,8 @@ def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRSchedul
     """Returns the optimizer of the trained parameters and the schedule of its learning rate, before the first step."""
     optim = recipe.optim
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    # One kernel for all tensors, and no scratch of their size. A resumed run goes on with what its checkpoint says.
-    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in trained)
-    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=fused)
+    # Fused: one kernel for all tensors, and no scratch of their size. A resumed run goes on with what its checkpoint says.
+    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=True)
     # With the name `constant`, transformers ignores the warm-up.
     name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
     return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)

@@ -16,7 +16,7 @@ from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.load import load_model
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.memory_errors import memory_for, what_helps
-from rlgen.models.packing import kernel_for, pays
+from rlgen.models.packing import can_pack
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
 from rlgen.models.vision import Vision, of_vision, reads_images
@@ -121,12 +121,13 @@ def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
 
 def compile_and_pack(recipe: Recipe, policy: Policy) -> None:
     """Compiles the layers, and packs rows, as far as the recipe says and the device can. Raises SetupError."""
-    wanted, compiled, device = recipe.optim.packing, recipe.model.compile, policy.model.device
+    wanted, compiled = recipe.optim.packing, recipe.model.compile
+    possible = can_pack(policy.model.device, policy.dtype)
     if compiled:
         with memory_for("compiling the model", what_helps(recipe, "forward"), SetupError):
             compile_layers(policy.model)
-    if wanted or (wanted is None and not compiled and policy.vision is None and pays(device, policy.dtype)):
-        if device.type == "cuda" and not kernel_for(device, policy.dtype):
+    if wanted or (wanted is None and not compiled and policy.vision is None and possible):
+        if not possible:
             raise SetupError("optim.packing: torch packs bfloat16 on this GPU only, or nothing: remove it, or set model.dtype")
         reason = policy.pack()
         if reason and wanted:

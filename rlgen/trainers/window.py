@@ -76,12 +76,8 @@ class Window:
         prompts = Prompts(table.group_id, table.prompt_tokens) if packed else None
         trained = signal.trained.nonzero()[:, 0].numpy()
         lengths: list[int] = table.lengths.tolist()
-        pair_id = signal.pair_id.numpy()
-        pairs: dict[int, list[int]] = {}
-        for row in trained.tolist():
-            if pair_id[row] >= 0:
-                pairs.setdefault(int(pair_id[row]), []).append(row)
-        units = list(pairs.values()) or [[row] for row in trained.tolist()]
+        pairs = pairs_of(trained, signal.pair_id.numpy())
+        units = pairs or [[row] for row in trained.tolist()]
         has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (signal.advantages != 0).numpy()
         hands = deal([unit for unit in units if has_gradient[unit].any()], lengths, budget, processes.world, prompts)
         idle = deal([unit for unit in units if not has_gradient[unit].any()], lengths, budget, processes.world, prompts)
@@ -90,17 +86,15 @@ class Window:
             trainer[[row for rows in (*hands[rank], *idle[rank]) for row in rows]] = rank
         mine = (trainer == processes.rank).nonzero()[0]
         at = {row: place for place, row in enumerate(mine.tolist())}
-        of_group = np.zeros(len(table), dtype=np.int64)
-        groups, inverse = np.unique(table.group_id, return_inverse=True)
-        sums = np.bincount(inverse[trained], weights=table.sampled_tokens[trained], minlength=len(groups))
-        of_group[:] = sums[inverse]
+        groups, group = np.unique(table.group_id, return_inverse=True)
+        of_groups = np.bincount(group[trained], weights=table.sampled_tokens[trained], minlength=len(groups)).astype(np.int64)
         tokens = int(table.sampled_tokens[trained].sum())
         return cls(
             samples=sent(table, held, trainer, processes),
             rows=mine,
             advantages=signal.advantages[mine].float(),
             pair_id=signal.pair_id[mine],
-            group_tokens=torch.from_numpy(of_group[mine]),
+            group_tokens=torch.from_numpy(of_groups[group[mine]]),
             totals=Totals(
                 sequences=int(signal.counted.sum()),
                 tokens=tokens,
@@ -142,6 +136,14 @@ class Window:
         count = int(processes.total(kept.sum()))
         self.frozen["kept"] = kept
         return replace(self, totals=replace(self.totals, kept=count))
+
+
+def pairs_of(trained: NDArray[np.int64], pair_id: NDArray[np.int64]) -> list[list[int]]:
+    """Returns the rows of each preference pair among the rows `trained`, in the order of their first rows; [] without pairs."""
+    pairs: dict[int, list[int]] = {}
+    for row in trained[pair_id[trained] >= 0].tolist():
+        pairs.setdefault(int(pair_id[row]), []).append(row)
+    return list(pairs.values())
 
 
 def sent(table: RowTable, held: Samples, trainer: NDArray[np.int64], processes: Processes) -> Samples:

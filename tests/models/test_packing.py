@@ -156,12 +156,14 @@ def with_compile(one: Recipe) -> Recipe:
     return one.model_copy(update={"model": one.model.model_copy(update={"compile": True})})
 
 
-def test_a_recipe_packs_where_it_pays_and_where_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_packs_where_it_can_and_where_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
     assert [build_policy(recipe(**one), folder, CPU).packed for one in said] == [True, False, True]
     assert not build_policy(with_compile(recipe()), folder, CPU).packed
-    monkeypatch.setattr("rlgen.opening.policy.pays", lambda device, dtype: False)
-    assert [build_policy(recipe(**one), folder, CPU).packed for one in said] == [False, False, True]
+    monkeypatch.setattr("rlgen.opening.policy.can_pack", lambda device, dtype: False)
+    assert [build_policy(recipe(**one), folder, CPU).packed for one in said[:2]] == [False, False]
+    with pytest.raises(SetupError, match=r"optim\.packing: torch packs bfloat16 on this GPU only, or nothing"):
+        build_policy(recipe(packing=True), folder, CPU)
     monkeypatch.undo()
     sweep.build("recurrent_gemma", tmp_path)
     unpacked = build_policy(recipe(), str(tmp_path), CPU)
