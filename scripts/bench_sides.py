@@ -19,25 +19,24 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import torch
 import yaml
-from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlgen.engines import client, vllm_compat
+from rlgen.heap import collecting_nothing
 from rlgen.metrics import Metric
-from rlgen.models.tiny import END_OF_TEXT, SHAPE, TURN_END, byte_tokenizer, save_random
-from rlgen.opening.attempt import train
-from rlgen.opening.options import TrainOptions
-from rlgen.trainers.collect import Collector
-from rlgen.types import Request, Sampling
+
+if TYPE_CHECKING:  # each side imports what it needs, as that is part of the time of its start
+    import torch
+
+    from rlgen.trainers.collect import Collector
+    from rlgen.types import Request, Sampling
 
 LEARNING_RATE = 1e-5
 ENDLESS = 1_000_000  # steps: the parent ends the process
@@ -98,6 +97,10 @@ def build_model(workload: Workload, folder: Path) -> None:
     """Writes the random model of a workload, with a tokenizer of bytes, into `folder`, unless it is there."""
     if (folder / "config.json").exists():
         return
+    from transformers import Qwen3Config
+
+    from rlgen.models.tiny import END_OF_TEXT, SHAPE, TURN_END, byte_tokenizer, save_random
+
     tokenizer = byte_tokenizer()
     ends = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
     settings = {**SHAPE, "vocab_size": len(tokenizer), "initializer_range": 0.02, **workload.model}
@@ -119,9 +122,12 @@ def rows(workload: Workload, steps: int) -> list[dict[str, str]]:
 @contextmanager
 def told_lengths(workload: Workload) -> Iterator[None]:
     """Lets the i-th request of every call of vLLM's `generate` in the block take exactly `workload.lengths[i]` tokens."""
+    from rlgen.engines import vllm_compat
+
     with vllm_compat.process_kept_as_is():
         vllm = vllm_compat.import_vllm()
-    generate = vllm.LLM.generate
+    with collecting_nothing():  # as a run imports it
+        generate = vllm.LLM.generate
 
     def told(llm: Any, prompts: Sequence[Any], sampling_params: Any = None, **others: Any) -> Any:
         each = list(sampling_params) if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
@@ -139,17 +145,19 @@ def told_lengths(workload: Workload) -> Iterator[None]:
 @contextmanager
 def told_lengths_to_server(workload: Workload) -> Iterator[None]:
     """Does the same for the requests that rlgen sends to a server."""
+    from rlgen.engines import client
+
     sample, body = client.sample, client.sampling_body
     whole = False
 
-    async def told(servers: Any, requests: Mapping[int, Request], sampling: Sampling, *others: Any) -> None:
+    async def told(servers: Any, requests: "Mapping[int, Request]", sampling: "Sampling", *others: Any) -> None:
         nonlocal whole
         whole = len(requests) == len(workload.lengths) and sampling.max_tokens == workload.longest
         if whole:
             requests = {place: replace(request, max_tokens=workload.lengths[place]) for place, request in requests.items()}
         await sample(servers, requests, sampling, *others)
 
-    def told_body(sampling: Sampling) -> dict[str, Any]:
+    def told_body(sampling: "Sampling") -> dict[str, Any]:
         return body(sampling) | ({"stop_token_ids": [], "ignore_eos": True} if whole else {})
 
     with patch.object(client, "sample", told), patch.object(client, "sampling_body", told_body):
@@ -191,6 +199,12 @@ class Steps:
 
 def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = False) -> None:
     """Trains with rlgen, as `rlgen train` does; with `stream`, on groups that are complete while a server samples others."""
+    from rlgen.opening.attempt import train
+    from rlgen.opening.options import TrainOptions
+
+    with collecting_nothing():  # as a run imports it
+        from rlgen.trainers.collect import Collector
+
     (folder / "rewards.py").write_text(REWARD)
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(workload, 200)))
     recipe = {
@@ -215,7 +229,7 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
     run, collect = folder / "run", Collector.__call__
     numbers = count(1)
 
-    def told(collector: Collector, *arguments: Any) -> Any:
+    def told(collector: "Collector", *arguments: Any) -> Any:
         if (number := next(numbers)) > 1:
             found = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
             if found[Metric.STEP] != number - 1:
@@ -230,12 +244,18 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
         steps.begin()
         return collect(collector, *arguments)
 
-    with patch.object(Collector, "__call__", told):
+    lengths = told_lengths_to_server if stream else told_lengths
+    with lengths(workload), patch.object(Collector, "__call__", told):
         train(path, TrainOptions(run_dir=run, clean=True, progress="plain"))
 
 
 def run_trl(workload: Workload, folder: Path, steps: Steps) -> None:
     """Trains with TRL's GRPOTrainer and vLLM in its process."""
+    with told_lengths(workload), trl_survives():
+        train_with_trl(workload, folder, steps)
+
+
+def train_with_trl(workload: Workload, folder: Path, steps: Steps) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from datasets import Dataset
@@ -296,6 +316,12 @@ def run_floor(workload: Workload, folder: Path, steps: Steps) -> None:
     Rows whose lengths are within 3 % are cut to the shortest of them and go through the model together; others go alone. The
     weights are not sent to the engine.
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rlgen.engines import vllm_compat
+    from rlgen.models.tiny import byte_tokenizer
+
     with vllm_compat.process_kept_as_is():
         vllm = vllm_compat.import_vllm()
         llm = vllm.LLM(
@@ -319,7 +345,7 @@ def run_floor(workload: Workload, folder: Path, steps: Steps) -> None:
             vllm.SamplingParams(temperature=1.0, max_tokens=workload.longest, seed=place, detokenize=False)
             for place in range(len(prompts))
         ]
-        with steps.phase("generate"), vllm_compat.process_kept_as_is():
+        with told_lengths(workload), steps.phase("generate"), vllm_compat.process_kept_as_is():
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         whole = [[*ids, *output.outputs[0].token_ids] for ids, output in zip(prompts, outputs, strict=True)]
         with steps.phase("train"):
@@ -335,8 +361,10 @@ def run_floor(workload: Workload, folder: Path, steps: Steps) -> None:
         steps.tokens = sum(len(row) - workload.prompt_tokens for row in whole)
 
 
-def without_padding(whole: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def without_padding(whole: Sequence[Sequence[int]]) -> "list[torch.Tensor]":
     """Returns the rows as batches [B, S] of rows that are equally long, or were within 3 % of each other."""
+    import torch
+
     batches: list[list[Sequence[int]]] = []
     for row in sorted(whole, key=len):
         if batches and len(row) <= 1.03 * len(batches[-1][0]):
@@ -352,6 +380,8 @@ def trl_survives() -> Iterator[None]:
 
     And lets it sample from the weights in float32, as the other sides do: for a model in float32, vLLM's own choice is bfloat16.
     """
+    from rlgen.engines import vllm_compat
+
     with vllm_compat.process_kept_as_is():
         vllm = vllm_compat.import_vllm()
         from vllm.model_executor.layers import utils
@@ -367,6 +397,8 @@ def trl_survives() -> Iterator[None]:
 
 def setattr_linear(layer: Any, remove_weight: bool = False) -> None:
     """Sets the product of a layer to torch's own, as `dispatch_cpu_unquantized_gemm` does where it packs nothing."""
+    import torch
+
     layer.cpu_linear = torch.nn.functional.linear
 
 
@@ -378,11 +410,7 @@ def main() -> None:
     workload, steps = WORKLOADS[name], Steps()
     os.chdir(folder)
     logging.disable(logging.WARNING)
-    with ExitStack() as around:
-        around.enter_context(told_lengths_to_server(workload) if side == "stream" else told_lengths(workload))
-        if side == "TRL":
-            around.enter_context(trl_survives())
-        SIDES[side](workload, folder, steps)
+    SIDES[side](workload, folder, steps)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from bench_sides import Steps, Workload, build_model, run_rlgen, told_lengths
+from bench_sides import Steps, Workload, build_model, run_rlgen
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
@@ -129,7 +129,7 @@ def run_point(axis: str, value: int, steps: int) -> None:
         build_model(point, folder / "model")
         measured = Measured(steps, folder / "model")
         os.chdir(folder)
-        with told_lengths(point), patch.object(Updater, "__call__", measured.watched(Updater.__call__)):
+        with patch.object(Updater, "__call__", measured.watched(Updater.__call__)):
             run_rlgen(point, folder, measured)
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings, wider_parameters
 from rlgen.errors import EngineError, SetupError
+from rlgen.heap import collecting_nothing
 from rlgen.models.vision import decoded, with_placeholders
 from rlgen.out_of_memory import GIB, is_out_of_memory, reason
 from rlgen.types import Image, Request, Sampling
@@ -175,7 +176,8 @@ def import_vllm() -> Any:
         SetupError: vLLM is missing, broken, or of a version that rlgen does not support.
     """
     try:
-        vllm = importlib.import_module("vllm")
+        with collecting_nothing():
+            vllm = importlib.import_module("vllm")
     except ImportError as error:
         raise SetupError(f"engine.kind: colocated needs vLLM, which cannot be imported ({error}); {INSTALL}") from error
     # From the module, because `importlib.metadata` knows the CPU build under another name.
@@ -279,7 +281,8 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
     Raises:
         EngineError: vLLM does not know one of the other arguments, or the engine does not start.
     """
-    known = {field.name for field in fields(vllm.EngineArgs)}
+    with collecting_nothing():  # vLLM imports a class as it is named
+        known, llm = {field.name for field in fields(vllm.EngineArgs)}, vllm.LLM
     arguments = {name: value for name, value in arguments.items() if name in known or name not in DISPENSABLE}
     if unknown := sorted(set(arguments) & INDISPENSABLE - known):
         raise EngineError(f"vLLM {vllm.__version__} has no argument {', '.join(unknown)}; use another version")
@@ -289,7 +292,7 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         )
     with transformers_classes_spared():
         try:
-            return vllm.LLM(**arguments)
+            return llm(**arguments)
         except Exception as error:  # vLLM does not wrap the errors of its libraries
             said = refusal(error, "the engine's start", what_helps(arguments))
             raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {said}") from error

@@ -3,6 +3,7 @@
 Nothing heavy is imported before the recipe is read, so that mistakes in it are reported at once.
 """
 
+import gc
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
 from rlgen.files import private_files, write_text, written
-from rlgen.opening.heap import keep_freed_memory
+from rlgen.heap import collecting_nothing, keep_freed_memory
 from rlgen.opening.hidden import Hidden
 from rlgen.opening.options import TrainOptions
 from rlgen.opening.reopen import after_restart, join_directory, not_a_file, open_directory
@@ -239,9 +240,11 @@ def begin(
     recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", console: Console
 ) -> "tuple[Attempt, int]":
     """Chooses the checkpoint, and sets aside what is later. Returns the attempt and the step of the checkpoint."""
-    from rlgen.opening.trainer import Attempt
-    from rlgen.processes import Processes
-    from rlgen.run.checkpoint import Checkpoints
+    with collecting_nothing():
+        from rlgen.opening.trainer import Attempt
+        from rlgen.processes import Processes
+        from rlgen.run.checkpoint import Checkpoints
+    gc.freeze()  # later collections leave out what was imported
 
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product

@@ -31,7 +31,7 @@ class Change:
         generator = torch.Generator(device).manual_seed(0)
         for name, parameter in self.parameters.items():
             # The noise is the same however the weights are sharded.
-            noise = torch.randn(parameter.shape, generator=generator, device=device) * self.noise * self.sizes[name]
+            noise = torch.randn(parameter.shape, generator=generator, device=device).mul_(self.noise * self.sizes[name])
             part(parameter).add_(part_like(noise.to(parameter.device, parameter.dtype), parameter))
         self.noise *= 2
 

@@ -17,7 +17,7 @@ from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.gap import Gap, compare
 from rlgen.types import Prompt, Sample, Samples, Sampling
 
-PROMPTS = 16
+PROMPTS = 8
 TOKENS = 64  # maximum length of a completion in check 1
 FEWER_TOKENS = 16  # maximum length in later checks: a wrong weight changes the first tokens already
 

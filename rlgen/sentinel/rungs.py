@@ -137,13 +137,16 @@ def changed_sync(probe: Probe) -> Rung:
         gap = trainer.gap(samples, temperature)
         if not bounds.hold(gap):
             before, samples = worst_engine(probe, before, samples)
-            cause = unmoved(before, samples) or cached_only(probe, samples)
-            cause = cause or explain_sync(trainer, samples, temperature, bounds, change)
+            if same_answers(before, samples):
+                cause = Fault.STALE_WEIGHTS, "the engine answers to the last bit as before: the sync reached none of its weights"
+            else:
+                cause = cached_only(probe, samples) or explain_sync(trainer, samples, temperature, bounds, change)
     if bounds.hold(gap):
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
         samples = probe.sample(temperature, FEWER_TOKENS)
-        gap = max(gap, trainer.gap(samples, temperature), key=bounds.of)
+        if not same_answers(before, samples):  # otherwise the old weights are there again
+            gap = max(gap, trainer.gap(samples, temperature), key=bounds.of)
     return judged(
         3,
         name,
@@ -223,14 +226,12 @@ def changed_adapter_sync(probe: Probe) -> Rung:
     return replace(rung, measured={**rung.measured, **effects})
 
 
-def unmoved(before: list[Sample], after: list[Sample]) -> Cause | None:
-    """Returns a cause if the engine, with the same seeds, gives bit for bit the same answers after the sync; or None."""
-    answers = [
+def same_answers(before: list[Sample], after: list[Sample]) -> bool:
+    """Returns whether the engine, with the same seeds, gives bit for bit the same answers after a sync."""
+    answers, others = (
         [(sample.completion_ids.tobytes(), sample.sampler_logp.tobytes()) for sample in samples] for samples in (before, after)
-    ]
-    if answers[0] != answers[1]:
-        return None
-    return Fault.STALE_WEIGHTS, "the engine answers to the last bit as before: the sync reached none of its weights"
+    )
+    return answers == others
 
 
 def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:

@@ -23,7 +23,6 @@ from rlgen.sentinel.verdict import Verdict
 from rlgen.types import Sample, Samples, Sampling
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
-PROBED = 8  # number of prompts that are completed to compare after a sync
 WORST = 32  # number of samples of a batch that are used to find a cause
 MEMORY, LEAST_MEMORY, RISE = 20, 5, 3.0  # batches in the median, batches it needs at least, multiple of it that is a drift
 
@@ -87,7 +86,7 @@ class Watch:
         if not due and step != self.probe.version + 1:
             return {}
         probe, temperature = replace(self.probe, version=step), self.probe.sampling.logp_temperature
-        samples = probe.sample(temperature, FEWER_TOKENS, probe.prompts[:PROBED])
+        samples = probe.sample(temperature, FEWER_TOKENS)
         logp = probe.trainer.logp(samples, temperature)
         remembered = tuple(self.means)
         gap = compare(samples, logp)

@@ -5,6 +5,7 @@ A plant takes a `pytest.MonkeyPatch`, and returns a list that grows whenever the
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,12 @@ def nothing(arrived: Named, first: dict[str, Tensor]) -> None:
     return None
 
 
+def only_once() -> Callable[..., Named | None]:
+    """The first weights that arrive are loaded, and none after them."""
+    loads = count()
+    return lambda arrived, *_: None if next(loads) else arrived
+
+
 def tied_head_stale(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fired: list[str] = []
     monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: fired.append("head") or 0)
@@ -179,9 +186,9 @@ def noisy_prefill(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fired: list[str] = []
     prefill = ColocatedEngine.prefill_logp
 
-    def prefilled(self: Any, rows: Any) -> Any:
+    def prefilled(self: Any, rows: Any, images: Any) -> Any:
         fired.append("prefill")
-        return [row - np.float32(0.01) for row in prefill(self, rows)]
+        return [row - np.float32(0.01) for row in prefill(self, rows, images)]
 
     monkeypatch.setattr(ColocatedEngine, "prefill_logp", prefilled)
     return fired

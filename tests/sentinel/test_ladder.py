@@ -59,6 +59,7 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "stale tensor": (p.loaded(p.stale(DOWN)), 3, Fault.STALE_TENSOR, f"earlier values of {DOWN}", []),
     "two stale tensors": (p.loaded(p.stale(DOWN, UP_1)), 3, Fault.STALE_TENSOR, UP_1, []),
     "all weights stale": (p.loaded(p.nothing), 3, Fault.STALE_WEIGHTS, "reached none of its weights", []),
+    "old weights not put back": (p.loaded(p.only_once()), 3, Fault.UNEXPLAINED, "other weights than it was sent", []),
     "sync skipped": (p.sync_skipped, 3, Fault.STALE_WEIGHTS, "version -1 received", []),
     "tied head stale": (p.tied_head_stale, 3, Fault.STALE_HEAD, "model.embed_tokens.weight", []),
     "swapped in the engine": (p.loaded(p.swapped(UP_1, UP_2)), 3, Fault.SWAPPED_TENSORS, UP_2, []),

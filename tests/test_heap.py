@@ -1,0 +1,68 @@
+"""A step finds the memory that the step before freed, without the kernel's help; and imports are not collected."""
+
+import gc
+import subprocess
+import sys
+
+from rlgen.heap import collecting_nothing
+
+STEPS = """
+import resource, sys, torch
+from rlgen.heap import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+
+def step():
+    return [torch.ones(4 << 20) for _ in range(12)]  # 16 MiB each
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+for _ in range(3):
+    step()
+before = faults()
+for _ in range(5):
+    step()
+print(faults() - before)
+"""
+
+
+def faults(how: str) -> int:
+    """Pages that the kernel had to find in five steps."""
+    done = subprocess.run([sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    # As it is, it depends on what lies at the end of the heap, which is another thing each time.
+    assert any(faults("as it is") > 50_000 for _ in range(12))
+    assert max(faults("kept") for _ in range(3)) < 1_000
+
+
+def collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def test_nothing_is_collected_in_the_block_and_then_again() -> None:
+    before = collections()
+    with collecting_nothing():
+        kept = [[] for _ in range(100_000)]
+        assert collections() == before
+    assert len(kept) == 100_000 and gc.isenabled()
+    more = [[] for _ in range(100_000)]
+    assert len(more) == 100_000 and collections() > before
+
+
+def test_a_pause_ends_with_an_error_and_leaves_an_earlier_one() -> None:
+    gc.disable()
+    try:
+        with collecting_nothing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    try:
+        with collecting_nothing():
+            raise ImportError
+    except ImportError:
+        assert gc.isenabled()
