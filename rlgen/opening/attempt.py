@@ -4,10 +4,12 @@ Nothing heavy is imported before the recipe is read, so that mistakes in it are 
 """
 
 import gc
+import importlib
 import json
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 PLAIN = TrainOptions()
+PARTS = "rlgen.opening.trainer"  # the module that imports all of them
 OF_INPUTS = (2, 3, 4, 5)  # exit codes of mistakes in recipe, model, data and rewards
 
 
@@ -229,6 +232,7 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
     with console, Hidden() as hidden:
         hidden.to(logs)
         console.say("loading torch and transformers …")
+        import_parts()
         attempt, done = begin(recipe, directory, options, launched, console)
         if options.resumes:
             hidden.to(logs)  # the earlier attempt's was set aside
@@ -236,15 +240,22 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
             learn(attempt, done, stop)
 
 
+def import_parts() -> None:
+    """Imports what a run consists of, without collections meanwhile; later ones leave out what was imported."""
+    if PARTS in sys.modules:
+        return  # what an earlier run of this process left is garbage, and would be kept, too
+    with collecting_nothing():
+        importlib.import_module(PARTS)
+    gc.freeze()
+
+
 def begin(
     recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", console: Console
 ) -> "tuple[Attempt, int]":
     """Chooses the checkpoint, and sets aside what is later. Returns the attempt and the step of the checkpoint."""
-    with collecting_nothing():
-        from rlgen.opening.trainer import Attempt
-        from rlgen.processes import Processes
-        from rlgen.run.checkpoint import Checkpoints
-    gc.freeze()  # later collections leave out what was imported
+    from rlgen.opening.trainer import Attempt
+    from rlgen.processes import Processes
+    from rlgen.run.checkpoint import Checkpoints
 
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product

@@ -143,3 +143,18 @@ def test_a_failed_start_leaves_only_what_was_there(recipe_file: Path, tmp_path: 
     with pytest.raises(DataError):
         train(recipe_file, options)
     assert (tmp_path / "runs" / "other").is_dir() and place.exists() == there
+
+
+def test_collections_leave_out_what_was_imported_and_nothing_later() -> None:
+    script = """
+import gc
+from rlgen.opening.attempt import import_parts
+collected = gc.get_stats()[2]["collections"]
+import_parts()
+frozen = gc.get_freeze_count()
+assert frozen > 100_000 and gc.isenabled() and gc.get_stats()[2]["collections"] == collected
+garbage = [[] for _ in range(1000)]
+import_parts()
+assert gc.get_freeze_count() <= frozen
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
