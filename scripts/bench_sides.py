@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -203,6 +203,7 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
     from rlgen.opening.options import TrainOptions
 
     with collecting_nothing():  # as a run imports it
+        from rlgen.engines import vllm_compat
         from rlgen.trainers.collect import Collector
 
     (folder / "rewards.py").write_text(REWARD)
@@ -244,8 +245,17 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
         steps.begin()
         return collect(collector, *arguments)
 
-    lengths = told_lengths_to_server if stream else told_lengths
-    with lengths(workload), patch.object(Collector, "__call__", told):
+    open_llm = vllm_compat.open_llm
+    with ExitStack() as around:
+
+        def opened(*arguments: Any) -> Any:
+            around.enter_context(told_lengths(workload))  # not before: a run imports vLLM when it opens the engine
+            return open_llm(*arguments)
+
+        if stream:
+            around.enter_context(told_lengths_to_server(workload))
+        around.enter_context(patch.object(vllm_compat, "open_llm", opened))
+        around.enter_context(patch.object(Collector, "__call__", told))
         train(path, TrainOptions(run_dir=run, clean=True, progress="plain"))
 
 

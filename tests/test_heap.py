@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from rlgen.heap import collecting_nothing
 
 STEPS = """
@@ -65,8 +67,6 @@ def test_a_pause_ends_with_an_error_and_leaves_an_earlier_one() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
-    try:
-        with collecting_nothing():
-            raise ImportError
-    except ImportError:
-        assert gc.isenabled()
+    with pytest.raises(ImportError), collecting_nothing():
+        raise ImportError
+    assert gc.isenabled()

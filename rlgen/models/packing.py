@@ -35,7 +35,7 @@ def packed_states(decoder: nn.Module, padded: Tensor, rows: Rows) -> Tensor:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether there are kernels for packed rows: on the CPU, and in half precision on a GPU of compute capability 8.0."""
+    """Returns whether there are kernels for packed rows: on the CPU; on a GPU of compute capability 8.0 or more in bfloat16."""
     return device.type == "cpu" or (dtype == HALF and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
