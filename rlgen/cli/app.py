@@ -5,9 +5,11 @@ commands.
 import atexit
 import os
 import sys
+import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -439,12 +441,17 @@ def test_rewards(
 
 
 def main() -> None:
-    """Runs the program: prints an error as one message, and exits with its code."""
+    """Runs the program, and ends the process with its exit code."""
+    leave(run_command())
+
+
+def run_command() -> int:
+    """Runs the command that the arguments of the process name. Prints an error as one message. Returns the exit code."""
     prepare()
     try:
         app()
     except SystemExit as ended:  # Typer raises it on success too
-        leave(ended.code if isinstance(ended.code, int) else 0)
+        return ended.code if isinstance(ended.code, int) else 0
     except RlgenError as error:
         if os.environ.get("RLGEN_DEBUG"):
             echo(redacted(traceback.format_exc()), err=True)
@@ -454,27 +461,33 @@ def main() -> None:
         if isinstance(error, RecipeError) and not error.told:
             count = len(error.problems)
             echo(f"{count} error{'s' if count > 1 else ''}; nothing was started", err=True)
-        leave(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
-        leave(130)
+        return 130
     except Exception as error:
         if not getattr(error, "told", False):
             echo(redacted(traceback.format_exc()), err=True)
             asked = "please report it with the lines above and what `rlgen env` prints"
             echo(f"error: this is a bug in rlgen {rlgen.__version__}; {asked}", err=True)
-        leave(70)
+        return 70
+    return 0
 
 
-def leave(code: int) -> None:
-    """Ends the process with `code`. Output that cannot be written, such as to a closed pipe, is no error."""
+def leave(code: int) -> NoReturn:
+    """Ends the process with `code`, after its threads and exit functions, and without taking the interpreter apart.
+
+    Taking it apart frees everything that torch and vLLM hold, one object at a time: three seconds. And where processes train
+    together, threads of their groups, which other ranks are leaving, may abort it (SIGABRT): the launcher would see that instead
+    of the exit code. Destroying the groups could wait for a rank that hangs.
+
+    Output that cannot be written, such as to a closed pipe, is no error.
+    """
     flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Threads of the process groups, which other ranks are leaving, may abort the interpreter during its shutdown (SIGABRT);
-        # the launcher would then see that instead of the exit code. Destroying the groups could wait for a rank that hangs.
-        atexit._run_exitfuncs()
-        flush()
-        os._exit(code)
-    sys.exit(code)
+    with suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    flush()
+    os._exit(code)
 
 
 def flush() -> None:

@@ -593,21 +593,24 @@ def test_a_mistake_of_the_recipe_is_said_once(recipe: Path, tmp_path: Path) -> N
 
 
 ABORTS = """\
-import atexit, ctypes, sys
+import atexit, ctypes, threading, time
 from rlgen.cli import app
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)  # as a thread of gloo may do in the tear-down
 atexit.register(print, "put away")
+threading.Thread(target=lambda: (time.sleep(0.5), print("saved"))).start()
 app.app = lambda: (_ for _ in ()).throw(app.UsageError("a mistake"))
 app.main()
 """
 
 
-def test_the_exit_code_outlives_what_aborts_in_the_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENVIRONMENT, "WORLD_SIZE", "2")
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_exit_code_outlives_what_aborts_in_the_teardown(monkeypatch: pytest.MonkeyPatch, processes: str) -> None:
+    """Threads and exit functions end before; what would take the interpreter apart does not run."""
+    monkeypatch.setitem(ENVIRONMENT, "WORLD_SIZE", processes)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", "")
     ended = launch("-c", ABORTS, launcher=[sys.executable])
-    assert (ended.returncode, ended.stdout) == (2, "put away\n") and "error: a mistake" in ended.stderr
+    assert (ended.returncode, ended.stdout) == (2, "saved\nput away\n") and "error: a mistake" in ended.stderr
 
 
 ONE, TWO = Launch(0, 1), Launch(0, 2)

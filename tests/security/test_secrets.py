@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE
 
-from rlgen.cli.app import main
+from rlgen.cli.app import run_command
 from rlgen.files import read_json
 from rlgen.redact import is_secret_name, printable, redacted
 
@@ -82,9 +82,7 @@ def start(planted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         monkeypatch.setattr(
             sys, "argv", ["rlgen", *arguments[:1], "train", str(recipe), "--run-dir", str(directory), *arguments[1:]]
         )
-        with pytest.raises(SystemExit) as end:
-            main()
-        return int(end.value.code or 0), directory
+        return run_command(), directory
 
     return run
 

@@ -15,7 +15,7 @@ from conftest import RECIPE, read_jsonl
 from helpers.samples import make_sample
 from torch import Tensor
 
-from rlgen.cli.app import main
+from rlgen.cli.app import run_command
 from rlgen.cli.train import train_command
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Finished, Receipt
@@ -352,7 +352,5 @@ def test_the_commands_end_with_6(
     p.tied_head_stale(monkeypatch)
     monkeypatch.chdir(recipe_file.parent)
     monkeypatch.setattr("sys.argv", ["rlgen", command, str(recipe_file)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 6
+    assert run_command() == 6
     assert "error: sentinel: rung 3, changed weights: stale_head: the engine's head" in capsys.readouterr().err
