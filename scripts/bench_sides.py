@@ -11,6 +11,7 @@ anywhere, and differently on each side; so vLLM is told the length of each compl
 what rlgen asks a server: the i-th request of a step ends after `Workload.lengths[i]` tokens, and not before.
 """
 
+import gc
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from unittest.mock import patch
 
 import yaml
 
-from rlgen.heap import collecting_nothing
+from rlgen.heap import importing
 from rlgen.metrics import Metric
 
 if TYPE_CHECKING:  # each side imports what it needs, as that is part of the time of its start
@@ -126,7 +127,7 @@ def told_lengths(workload: Workload) -> Iterator[None]:
 
     with vllm_compat.process_kept_as_is():
         vllm = vllm_compat.import_vllm()
-    with collecting_nothing():  # as a run imports it
+    with importing():  # as a run imports it
         generate = vllm.LLM.generate
 
     def told(llm: Any, prompts: Sequence[Any], sampling_params: Any = None, **others: Any) -> Any:
@@ -202,7 +203,7 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
     from rlgen.opening.attempt import train
     from rlgen.opening.options import TrainOptions
 
-    with collecting_nothing():  # as a run imports it
+    with importing():  # as a run imports it
         from rlgen.engines import vllm_compat
         from rlgen.trainers.collect import Collector
 
@@ -394,6 +395,7 @@ def trl_survives() -> Iterator[None]:
 
     with vllm_compat.process_kept_as_is():
         vllm = vllm_compat.import_vllm()
+        gc.unfreeze()  # TRL does not leave what was imported out of garbage collections
         from vllm.model_executor.layers import utils
     plain: Callable[..., None] = partial(setattr_linear)
     begin = vllm.LLM.__init__

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from rlgen.engines.base import Facts, Ledger, Settings, wider_parameters
 from rlgen.errors import EngineError, SetupError
-from rlgen.heap import collecting_nothing
+from rlgen.heap import importing
 from rlgen.models.vision import decoded, with_placeholders
 from rlgen.out_of_memory import GIB, is_out_of_memory, reason
 from rlgen.types import Image, Request, Sampling
@@ -175,18 +175,18 @@ def import_vllm() -> Any:
     Raises:
         SetupError: vLLM is missing, broken, or of a version that rlgen does not support.
     """
-    try:
-        with collecting_nothing():
+    with importing():
+        try:
             vllm = importlib.import_module("vllm")
-    except ImportError as error:
-        raise SetupError(f"engine.kind: colocated needs vLLM, which cannot be imported ({error}); {INSTALL}") from error
-    # From the module, because `importlib.metadata` knows the CPU build under another name.
-    version = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
-    if not OLDEST <= version <= NEWEST:
-        raise SetupError(f"vLLM {vllm.__version__} is installed; rlgen works with 0.{OLDEST[1]} to 0.{NEWEST[1]}")
-    if not torch.cuda.is_available():
-        _count_ranks_without_compiler()
-        _share_no_memory()
+        except ImportError as error:
+            raise SetupError(f"engine.kind: colocated needs vLLM, which cannot be imported ({error}); {INSTALL}") from error
+        # From the module, because `importlib.metadata` knows the CPU build under another name.
+        version = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
+        if not OLDEST <= version <= NEWEST:
+            raise SetupError(f"vLLM {vllm.__version__} is installed; rlgen works with 0.{OLDEST[1]} to 0.{NEWEST[1]}")
+        if not torch.cuda.is_available():
+            _count_ranks_without_compiler()
+            _share_no_memory()
     return vllm
 
 
@@ -281,7 +281,7 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
     Raises:
         EngineError: vLLM does not know one of the other arguments, or the engine does not start.
     """
-    with collecting_nothing():  # vLLM imports a class as it is named
+    with importing():  # vLLM imports a class as it is named
         known, llm = {field.name for field in fields(vllm.EngineArgs)}, vllm.LLM
     arguments = {name: value for name, value in arguments.items() if name in known or name not in DISPENSABLE}
     if unknown := sorted(set(arguments) & INDISPENSABLE - known):

@@ -3,7 +3,6 @@
 Nothing heavy is imported before the recipe is read, so that mistakes in it are reported at once.
 """
 
-import gc
 import importlib
 import json
 import logging
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
 from rlgen.files import private_files, write_text, written
-from rlgen.heap import collecting_nothing, keep_freed_memory
+from rlgen.heap import importing, keep_freed_memory
 from rlgen.opening.hidden import Hidden
 from rlgen.opening.options import TrainOptions
 from rlgen.opening.reopen import after_restart, join_directory, not_a_file, open_directory
@@ -241,12 +240,10 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
 
 
 def import_parts() -> None:
-    """Imports what a run consists of, without collections meanwhile; later ones leave out what was imported."""
-    if PARTS in sys.modules:
-        return  # what an earlier run of this process left is garbage, and would be kept, too
-    with collecting_nothing():
-        importlib.import_module(PARTS)
-    gc.freeze()
+    """Imports what a run consists of, if an earlier run of this process did not."""
+    if PARTS not in sys.modules:
+        with importing():
+            importlib.import_module(PARTS)
 
 
 def begin(
