@@ -82,6 +82,7 @@ WORKLOADS = {
         group_size=8,
         prompt_tokens=24,
         lengths=[64] * 32,
+        micro_batch_tokens=1100,  # two groups: a larger one takes as long, and twice the memory
         model={
             "hidden_size": 768,
             "intermediate_size": 3072,
