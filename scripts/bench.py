@@ -54,6 +54,7 @@ class Side:
     process: subprocess.Popen[bytes]
     log: Path  # what it prints to standard error
     unread: bytes = b""
+    first: dict[str, Any] = field(default_factory=dict)  # what it said of its first step
     starts: list[float] = field(default_factory=list)  # seconds from the command to the end of the first optimizer step
     seconds: list[float] = field(default_factory=list)  # of each counted step
     tokens: list[int] = field(default_factory=list)
@@ -61,11 +62,8 @@ class Side:
     peak: float = 0.0  # GiB resident, of all its processes
 
     @classmethod
-    def begin(cls, name: str, workload: str, model: Path, threads: int | None) -> "Side":
-        """Starts the process, waits for its first optimizer step, and stops it there."""
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=model.parent))
-        (folder / "model").symlink_to(model)
-        command = [sys.executable, str(ROOT / "scripts" / "bench_sides.py"), name, workload, str(folder)]
+    def begin(cls, name: str, command: Sequence[str], folder: Path, threads: int | None = None) -> "Side":
+        """Starts the process, which logs to `folder`, waits for its first optimizer step, and stops it there."""
         began = time.monotonic()
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
@@ -76,8 +74,8 @@ class Side:
                 env={**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}), "VLLM_CPU_KVCACHE_SPACE": "1"},
             )
         side = cls(name=name, process=process, log=folder / "log")
-        for _ in range(2):
-            side.line(START_SECONDS)
+        side.line(START_SECONDS)  # the first step begins
+        side.first = side.line(START_SECONDS)
         side.starts.append(time.monotonic() - began)
         side.signal(signal.SIGSTOP)
         return side
@@ -144,6 +142,15 @@ class Side:
         }
 
 
+def start(side: str, workload: str, model: Path, threads: int | None) -> Side:
+    """Starts a side of a workload."""
+    print(f"{workload}: starting {side} …", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{side}-", dir=model.parent))
+    (folder / "model").symlink_to(model)
+    command = [sys.executable, str(ROOT / "scripts" / "bench_sides.py"), side, workload, str(folder)]
+    return Side.begin(side, command, folder, threads)
+
+
 def measure(name: str, sides: Sequence[str], starts: int, steps: int, folder: Path, threads: int | None) -> list[Side]:
     """Returns the sides of a workload after `starts` starts and then `steps` counted steps of each, in turns."""
     folder.mkdir(parents=True)
@@ -151,15 +158,13 @@ def measure(name: str, sides: Sequence[str], starts: int, steps: int, folder: Pa
     before: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(starts - 1):
         for side in turned(sides, turn):
-            print(f"{name}: starting {side} …", flush=True)
-            started = Side.begin(side, name, folder / "model", threads)
+            started = start(side, name, folder / "model", threads)
             started.end()
             before[side] += started.starts
     running: list[Side] = []
     try:
         for side in sides:
-            print(f"{name}: starting {side} …", flush=True)
-            running.append(Side.begin(side, name, folder / "model", threads))
+            running.append(start(side, name, folder / "model", threads))
             running[-1].starts += before[side]
         for step in range(WARM_UP + steps):
             for side_ in turned(running, step):

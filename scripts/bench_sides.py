@@ -176,8 +176,12 @@ class Steps:
 
     def begin(self) -> None:
         """Ends the step before and begins one."""
-        print(json.dumps({"tokens": self.tokens, "phases": self.phases}), file=self._out, flush=True)
+        print(json.dumps(self.said()), file=self._out, flush=True)
         self.tokens, self.phases = 0, {}
+
+    def said(self) -> dict[str, Any]:
+        """Returns what is known of the step before."""
+        return {"tokens": self.tokens, "phases": self.phases}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

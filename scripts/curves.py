@@ -4,9 +4,9 @@
     python scripts/curves.py completions --steps 15   # one, with more steps
 
 Each point is a run of its own, as `make bench` has them: GRPO with vLLM in its process, in float32, all completions of one
-length, micro-batches of 1,024 tokens. Points of an axis run one after the other; the first steps do not count. The time is the
-median of a step. The memory is what the first update adds to what the process holds, at most: gradients, moments and
-activations. Later ones use it again.
+length, micro-batches of 1,024 tokens. The points of an axis take steps in turns, as the sides of `make bench` do; the first ones
+do not count. The time is the median of a step. The memory is what the first update adds to what the process holds, at most:
+gradients, moments and activations. Later ones use it again.
 
 Prints a table with R² of the straight line through each curve, and writes `curves.json` and `curves.png` to the folder `--out`.
 Nothing else may run on the machine meanwhile.
@@ -17,10 +17,8 @@ import ctypes
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from bench import WARM_UP, Side, turned
 from bench_sides import Steps, Workload, build_model, run_rlgen
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +38,6 @@ from rlgen.look.png import write_png
 from rlgen.trainers.update import Updater
 
 ROOT = Path(__file__).parent.parent
-WARM_UP = 3
 GROUP, PROMPT, LENGTH, COMPLETIONS = 8, 24, 64, 64
 AXES: dict[str, tuple[int, ...]] = {
     "completions": (16, 32, 64, 128, 192, 256),
@@ -75,29 +73,15 @@ def workload(axis: str, value: int) -> Workload:
 
 
 class Measured(Steps):
-    """Ends the process after some steps, and says what they took."""
+    """Says as each step begins also what memory the first update has taken."""
 
-    def __init__(self, steps: int, model: Path) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.left, self.model, self.began = WARM_UP + steps, model, 0.0
-        self.seconds: list[float] = []
         self.added: int | None = None  # bytes, by the first update
 
-    def begin(self) -> None:
-        """Ends the step before and begins one."""
-        now = time.monotonic()
-        if self.began:
-            self.seconds.append(now - self.began)
-        self.began = now
-        if len(self.seconds) == self.left:
-            parameters = sum(tensor.size for tensor in load_file(self.model / "model.safetensors").values())
-            found = {
-                "seconds": median(self.seconds[WARM_UP:]),
-                "mib": (self.added or 0) / (1 << 20),
-                "parameters": parameters,
-            }
-            print(json.dumps(found), file=self._out, flush=True)
-            os._exit(0)  # the run itself would go on
+    def said(self) -> dict[str, Any]:
+        """Returns what is known of the step before."""
+        return {**super().said(), "mib": (self.added or 0) / (1 << 20)}
 
     def watched(self, update: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `Updater.__call__` that notes the memory which its first call takes."""
@@ -120,17 +104,14 @@ def held(name: str) -> int:
     return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
 
 
-def run_point(axis: str, value: int, steps: int) -> None:
-    """Measures one point, and prints it as JSON. Ends the process."""
+def run_point(axis: str, value: int, folder: Path) -> None:
+    """Runs one point, until the process is killed."""
     logging.disable(logging.WARNING)
-    point = workload(axis, value)
-    with tempfile.TemporaryDirectory(prefix="rlgen-curves-") as name:
-        folder = Path(name)
-        build_model(point, folder / "model")
-        measured = Measured(steps, folder / "model")
-        os.chdir(folder)
-        with patch.object(Updater, "__call__", measured.watched(Updater.__call__)):
-            run_rlgen(point, folder, measured)
+    point, measured = workload(axis, value), Measured()
+    build_model(point, folder / "model")
+    os.chdir(folder)
+    with patch.object(Updater, "__call__", measured.watched(Updater.__call__)):
+        run_rlgen(point, folder, measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,20 +129,27 @@ class Curve:
         return float(1 - (rest**2).sum() / ((np.array(self.seconds) - np.mean(self.seconds)) ** 2).sum())
 
 
-def measure(axis: str, steps: int) -> Curve:
-    """Runs the points of an axis, each in a process of its own."""
-    points = []
-    for value in AXES[axis]:
-        command = [sys.executable, __file__, "--point", axis, str(value), "--steps", str(steps)]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
-        lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
-        if not lines:
-            raise SystemExit(f"{done.stderr[-3000:]}\ncurves: {axis} {value} ended with {done.returncode}")
-        points.append(json.loads(lines[-1]))
-        print(f"{axis} {value}: {points[-1]['seconds']:.3f} s, {points[-1]['mib']:.0f} MiB", flush=True)
-    x = [point["parameters"] / 1e6 for point in points] if axis == "width" else [float(value) for value in AXES[axis]]
+def measure(axis: str, steps: int, folder: Path) -> Curve:
+    """Runs the points of an axis, each in a process of its own, in turns."""
+    running: list[Side] = []
+    parameters: list[int] = []
+    try:
+        for value in AXES[axis]:
+            print(f"{axis}: starting {value} …", flush=True)
+            place = folder / f"{axis}-{value}"
+            place.mkdir()
+            command = [sys.executable, __file__, "--point", axis, str(value), str(place)]
+            running.append(Side.begin(f"{axis} {value}", command, place))
+            parameters.append(sum(tensor.size for tensor in load_file(place / "model" / "model.safetensors").values()))
+        for step in range(WARM_UP + steps):
+            for point in turned(running, step):
+                point.step(step >= WARM_UP)
+    finally:
+        for point in running:
+            point.end()
+    x = [number / 1e6 for number in parameters] if axis == "width" else [float(value) for value in AXES[axis]]
     x = [value / 1000 for value in x] if axis == "vocabulary" else x
-    return Curve(x=x, seconds=[point["seconds"] for point in points], mib=[point["mib"] for point in points])
+    return Curve(x=x, seconds=[median(point.seconds) for point in running], mib=[point.first["mib"] for point in running])
 
 
 def charts(curves: dict[str, Curve]) -> list[Chart]:
@@ -190,12 +178,13 @@ def main() -> None:
     parser.add_argument("axes", nargs="*", choices=[*AXES, []], help="all if none is named")
     parser.add_argument("--steps", type=int, default=7, help="counted steps of each point")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "curves")
-    parser.add_argument("--point", nargs=2, metavar=("AXIS", "VALUE"), help="measure one point in this process")
+    parser.add_argument("--point", nargs=3, metavar=("AXIS", "VALUE", "FOLDER"), help="run one point in this process")
     chosen = parser.parse_args()
     if chosen.point:
-        run_point(chosen.point[0], int(chosen.point[1]), chosen.steps)
+        run_point(chosen.point[0], int(chosen.point[1]), Path(chosen.point[2]))
     chosen.out.mkdir(parents=True, exist_ok=True)
-    curves = {axis: measure(axis, chosen.steps) for axis in chosen.axes or AXES}
+    with tempfile.TemporaryDirectory(prefix="rlgen-curves-") as folder:
+        curves = {axis: measure(axis, chosen.steps, Path(folder)) for axis in chosen.axes or AXES}
     facts = {axis: {**asdict(curve), "r2": curve.straight()} for axis, curve in curves.items()}
     (chosen.out / "curves.json").write_text(json.dumps(facts, indent=1) + "\n")
     shown = charts(curves)
