@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any, TypeVar
 
 import psutil
@@ -68,13 +68,15 @@ class Side:
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 command,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
                 env={**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}), "VLLM_CPU_KVCACHE_SPACE": "1"},
             )
         side = cls(name=name, process=process, log=folder / "log")
-        side.line(START_SECONDS)  # the first step begins
+        side.line(START_SECONDS)
+        side.go()
         side.first = side.line(START_SECONDS)
         side.starts.append(time.monotonic() - began)
         side.signal(signal.SIGSTOP)
@@ -84,8 +86,13 @@ class Side:
         """Sends a signal to the process and all that it started."""
         os.killpg(self.process.pid, number)
 
+    def go(self) -> None:
+        """Lets the next step begin."""
+        assert self.process.stdin is not None  # a pipe
+        os.write(self.process.stdin.fileno(), b"\n")
+
     def line(self, seconds: float) -> dict[str, Any]:
-        """Returns what the process says as its next step begins. Exits if it says nothing for `seconds`, or ends."""
+        """Returns what the process says before its next step. Exits if it says nothing for `seconds`, or ends."""
         assert self.process.stdout is not None  # a pipe
         until = time.monotonic() + seconds
         while b"\n" not in self.unread:
@@ -105,6 +112,7 @@ class Side:
         """Lets the process run for one step."""
         self.signal(signal.SIGCONT)
         began = time.monotonic()
+        self.go()
         said = self.line(STEP_SECONDS)
         seconds = time.monotonic() - began
         self.signal(signal.SIGSTOP)
@@ -126,15 +134,14 @@ class Side:
         self.process.wait()
 
     def result(self) -> dict[str, Any]:
-        """Returns medians of the counted steps."""
-        names = sorted({name for phases in self.phases for name in phases})
-        step = median(self.seconds)
-        phases = {name: median(phases.get(name, (0, 0.0))[1] for phases in self.phases) for name in names}
+        """Returns medians of the counted steps, and the phases of the step in the middle, so that they add up."""
+        step, middle = median(self.seconds), self.seconds.index(median_low(self.seconds))
+        phases = {name: seconds for name, (_, seconds) in self.phases[middle].items()}
         return {
             "step": step,
             "per_token": step / median(self.tokens),
             "tokens": median(self.tokens),
-            "phases": {**phases, "rest": step - sum(phases.values())},
+            "phases": {**phases, "rest": self.seconds[middle] - sum(phases.values())},
             "start": median(self.starts),
             "peak_gib": self.peak,
             "seconds": self.seconds,

@@ -3,8 +3,9 @@ launches; TRL 1.16.0 with colocated vLLM; and the sequential floor.
 
     python scripts/bench_sides.py rlgen longtail FOLDER
 
-Each side trains step after step until it is killed, and prints a line as each step begins: the tokens that it was trained on and
-the seconds of each phase of the step before. `scripts/bench.py` lets one side run at a time, step by step in turns.
+Each side trains step after step until it is killed, and prints a line before each step: the tokens that it was trained on and the
+seconds of each phase of the step before. Then it waits for a byte. `scripts/bench.py` lets one side run at a time, a step of each
+in turns.
 
 All sides get the same model, prompts, reward, number of completions, sampling and optimizer. A random model would end its answers
 anywhere, and differently on each side; so vLLM is told the length of each completion, by a patch of vLLM, or of
@@ -167,17 +168,22 @@ def told_lengths_to_server(workload: Workload) -> Iterator[None]:
 
 
 class Steps:
-    """Prints a line as each step begins, with what is known of the step before."""
+    """Prints a line before each step, with what is known of the step before, and then waits for a byte from standard input.
+
+    So the parent can stop the process between two steps, and no phase contains the time for which it was stopped.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
         self.phases: dict[str, list[float]] = {}  # [start, seconds] of each phase of the step so far
         self._out = os.fdopen(os.dup(1), "w")  # a run sends what its process prints elsewhere
+        self._in = os.dup(0)
 
     def begin(self) -> None:
         """Ends the step before and begins one."""
         print(json.dumps(self.said()), file=self._out, flush=True)
         self.tokens, self.phases = 0, {}
+        os.read(self._in, 1)
 
     def said(self) -> dict[str, Any]:
         """Returns what is known of the step before."""
