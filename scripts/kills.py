@@ -1,6 +1,7 @@
 """A run that is killed at any instant, and resumed, is the run that was never killed, to the last bit.
 
 python scripts/kills.py                  58 instants, 24 of them with vLLM in the process and 34 with a vLLM server
+python scripts/kills.py --stream         42 instants of runs that train while they sample (`rollout.stream`)
 python scripts/kills.py --only 3,17      some of them
 python scripts/kills.py --list           which there are
 
@@ -102,20 +103,26 @@ COMMON = (
 )
 MID_COLOCATED = ("in mid-generation", "half:rlgen.engines.colocated:ColocatedEngine._run:1@3")
 MID_SERVER = ("in mid-generation", "half:rlgen.engines.server:ServerEngine._sample:1@3")
+MORE = (
+    ("in the first step", f"after:{JOURNAL}:Journal.answered:7@1"),
+    ("in half a record of rewards", f"half:{FRAMES}:append_bytes:17@5"),
+    ("before a step's rollouts are there", "file:/rollouts/:2@3"),
+    ("while the status is written", "file:status.json:2@5"),
+    ("at 20 % of a save", SAVE.format(at=0.2)),
+    ("at 70 % of a save", SAVE.format(at=0.7)),
+)
+OF_STREAMING = [
+    Kill(engine, *what)
+    for engine in ("stream", "stream-server")
+    for what in (
+        ("between completions", f"after:{JOURNAL}:Journal.answered:9@4"),
+        ("while a group runs backward", f"half:{UPDATE}:Updater._backward:2@4"),
+        ("before a gradient is added", f"before:{EXACT}:ExactSum.take:2@5"),
+        ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@3"),
+    )
+]
 KILLS = [
-    *(
-        Kill("colocated", *what)
-        for what in (
-            MID_COLOCATED,
-            *COMMON,
-            ("in the first step", f"after:{JOURNAL}:Journal.answered:7@1"),
-            ("in half a record of rewards", f"half:{FRAMES}:append_bytes:17@5"),
-            ("before a step's rollouts are there", "file:/rollouts/:2@3"),
-            ("while the status is written", "file:status.json:2@5"),
-            ("at 20 % of a save", SAVE.format(at=0.2)),
-            ("at 70 % of a save", SAVE.format(at=0.7)),
-        )
-    ),
+    *(Kill("colocated", *what) for what in (MID_COLOCATED, *COMMON, *MORE)),
     *(Kill("server", *what) for what in (MID_SERVER, *COMMON[:1], *COMMON[4:8], *COMMON[9:12])),
     *(
         Kill("ahead", *what)
@@ -148,16 +155,12 @@ KILLS = [
             ("while a save is written", f"after:{LOOP}:Checkpoints.save:1@6"),
         )
     ),
-    *(
-        Kill(engine, *what)
-        for engine in ("stream", "stream-server")
-        for what in (
-            ("between completions", f"after:{JOURNAL}:Journal.answered:9@4"),
-            ("while a group runs backward", f"half:{UPDATE}:Updater._backward:2@4"),
-            ("before a gradient is added", f"before:{EXACT}:ExactSum.take:2@5"),
-            ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@3"),
-        )
-    ),
+    *OF_STREAMING,
+]
+STREAMED = [
+    *(Kill("stream", *what) for what in (MID_COLOCATED, *COMMON, *MORE)),
+    *(Kill("stream-server", *what) for what in (MID_SERVER, *COMMON)),
+    *OF_STREAMING,
 ]
 
 
@@ -274,24 +277,26 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stream", action="store_true", help="kill runs with `rollout.stream`")
     parser.add_argument("--only", help="numbers, with commas between")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--keep", type=Path, help="folder for the runs; one that is removed unless said")
     arguments = parser.parse_args()
-    chosen = [int(number) for number in arguments.only.split(",")] if arguments.only else list(range(1, len(KILLS) + 1))
+    of_all = STREAMED if arguments.stream else KILLS
+    chosen = [int(number) for number in arguments.only.split(",")] if arguments.only else list(range(1, len(of_all) + 1))
     if arguments.list:
         for number in chosen:
-            print(f"{number:3}  {KILLS[number - 1].engine:10} {KILLS[number - 1].words:38} {KILLS[number - 1].instant}")
+            print(f"{number:3}  {of_all[number - 1].engine:13} {of_all[number - 1].words:38} {of_all[number - 1].instant}")
         return 0
     with tempfile.TemporaryDirectory(prefix="rlgen-kills-") as folder:
         kills = Kills(arguments.keep or Path(folder))
         equal = 0
         for number in chosen:
-            kill, start = KILLS[number - 1], time.monotonic()
+            kill, start = of_all[number - 1], time.monotonic()
             outcome = kills(kill, f"kill{number:02}")
             equal += outcome.problem is None
             said = outcome.problem or f"equal; {outcome.resumed}"
-            print(f"{number:3}  {kill.engine:10} {kill.words:38} {said}  ({time.monotonic() - start:.0f} s)", flush=True)
+            print(f"{number:3}  {kill.engine:13} {kill.words:38} {said}  ({time.monotonic() - start:.0f} s)", flush=True)
     print(f"{equal} of {len(chosen)} equal")
     return int(equal < len(chosen))
 
