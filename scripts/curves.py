@@ -5,15 +5,14 @@
 
 Each point is a run of its own, as `make bench` has them: GRPO with vLLM in its process, in float32, all completions of one
 length, micro-batches of 1,024 tokens. The points of an axis take steps in turns, as the sides of `make bench` do; the first ones
-do not count. The time is the median of a step. The memory is what the first update adds to what the process holds, at most:
-gradients, moments and activations. Later ones use it again.
+do not count. The time is the median of a step. The memory is the most that tensors made by the first update take at once, as
+torch's profiler counts them: gradients, moments and activations.
 
 Prints a table with R² of the straight line through each curve, and writes `curves.json` and `curves.png` to the folder `--out`.
 Nothing else may run on the machine meanwhile.
 """
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +32,7 @@ from bench_sides import Steps, Workload, build_model, run_rlgen
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
+from torch.profiler import ProfilerActivity, profile
 
 from rlgen.look.charts import Chart, Line
 from rlgen.look.png import write_png
@@ -89,19 +90,15 @@ class Measured(Steps):
         def call(*arguments: Any) -> Any:
             if self.added is not None:
                 return update(*arguments)
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, and not be seen
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-            before = held("VmRSS")
-            told = update(*arguments)
-            self.added = held("VmHWM") - before
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                told = update(*arguments)
+            assert seen.profiler is not None
+            found = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+            found.sort(key=lambda event: event.start_ns())
+            self.added = max(accumulate(event.nbytes() for event in found))
             return told
 
         return call
-
-
-def held(name: str) -> int:
-    """Returns a number of bytes of this process, such as VmHWM, its peak."""
-    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
 
 
 def run_point(axis: str, value: int, folder: Path) -> None:
