@@ -204,10 +204,12 @@ def learn(table: Table, groups: Sequence[Group], processes: Processes) -> None:
     nobody: Any = None  # the look compares numbers; neither a model nor an engine is asked while they agree
     watch = Watch(
         probe=Probe(
-            trainer=TrainerSide(policy=nobody, budget=0, processes=processes),
+            trainer=TrainerSide(policy=nobody, budget=0, processes=processes, engine_dtype=None, engine_holds=None),
             **dict.fromkeys(("engine", "engine_share", "expected", "tokenizer", "sampling"), nobody),
             prompts=(),
-            bounds=Bounds(1e-4, None),
+            given=Bounds(max_delta=1e-4),
+            most=nobody,
+            noise=None,
             seed=0,
             version=0,
         ),

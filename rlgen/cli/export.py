@@ -292,13 +292,11 @@ def compare_tensors(written: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def compare(what: str, expected: Any, found: Any) -> Any:
-    """Returns the gap between two tensors of log-probs. Raises CheckpointError if it exceeds the float32 bounds of engine and
-    trainer.
-    """
-    from rlgen.sentinel.bounds import BY_DTYPE
+    """Returns the gap between two tensors of log-probs. Raises CheckpointError if it is beyond rounding in float32."""
+    from rlgen.sentinel.bounds import Bounds
     from rlgen.sentinel.gap import Gap
 
-    gap, bounds = Gap.of(expected - found), BY_DTYPE["float32"]
+    gap, bounds = Gap.of(expected - found), Bounds(max_delta=1e-4)
     if not bounds.hold(gap):
         raise CheckpointError(f"{what} is not the policy that was trained: {bounds.words(gap)}")
     return gap

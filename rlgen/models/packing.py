@@ -5,25 +5,29 @@ predicts nothing. So each token is computed once. Only attention looks at others
 decoder is computed from one token alone, or the model is not packed.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import HALF
 from rlgen.models.memory import keeps_states
+from rlgen.models.other_dtype import WIDER, computed_in
 from rlgen.models.packed_attention import NAME, Rows
 from rlgen.out_of_memory import is_out_of_memory, one_line
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers, as configs name them, that this attention computes
 MOST_CHECKED = 8192  # tokens of the longest prompt that `pack` tries
-# Largest distance of hidden states, packed and by themselves, relative to their size: in float32, and in half precision, in which
-# two kernels round differently in every layer.
-BOUND, BOUND_HALF = 1e-4, 0.05
-# The same of rows of few tokens when the row before them is another one.
-SEEN, SEEN_HALF = 1e-5, 0.01
+PROMPT, COMPLETION = 64, 16  # tokens of a prompt that is tried, and most of what follows it
+# How much further packed hidden states may be from exact ones than those of the same rows by themselves; and how far at most,
+# relative to their size, however far these are.
+FACTOR, LEAST, MOST = 3.0, 1e-6, 0.2
+SEEN = 1e-5  # least change of a row, relative to its size, that shows that it sees the row before it
 
 
 def packed_states(decoder: nn.Module, padded: Tensor, rows: Rows) -> Tensor:
@@ -40,8 +44,14 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def pack(model: PreTrainedModel) -> str | None:
+def pack(model: PreTrainedModel, prompts: Sequence[NDArray[np.int32]], dtype: torch.dtype) -> str | None:
     """Makes `model` compute packed rows, after a comparison of three packed rows with the same rows by themselves.
+
+    Both are compared with the same rows in a wider dtype: packing may round otherwise, and not by more.
+
+    Args:
+        prompts: ids of texts of the run. On ids that no text has, half precision is far from exact in any way of computing.
+        dtype: in which the model computes.
 
     Returns:
         None; or why the model is not packed. It is then left as it was.
@@ -52,38 +62,67 @@ def pack(model: PreTrainedModel) -> str | None:
         return f"{name} has layers that carry what they have read from one row into the next one"
     if before != "sdpa":
         return f"{name} computes its attention by `{before}`, and rows are packed for `sdpa` alone"
-    decoder, device = decoder_of(model), model.device
-    window = getattr(config, "sliding_window", None) or 0
-    most = getattr(config, "max_position_embeddings", None) or MOST_CHECKED
-    prompt = min(max(window, 3) + 1, MOST_CHECKED, most - 4)  # longer than the window, so that the window shows
-    ids = [(torch.arange(length, device=device) * step) % 7 + 3 for length, step in ((prompt + 4, 1), (prompt + 3, 1), (7, 2))]
-    ids[1][prompt:] += 1  # the second row has the prompt of the first
-    rows = Rows.of([len(row) for row in ids], (prompt, prompt, 3), (0, 0, 2), device)
-    counts = [own + 1 for own in rows.own]
+    decoder = decoder_of(model)
+    ids, prompt_lengths = rows_of_text(prompts, config, model.device)
+    lengths = [len(row) for row in ids]
+    rows = Rows.of(lengths, prompt_lengths, (0, 0, 2), model.device)
+    counts = [length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]
     places = rows.places(
         rows.on_device([np.repeat(np.arange(3), counts)]), rows.on_device([np.arange(count) for count in counts])
     )
-    with one_sequence_a_row():
+
+    def by_themselves() -> Tensor:
         alone = [decoder(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in ids]
-        expected = torch.cat([states[-1 - count : -1] for states, count in zip(alone, counts, strict=True)]).float()
-        model.set_attn_implementation(NAME)
+        return torch.cat([states[-1 - count : -1] for states, count in zip(alone, counts, strict=True)]).double()
+
+    with one_sequence_a_row():
+        alone = by_themselves()
         reason = None
         try:
-            together = packed_states(decoder, pad_sequence(ids, batch_first=True), rows)[places].float()
-            ids[0][:prompt] += 1
-            beside_others = packed_states(decoder, pad_sequence(ids, batch_first=True), rows)[places].float()
+            with computed_in(model, dtype, WIDER[dtype]):
+                exact = by_themselves()
+            model.set_attn_implementation(NAME)
+            together = packed_states(decoder, pad_sequence(ids, batch_first=True), rows)[places].double()
+            ids[0][: prompt_lengths[0]] = ids[0][: prompt_lengths[0]].flip(0)
+            beside_others = packed_states(decoder, pad_sequence(ids, batch_first=True), rows)[places].double()
         except Exception as error:  # each architecture has code of its own, and may fail in any way
             if is_out_of_memory(error):
                 raise
             reason = f"{name} cannot compute packed rows ({one_line(error)})"
     if reason is None:
-        gap = ((together - expected).norm() / expected.norm()).item()
-        exact, others = alone[0].dtype == torch.float32, slice(-counts[2], None)
-        if not gap <= (BOUND if exact else BOUND_HALF):
-            reason = f"{name} computes other hidden states for packed rows: they differ by {gap:.2g} of their size"
+        noise, gap = apart(alone, exact), apart(together, exact)
+        bound = min(max(FACTOR * noise, LEAST), MOST)
+        others = slice(-counts[2], None)
+        if not gap <= bound:
+            reason = (
+                f"{name} computes other hidden states for packed rows: they are {gap:.2g} of their size from exact ones, the"
+                f" bound is {bound:.2g} (rows by themselves: {noise:.2g})"
+            )
         # Experts multiply the tokens of all rows together, in matrices of other sizes: the last bits may differ.
-        elif not (together[others] - beside_others[others]).norm() <= (SEEN if exact else SEEN_HALF) * expected[others].norm():
-            reason = f"{name} lets a packed row see the row before it"
+        elif not (seen := apart(beside_others[others], together[others])) <= max(noise, SEEN):
+            reason = f"{name} lets a packed row see the row before it (its hidden states change by {seen:.2g} of their size)"
     if reason is not None:
         model.set_attn_implementation(before)
     return reason
+
+
+def rows_of_text(
+    prompts: Sequence[NDArray[np.int32]], config: PreTrainedConfig, device: torch.device
+) -> tuple[list[Tensor], tuple[int, int, int]]:
+    """Returns three rows of natural ids, and how many of each are the prompt: the first two rows have the same one.
+
+    A prompt is longer than the window of the model's attention, so that the window shows.
+    """
+    text = np.concatenate(list(prompts)).astype(np.int64)
+    window = getattr(config, "sliding_window", None) or 0
+    most = min(getattr(config, "max_position_embeddings", None) or MOST_CHECKED, MOST_CHECKED)
+    first = min(max(window + 1, min(PROMPT, len(text))), most - COMPLETION)
+    second, after = max(min(first // 2, PROMPT), 1), text[len(text) // 2 :]
+    parts = ((first, COMPLETION, 0), (first, COMPLETION - 1, 1), (second, COMPLETION - 3, 2))
+    ids = [np.concatenate((np.resize(text, prompt), np.resize(np.roll(after, -turn), own))) for prompt, own, turn in parts]
+    return [torch.from_numpy(row).to(device) for row in ids], (first, first, second)
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Returns the distance of two tensors, relative to the size of the second one."""
+    return ((one - other).norm() / other.norm()).item()

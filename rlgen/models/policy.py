@@ -1,19 +1,24 @@
 """Computes log-probs and entropies of a completion's tokens with a causal language model."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
 from rlgen.losses.inputs import onto
-from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores
+from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores, softmax_errors
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.lora import without_adapter
+from rlgen.models.other_dtype import FP8, computed_in, round_to
 from rlgen.models.packed_attention import Rows
 from rlgen.models.packing import pack, packed_states
 from rlgen.models.vision import Vision, round_pixels
@@ -151,9 +156,13 @@ class Policy(nn.Module):
         """Raises SetupError if the model computes its logits in a way that rlgen does not know."""
         check_head(self.model, self.head)
 
-    def pack(self) -> str | None:
-        """Makes the policy compute the rows of a batch without padding. Returns None, or why its model cannot do that."""
-        self.unpacked = pack(self.model)
+    def pack(self, prompts: Sequence[NDArray[np.int32]]) -> str | None:
+        """Makes the policy compute the rows of a batch without padding. Returns None, or why its model cannot do that.
+
+        Args:
+            prompts: ids of texts of the run, on which the model is tried.
+        """
+        self.unpacked = pack(self.model, prompts, self.dtype)
         self.packed = self.unpacked is None
         return self.unpacked
 
@@ -176,6 +185,43 @@ class Policy(nn.Module):
         empty = torch.zeros(len(temperatures), *batch.mask.shape, device=device)
         logp = empty.index_put((torch.arange(len(temperatures), device=device)[:, None], rows, columns), scores.logp)
         return PolicyScores(logp, empty[0] if scores.entropy is None else empty[0].index_put((rows, columns), scores.entropy))
+
+    def scores_in(self, batch: Batch, temperatures: tuple[float, ...], held: torch.dtype, dtype: torch.dtype) -> Tensor:
+        """Computes log-probs in `dtype` instead of the policy's own dtype, with padding, from weights rounded to `held`.
+
+        Returns:
+            [2, K, B, T] float64: the log-probs; and the errors of `softmax_errors`. Both are 0 where the batch's mask is false.
+        """
+        with self.computing_in(held, dtype):
+            hidden_NH, rows, columns = self.hidden(batch)
+            weight = round_to(self.head.weight, HALF if held == FP8 else held).to(dtype)
+            found = softmax_errors(
+                hidden_NH,
+                weight,
+                batch.completion_ids[rows, columns],
+                temperatures,
+                bias=self.head.bias,
+                softcap=self.head.softcap,
+                scale=self.head.scale,
+            )
+        scores = found.new_zeros(2, len(temperatures), *batch.mask.shape)
+        scores[:, :, rows, columns] = found
+        return scores
+
+    @contextmanager
+    def computing_in(self, held: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
+        """Makes the decoder compute in `dtype` inside the block, with padding and without gradient; see `computed_in`."""
+        own, packed, attention = self.dtype, self.packed, self.model.config._attn_implementation
+        self.dtype, self.packed = dtype, False
+        if packed:
+            self.model.set_attn_implementation("sdpa")
+        try:
+            with computed_in(self.model, held, dtype):
+                yield
+        finally:
+            self.dtype, self.packed = own, packed
+            if packed:
+                self.model.set_attn_implementation(attention)
 
     def logits(self, batch: Batch) -> Tensor:
         """Computes the logits [N, V] float32 of the N sampled tokens, before any temperature. Only for few rows."""

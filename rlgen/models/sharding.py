@@ -40,7 +40,7 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
     """Shards the policy in place: each layer, an embedding that is not tied, then the rest (last norm and head).
 
     A tied head shares its embedding's parameter. A layer's tensors are gathered only while it computes: every process must run
-    the same number of forward passes. Outside of `forward`, `logits` and `check` all parameters are DTensors. A forward pass in
+    the same number of forward passes. All parameters are DTensors outside of the policy's methods that compute. A forward pass in
     bfloat16 gathers them in bfloat16. Gradients are sums over the processes, in float32.
     """
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -59,6 +59,7 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(policy, "logits")
     register_fsdp_forward_method(policy, "check")
+    register_fsdp_forward_method(policy, "scores_in")
 
 
 def send_gradients(policy: Policy, now: bool, defer: bool) -> None:

@@ -1,9 +1,12 @@
 """Opens trainer and engine with the same weights. A run trains with this pair, and `rlgen doctor` compares its two sides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.base import Engine
@@ -22,6 +25,9 @@ STARTS = {
     "colocated": "loading vLLM, and starting it in this process",
     "server": "connecting to vLLM's server, or starting it",
 }
+
+
+TRIED = 8  # prompts on which packed rows are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +77,10 @@ def open_pair(
     engine_share = engine_share_of(recipe, processes)
     algorithm = build_algorithm(recipe.trainer)
     say(f"model: loading {recipe.model.path} …")
-    policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with, say)
+    prompts = [prompt.prompt_ids for prompt in data.prompts.take(0, TRIED)]
+    policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with, prompts, say)
     if policies.policy.unpacked:
-        say(f"optim.packing: not here, rows are padded: {policies.policy.unpacked}")
+        say(f"optim.packing: off, {cost_of_padding(recipe, prompts)}: {policies.policy.unpacked}")
     say(f"engine: {STARTS[recipe.engine.kind]} …")
     engine = build_engine(recipe, data.location, processes, logs, say)
     with ExitStack() as undo:
@@ -92,6 +99,12 @@ def open_pair(
         engine_share=engine_share,
         position=position,
     )
+
+
+def cost_of_padding(recipe: Recipe, prompts: Sequence[NDArray[np.int32]]) -> str:
+    """Returns `an update computes up to 2.4 times the tokens`: with padding every row of a group has a prompt of its own."""
+    prompt, rows, longest = max(map(len, prompts)), recipe.rollout.group_size, recipe.rollout.max_completion_tokens
+    return f"an update computes up to {rows * (prompt + longest) / (prompt + rows * longest):.1f} times the tokens"
 
 
 def sampling_of(recipe: Recipe, data: Data) -> Sampling:

@@ -1,11 +1,13 @@
 """Loads the model that is trained, and the frozen reference that it is compared with."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -45,6 +47,7 @@ def open_policies(
     checkpoint: Path | None,
     processes: Processes,
     began_with: str | None,
+    prompts: Sequence[NDArray[np.int32]],
     say: Callable[[str], None],
 ) -> Policies:
     """Loads the policy from model.path. If it is sharded, its reference is loaded too, since a sharded policy cannot be copied.
@@ -53,6 +56,7 @@ def open_policies(
         location: of the model: folder or hub id.
         checkpoint: the one to resume from; checked here so that one of another model is refused early.
         began_with: digest of the weights that were in model.path when the run began; None: not known.
+        prompts: ids of some prompts of the run, on which packed rows are tried.
         say: receives a message where the model cannot be read by shards.
 
     Raises:
@@ -64,9 +68,9 @@ def open_policies(
     sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
     mesh = mesh_of(processes, recipe.processes.shard) if sharded else None
     policy = (
-        processes.agreed(lambda: build_policy(recipe, location, processes.device))
+        processes.agreed(lambda: build_policy(recipe, location, prompts, processes.device))
         if mesh is None
-        else open_shards(recipe, location, mesh, processes, True, say)
+        else open_shards(recipe, location, mesh, processes, prompts, True, say)
     )
     if checkpoint:
         processes.agreed(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
@@ -76,13 +80,19 @@ def open_policies(
     if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
         processes.agreed(lambda: same_reference(location, weights, began_with))
     if mesh is not None and needs_reference and base is None:
-        reference = open_shards(recipe, location, mesh, processes, False, say)
+        reference = open_shards(recipe, location, mesh, processes, prompts, False, say)
     held = None if base is None or not sharded else base_digest(policy.model, gather=False)
     return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
 
 
 def open_shards(
-    recipe: Recipe, location: str, mesh: DeviceMesh, processes: Processes, trained: bool, say: Callable[[str], None]
+    recipe: Recipe,
+    location: str,
+    mesh: DeviceMesh,
+    processes: Processes,
+    prompts: Sequence[NDArray[np.int32]],
+    trained: bool,
+    say: Callable[[str], None],
 ) -> Policy:
     """Loads this process's shards of the model, and checks that rlgen knows how it computes logits.
 
@@ -92,11 +102,11 @@ def open_shards(
     policy = processes.agreed(lambda: build_shards(recipe, location, mesh, trained, say))
     with memory_for("a forward pass of eight tokens", what_helps(recipe, "load"), SetupError):
         processes.agreed(policy.check, waits_for_others=True)
-    processes.agreed(lambda: compile_and_pack(recipe, policy), waits_for_others=True)
+    processes.agreed(lambda: compile_and_pack(recipe, policy, prompts), waits_for_others=True)
     return policy
 
 
-def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
+def build_policy(recipe: Recipe, location: str, prompts: Sequence[NDArray[np.int32]], device: torch.device) -> Policy:
     """Loads the model that is trained, with float32 weights whatever the forward computes in: bfloat16 loses updates of 1e-6.
 
     Under an adapter the model's own weights are frozen, and held in the dtype of the forward.
@@ -115,11 +125,11 @@ def build_policy(recipe: Recipe, location: str, device: torch.device) -> Policy:
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
     policy = Policy(model, dtype, settings.fp32_head, vision)
-    compile_and_pack(recipe, policy)
+    compile_and_pack(recipe, policy, prompts)
     return policy
 
 
-def compile_and_pack(recipe: Recipe, policy: Policy) -> None:
+def compile_and_pack(recipe: Recipe, policy: Policy, prompts: Sequence[NDArray[np.int32]]) -> None:
     """Compiles the layers, and packs rows, as far as the recipe says and the device can. Raises SetupError."""
     wanted, compiled = recipe.optim.packing, recipe.model.compile
     possible = can_pack(policy.model.device, policy.dtype)
@@ -129,7 +139,7 @@ def compile_and_pack(recipe: Recipe, policy: Policy) -> None:
     if wanted or (wanted is None and not compiled and policy.vision is None and possible):
         if not possible:
             raise SetupError("optim.packing: torch packs bfloat16 on this GPU only, or nothing: remove it, or set model.dtype")
-        reason = policy.pack()
+        reason = policy.pack(prompts)
         if reason and wanted:
             raise SetupError(f"optim.packing: {reason}; remove it: the result is the same, with padding")
 

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from rlgen.engines.base import Settings
+from rlgen.models.other_dtype import FP8
 from rlgen.opening.learner import build_updater
 from rlgen.opening.pair import Pair
 from rlgen.recipe import Recipe
 from rlgen.rollout.table import RowTable
-from rlgen.sentinel.bounds import bounds_for
+from rlgen.sentinel.bounds import Bounds, most_for
 from rlgen.sentinel.probe import PROMPTS, TOKENS, Probe, TrainerSide
 from rlgen.trainers.window import Window
 from rlgen.types import Sample, Samples, one_span
@@ -22,9 +23,16 @@ TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the window of `toy_gradient`; tokens of i
 def probe_of(recipe: Recipe, pair: Pair) -> Probe:
     """Returns the probe that compares both sides of `pair` at their present weights."""
     policy, dtypes = pair.learner.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
-    quantized = pair.engine.facts().quantization is not None
+    quantization, own = pair.engine.facts().quantization, recipe.sentinel
+    held = {None: getattr(torch, dtypes[1]), "fp8": FP8}.get(quantization) if recipe.model.quantization is None else None
     return Probe(
-        trainer=TrainerSide(policy=policy, budget=recipe.optim.micro_batch_tokens, processes=pair.processes),
+        trainer=TrainerSide(
+            policy=policy,
+            budget=recipe.optim.micro_batch_tokens,
+            processes=pair.processes,
+            engine_dtype=None if held is None else getattr(torch, dtypes[1]),
+            engine_holds=held,
+        ),
         engine=pair.engine,
         engine_share=pair.engine_share,
         expected=Settings(
@@ -37,7 +45,9 @@ def probe_of(recipe: Recipe, pair: Pair) -> Probe:
         template=pair.data.tokenizer.chat_template if recipe.data.chat_template is not None else None,
         prompts=pair.data.prompts.take(0, PROMPTS),
         sampling=pair.sampling,
-        bounds=bounds_for(dtypes, quantized, recipe.sentinel.max_delta, recipe.sentinel.mean_delta),
+        given=Bounds(mean_delta=own.mean_delta, max_delta=own.max_delta) if own.mean_delta or own.max_delta else None,
+        most=most_for(dtypes, quantization is not None),
+        noise=None,
         seed=recipe.run.seed,
         version=pair.position.step,
     )

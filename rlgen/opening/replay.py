@@ -11,11 +11,13 @@ sums are in the same order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.errors import DamagedCheckpoint, UsageError
@@ -24,7 +26,7 @@ from rlgen.models.load import locate
 from rlgen.opening.change import Change, Side, changed_learner, compare, computed
 from rlgen.opening.data import Data, open_data
 from rlgen.opening.learner import Learner, open_learner, restore
-from rlgen.opening.pair import sampling_of
+from rlgen.opening.pair import TRIED, sampling_of
 from rlgen.opening.policy import open_policies
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
@@ -99,7 +101,9 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
         say(notice)
     torch.set_num_threads(past.attempt_of(step).get("threads", torch.get_num_threads()))
     recorder = Recorder(past=past, say=say)
-    learner, at = open_at(past, changed, start, processes, say)
+    samples = processes.agreed(lambda: recorder.samples(step, processes))
+    prompts = processes.gather(list(islice(samples.prompt_ids, TRIED)))
+    learner, at = open_at(past, changed, start, prompts, processes, say)
     own, first_off = Side.of(past.recipe, learner, processes), None
     if at.step + 1 < step:
         say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
@@ -164,7 +168,14 @@ def replayable(past: Past) -> list[int]:
     return found
 
 
-def open_at(past: Past, changed: Recipe | None, start: Choice, processes: Processes, say: Say) -> tuple[Learner, Position]:
+def open_at(
+    past: Past,
+    changed: Recipe | None,
+    start: Choice,
+    prompts: Sequence[NDArray[np.int32]],
+    processes: Processes,
+    say: Say,
+) -> tuple[Learner, Position]:
     """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of the recipes needs it.
 
     Raises:
@@ -174,7 +185,7 @@ def open_at(past: Past, changed: Recipe | None, start: Choice, processes: Proces
     algorithms = [build_algorithm(one.trainer) for one in (recipe, changed) if one is not None]
     needing = next((one for one in algorithms if one.reference != "none"), algorithms[0])
     location = locate(recipe.model.path)
-    policies = open_policies(recipe, location, needing, start.path, processes, None, say)
+    policies = open_policies(recipe, location, needing, start.path, processes, None, prompts, say)
     began_with = past.attempts[0].get("weights") if past.attempts else None
     if (start.path is None or needing.reference != "none") and began_with not in (None, policies.weights):
         needed = "the step is computed from them" if start.path is None else "they are the reference"

@@ -36,7 +36,7 @@ from rlgen.run.health import Health, rules_of
 from rlgen.run.manifest import check_model_files
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.sinks.open import Sinks, open_sinks
-from rlgen.sentinel.ladder import climb, summary
+from rlgen.sentinel.ladder import after_check_1, climb, summary
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, failed
@@ -103,6 +103,7 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
         console.say("sentinel: comparing engine and trainer …")
         probe = probe_of(recipe, pair)
         rungs = agree(probe, between)
+        probe = after_check_1(probe, next(rung for rung in rungs if rung.number == 1))
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(pair.learner.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")
@@ -204,7 +205,7 @@ def build_trainer(
         evaluate = build_evaluator(recipe, pair, pair.data.held_out, judge, watch, directory.evals, best, dialogue)
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(learner.policy.model, processes)
-    watch.means.extend(processes.agreed(lambda: journal.starts_from(done, weights, ())))
+    processes.agreed(lambda: journal.starts_from(done, weights))
     windows = build_windows(recipe, learner, pair.sampling, processes, scorer.weights)
     update = build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch)
     return Trainer(

@@ -2,7 +2,7 @@
 
     journal/step_000013.bin, step_000013.rank1.bin   answers as they finish, and rewards of groups; one file per process
     journal/step_000013.parquet                      the rollouts of a step that an earlier attempt had already trained
-    journal/start_000013.jsonl                       the weights that the step starts from, and the sentinel's gaps so far
+    journal/start_000013.jsonl                       the weights that the step starts from
 
 When `append` returns, the record has been written to the operating system but not flushed. A killed process loses no complete
 record; a record that was only partly written is ignored by the reader. After a power cut unflushed records may be missing, and
@@ -110,34 +110,29 @@ class Journal:
             versions=versions,
         )
 
-    def starts_from(self, version: int, weights: str, gaps: Sequence[float]) -> Sequence[float]:
+    def starts_from(self, version: int, weights: str) -> None:
         """Records the weights that step `version` + 1 starts from; only the main process writes the record.
 
         Args:
             weights: digest of the weights, see `models.weights.bits`.
-            gaps: the sentinel's measurements of earlier batches.
-
-        Returns:
-            The gaps that an earlier attempt recorded with the same weights and version, else `gaps`.
         """
         if version - 1 not in self.weights:  # the first start of this attempt
             for line in self.starts:
                 if (line["version"], line["weights"]) == (version, weights):
-                    gaps, before = line["gaps"], line["before"]
+                    before = line["before"]
                     before = before if isinstance(before, list) else [before]  # one version, in runs that could not have more
                     self.weights |= {version - age: of for age, of in enumerate(before, 1) if of is not None}
         self.weights[version] = weights
         self.started = version + 1
         if self.rank == 0:
             before = [self.weights.get(version - age) for age in range(1, self.versions + 1)]  # the newest first
-            start = {"version": version, "weights": weights, "before": before, "gaps": list(gaps)}
+            start = {"version": version, "weights": weights, "before": before}
             with self.lock:
                 if not self.closed:
                     path = self.start_path(version + 1)
                     if path.exists():
                         mend(path)
                     append_text(path, sealed(start), False)
-        return gaps
 
     def answered(self, step: int, group_id: int, sample_index: int, request: Request, sampling: Sampling, c: Completion) -> None:
         """Writes one answer of the engine to the journal of `step`."""
@@ -339,8 +334,8 @@ class Journal:
     def distrust(self, step: int) -> None:
         """Removes the records of all processes from `step` on, because the sentinel found a fault in the engine that made them.
 
-        Call it in the main process after all processes have closed their journals. The last start record, with the sentinel's
-        gaps, is kept. Raises CheckpointError.
+        Call it in the main process after all processes have closed their journals. The last start record is
+        kept. Raises CheckpointError.
         """
         self.drop(step, sys.maxsize, kept=self.start_path(self.started))
 

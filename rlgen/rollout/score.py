@@ -1,6 +1,6 @@
 """Log-probs of samples without gradient: those of the reference, and those of the policy for the sentinel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, collate, deal, plan, unpad
-from rlgen.types import Sample, Samples
+from rlgen.types import Batch, Sample, Samples
 
 Scored: TypeAlias = Policy | BasePolicy
 
@@ -32,10 +32,36 @@ def score_at(
     Raises:
         SetupError: not enough memory.
     """
+    return shared_out(samples, budget, processes, lambda batch: policy(batch, temperatures).logp)
+
+
+def score_in(
+    policy: Policy,
+    samples: Sequence[Sample],
+    temperatures: tuple[float, ...],
+    budget: int,
+    processes: Processes,
+    held: torch.dtype,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Returns what `Policy.scores_in` computes: one [2, K, L] tensor per sample, otherwise as `score_at`."""
+    found = shared_out(samples, budget, processes, lambda batch: policy.scores_in(batch, temperatures, held, dtype).flatten(0, 1))
+    return [scores.unflatten(0, (2, len(temperatures))) for scores in found]
+
+
+def shared_out(samples: Sequence[Sample], budget: int, processes: Processes, compute: Callable[[Batch], Tensor]) -> list[Tensor]:
+    """Has each process compute a share of the samples. Returns one [K, L] tensor per sample, the same in all processes.
+
+    Args:
+        compute: [K, B, T] of a micro-batch.
+
+    Raises:
+        SetupError: not enough memory.
+    """
     columns = Samples.of(samples, ())
     scored: list[tuple[int, Tensor]] = []
     for rows in deal([(row,) for row in range(len(samples))], columns.lengths.tolist(), budget, processes.world)[processes.rank]:
-        values = forward(policy, columns, rows, temperatures, budget, processes).cpu().transpose(0, 1)
+        values = forward(compute, columns, rows, budget, processes).cpu().transpose(0, 1)
         # A copy, because sending a view would send the whole padded tensor.
         scored += [(row, values[place][:, : len(samples[row].completion_ids)].clone()) for place, row in enumerate(rows)]
     return [logp for _, logp in sorted(processes.gather(scored), key=lambda item: item[0])]
@@ -65,21 +91,20 @@ def score_own(
         # With sharded weights every forward pass is a collective, so all ranks need the same number of them.
         most = int(processes.total(torch.tensor(len(planned)), "max"))
         micro_batches = [*planned, *([] for _ in range(most - len(planned)))]
-    scored = [(rows, forward(policy, samples, rows, (temperature,), budget, processes)[0]) for rows in micro_batches]
+
+    def compute(batch: Batch) -> Tensor:
+        return policy(batch, (temperature,)).logp
+
+    scored = [(rows, forward(compute, samples, rows, budget, processes)[0]) for rows in micro_batches]
     return unpad([(rows, values) for rows, values in scored if rows], samples.completion_ids.offsets)
 
 
 @torch.no_grad()
 def forward(
-    policy: Scored,
-    samples: Samples,
-    rows: Sequence[int],
-    temperatures: tuple[float, ...],
-    budget: int,
-    processes: Processes,
+    compute: Callable[[Batch], Tensor], samples: Samples, rows: Sequence[int], budget: int, processes: Processes
 ) -> Tensor:
-    """Returns [K, B, T] log-probs of one micro-batch, on its device. Raises SetupError if the memory does not suffice."""
+    """Returns what `compute` makes of one micro-batch, on its device. Raises SetupError if the memory does not suffice."""
     less = [f"an optim.micro_batch_tokens below {budget} (the same result, more slowly)", "a lower rollout.max_completion_tokens"]
     batch = collate(samples, rows, processes.device)
     with memory_for(f"log-probs of {len(rows)} rows of {batch.input_ids.shape[1]} tokens", less, SetupError):
-        return policy(batch, temperatures).logp
+        return compute(batch)

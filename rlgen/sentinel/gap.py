@@ -34,11 +34,6 @@ class Gap:
         largest = total(size.max() if len(size) else torch.tensor(0.0, dtype=torch.float64), "max").item()
         return cls(largest, added / count, kth_smallest(size, [math.ceil(0.999 * count) - 1], total)[0])
 
-    def as_measured(self, by_max: bool) -> dict[str, float]:
-        """Returns the values by name, the one that is bounded first."""
-        largest = {"max_delta": self.max_delta, "p999_delta": self.p999_delta}
-        return {**largest, "mean_delta": self.mean_delta} if by_max else {"mean_delta": self.mean_delta, **largest}
-
 
 def sampler_logp(samples: Sequence[Sample]) -> list[Tensor]:
     """Returns the log-probs that the engine reported: one [L] float64 tensor per sample."""

@@ -4,12 +4,13 @@ The code and its messages call check N rung N.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from rlgen.models.lora import is_adapted
 from rlgen.sentinel import rungs
-from rlgen.sentinel.bounds import bounds_after
+from rlgen.sentinel.bounds import Noise
 from rlgen.sentinel.contract import contract
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.verdict import Rung, Verdict
@@ -31,8 +32,8 @@ def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Ru
         0, "contract", lambda: probe.processes.agreed(lambda: contract(probe), waits_for_others=probe.engine_share.shared)
     )
     first = rungs.caught(1, "same weights", lambda: rungs.numerics(probe))
-    yield first  # `climb` stops here if the check failed, so that `measured` is set below
-    above = probe.bounded(bounds_after(probe.bounds, first.measured["mean_delta"]))
+    yield first  # `climb` stops here if the check failed
+    above = after_check_1(probe, first)
     yield rungs.caught(2, "recipe's temperature", lambda: rungs.recipe_sampling(above))
     yield rungs.caught(3, "changed weights", lambda: rungs.changed_sync(above))
     if is_adapted(probe.policy.model):
@@ -41,6 +42,12 @@ def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Ru
     if gradient is not None:
         yield rungs.caught(5, "paths", lambda: rungs.paths(above))
         yield rungs.caught(6, "loss", lambda: rungs.loss_split(gradient, probe.policy.dtype))
+
+
+def after_check_1(probe: Probe, first: Rung) -> Probe:
+    """Returns the probe with the noise that check 1 has measured. Where it could measure none, its gap stands in for it."""
+    gap = first.measured
+    return replace(probe, noise=first.noise or Noise.least(gap["mean_delta"], gap["p999_delta"]))
 
 
 def summary(rungs: Sequence[Rung]) -> str:

@@ -8,12 +8,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine, Settings
+from rlgen.models.other_dtype import FP8, WIDER
 from rlgen.models.policy import Policy
+from rlgen.out_of_memory import is_out_of_memory
 from rlgen.processes import EngineShare, Processes
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
-from rlgen.rollout.score import score, score_at
-from rlgen.sentinel.bounds import Bounds
+from rlgen.rollout.score import score, score_at, score_in
+from rlgen.sentinel.bounds import Bounds, Noise
 from rlgen.sentinel.gap import Gap, compare
 from rlgen.types import Prompt, Sample, Samples, Sampling
 
@@ -32,6 +34,8 @@ class TrainerSide:
     policy: Policy
     budget: int  # tokens of a micro-batch
     processes: Processes
+    engine_dtype: torch.dtype | None  # in which the engine computes; None: quantised weights, whose rounding cannot be measured
+    engine_holds: torch.dtype | None  # in which the engine holds its weights
 
     def logp(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """Returns the log-probs of each sample, [L] float32."""
@@ -44,6 +48,30 @@ class TrainerSide:
     def gap(self, samples: Sequence[Sample], temperature: float) -> Gap:
         """Returns the gap between the trainer's log-probs of `samples` at `temperature` and those that the engine reported."""
         return compare(samples, self.logp(samples, temperature))
+
+    def noise(self, samples: Sequence[Sample], temperatures: tuple[float, ...]) -> Noise | None:
+        """Returns what rounding explains of a gap on these samples, the most over `temperatures`; None if it cannot be measured.
+
+        That is the case with quantised weights of unknown rounding, and for models whose code does not run in another dtype.
+        """
+        if self.engine_dtype is None or self.engine_holds is None:
+            return None
+        own, temperatures = self.policy.dtype, tuple(dict.fromkeys(temperatures))
+        computed = self.engine_dtype if self.engine_dtype != own or self.engine_holds == FP8 else WIDER[own]
+        try:
+            beside = score_in(
+                self.policy, samples, temperatures, self.budget, self.processes, held=self.engine_holds, dtype=computed
+            )
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # architectures have code of their own
+            if is_out_of_memory(error):
+                raise
+            return None
+        logp = self.logp_at(samples, temperatures)
+        noise: Noise | None = None
+        for k in range(len(temperatures)):
+            rounded = [(one[k].double() - other[0, k]).abs() + other[1, k] for one, other in zip(logp, beside, strict=True)]
+            noise = Noise.of(torch.cat(rounded)).or_more(noise)
+        return noise
 
     @torch.no_grad()
     def distributions(self, sample: Sample, temperature: float) -> Tensor:
@@ -64,9 +92,21 @@ class Probe:
     template: str | None = None  # chat template of the recipe, in place of the tokenizer's own; None: it says none
     prompts: Sequence[Prompt]  # `PROMPTS` prompts
     sampling: Sampling  # of the run
-    bounds: Bounds
+    given: Bounds | None  # bounds of the recipe, which replace measured ones
+    most: Bounds  # that hold whatever the noise
+    noise: Noise | None  # what rounding explains, on the tokens of check 1; None: not measured
     seed: int
     version: int  # version of the weights that engine and trainer hold
+
+    @property
+    def bounds(self) -> Bounds:
+        """Returns the bounds of the recipe, or else those that follow from the noise, or else the widest."""
+        return self.given or (self.most if self.noise is None else Bounds.by_noise(self.noise, self.most))
+
+    def measured(self, samples: Sequence[Sample], *temperatures: float) -> "Probe":
+        """Returns a copy whose noise is also that of `samples` under the current weights, if it was smaller before."""
+        found = None if self.given else self.trainer.noise(samples, temperatures)
+        return self if found is None else replace(self, noise=found.or_more(self.noise))
 
     @property
     def policy(self) -> Policy:
@@ -100,6 +140,3 @@ class Probe:
         """Splits what `sample` returned into one list for each engine."""
         each = len(samples) // self.engine_share.engines
         return [list(samples[each * engine : each * (engine + 1)]) for engine in range(self.engine_share.engines)]
-
-    def bounded(self, bounds: Bounds) -> "Probe":
-        return replace(self, bounds=bounds)

@@ -53,14 +53,17 @@ def judged(
         sentence = f"{why}. {bounds.words(gap)}."
     elif power is not None and not bounds.see(power):
         verdict = Verdict.NOT_MEASURABLE
-        sentence = f"The fault would move log-probs by {bounds.of(power):.2g} nats only: less than {POWER:.0f} bounds."
+        moved = f"the fault would move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds"
+        sentence = f"This check is blind: {moved}."
     return Rung(
         number=number,
         name=name,
         verdict=verdict,
         sentence=sentence,
-        measured=gap.as_measured(bounds.by_max),
+        measured=bounds.measured(gap),
         bound=bounds.bound,
+        bounds=bounds.as_json,
+        noise=probe.noise,
         power=None if power is None else bounds.of(power),
         fault=fault,
     )
@@ -81,8 +84,9 @@ def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
 
 
 def numerics(probe: Probe) -> Rung:
-    """Check 1: compares log-probs of the same ids under the same weights at temperature 1."""
+    """Check 1: compares log-probs of the same ids under the same weights at temperature 1, and measures the noise."""
     samples = probe.sample(1.0, TOKENS)
+    probe = probe.measured(samples, 1.0, probe.sampling.logp_temperature)
     return judged(
         1,
         "same weights",
@@ -123,24 +127,25 @@ def changed_sync(probe: Probe) -> Rung:
 
     The engine is left with the weights of the run.
     """
-    name, temperature, trainer, bounds = "changed weights", probe.sampling.logp_temperature, probe.trainer, probe.bounds
+    name, temperature, trainer = "changed weights", probe.sampling.logp_temperature, probe.trainer
     if packing(probe.policy.model):
         sentence = "Weights that are held in few bits cannot be changed a little; what the engine holds of them, rung 1 compared."
         return Rung(number=3, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
     before = probe.sample(temperature, FEWER_TOKENS)
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
-        power = enough(probe, change, before)
+        power, changed = enough(probe, change, before)
+        bounds = changed.bounds
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True, whole=True)
         samples = probe.sample(temperature, FEWER_TOKENS)
         gap = trainer.gap(samples, temperature)
         if not bounds.hold(gap):
-            before, samples = worst_engine(probe, before, samples)
+            before, samples = worst_engine(changed, before, samples)
             if same_answers(before, samples):
                 cause = Fault.STALE_WEIGHTS, "the engine answers to the last bit as before: the sync reached none of its weights"
             else:
-                cause = cached_only(probe, samples) or explain_sync(trainer, samples, temperature, bounds, change)
+                cause = cached_only(changed, samples) or explain_sync(trainer, samples, temperature, bounds, change)
     if bounds.hold(gap):
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
@@ -150,7 +155,7 @@ def changed_sync(probe: Probe) -> Rung:
     return judged(
         3,
         name,
-        probe,
+        changed,
         gap,
         "Changed weights arrive whole, and so do the old ones again.",
         lambda: cause,
@@ -167,25 +172,33 @@ def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tup
     return pairs[max(range(len(pairs)), key=lambda engine: (math.isnan(off[engine]), off[engine]))]
 
 
-def enough(probe: Probe, change: Change, before: list[Sample]) -> Gap:
-    """Changes the weights further until the bounds would detect the gap to the samples `before`, and returns that gap.
+def enough(probe: Probe, change: Change, before: list[Sample]) -> tuple[Gap, Probe]:
+    """Changes the weights further until the bounds would detect the gap to the samples `before`.
+
+    Returns:
+        That gap; and a probe with the noise of the changed weights.
 
     Raises:
         SentinelError: the gap is still too small after `ATTEMPTS` changes.
     """
-    temperature, bounds = probe.sampling.logp_temperature, probe.bounds
-    power = probe.trainer.gap(before, temperature)
-    for _ in range(ATTEMPTS):
-        if bounds.see(power):
-            return power
-        change()
+    temperature = probe.sampling.logp_temperature
+    for attempt in range(ATTEMPTS + 1):
+        if attempt:
+            change()
         power = probe.trainer.gap(before, temperature)
-    if bounds.see(power):
-        return power
+        # Noise is measured where it decides: it takes a forward pass in a wider dtype.
+        changed = probe.measured(before, temperature) if probe.bounds.see(power) else probe
+        if changed.bounds.see(power):
+            return power, changed
     raise SentinelError(
         Fault.BLIND_BOUNDS,
-        f"weights changed beyond use move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds:"
-        " lower sentinel.max_delta or sentinel.mean_delta, which hide every fault",
+        f"weights changed beyond use move log-probs by {changed.bounds.of(power):.2g} nats, less than {POWER:.0f} bounds of"
+        f" {changed.bounds.bound:.2g}: "
+        + (
+            "lower sentinel.max_delta or sentinel.mean_delta, which hide every fault"
+            if probe.given
+            else "rounding alone moves them nearly as much; use model.dtype float32, or set sentinel.mean_delta"
+        ),
     )
 
 
@@ -195,10 +208,11 @@ def changed_adapter_sync(probe: Probe) -> Rung:
     Measures the effect of the adapter in trainer and engine, too: the gap between log-probs of the sampled ids and those of the
     trainer's base model.
     """
-    temperature, trainer, bounds = probe.sampling.logp_temperature, probe.trainer, probe.bounds
+    temperature, trainer = probe.sampling.logp_temperature, probe.trainer
     cause: Cause | None = None
     with changed_adapter(probe.policy) as change:
-        enough(probe, change, probe.sample(temperature, FEWER_TOKENS))
+        _, changed = enough(probe, change, probe.sample(temperature, FEWER_TOKENS))
+        bounds = changed.bounds
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True)
         samples = probe.sample(temperature, FEWER_TOKENS)
@@ -207,7 +221,7 @@ def changed_adapter_sync(probe: Probe) -> Rung:
             base = trainer.logp(samples, temperature)
         gap, effect, in_engine = between(own, sampler_logp(samples)), between(own, base), between(sampler_logp(samples), base)
         if not bounds.hold(gap):
-            cause = cached_only(probe, samples) or explain_adapter(trainer, samples, temperature, bounds)
+            cause = cached_only(changed, samples) or explain_adapter(trainer, samples, temperature, bounds)
     probe.engine.sleep()
     send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
     if bounds.hold(gap):
@@ -215,7 +229,7 @@ def changed_adapter_sync(probe: Probe) -> Rung:
     rung = judged(
         3,
         "adapter",
-        probe,
+        changed,
         gap,
         "The adapter has the same effect on both sides.",
         lambda: cause,
@@ -266,7 +280,7 @@ def prefix_cache(probe: Probe) -> Rung:
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, whole=True)
         after = probe.sample(temperature, tokens, [prompt])
-        gap = probe.trainer.gap(after, temperature)
+        gap, probe = probe.trainer.gap(after, temperature), probe.measured(after, temperature)
     probe.engine.sleep()
     send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
     reused = max(sample.cached_tokens for sample in after)

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from rlgen.errors import Fault, SentinelError
+from rlgen.sentinel.bounds import Noise
 
 
 class Verdict(StrEnum):
@@ -19,7 +20,7 @@ class Verdict(StrEnum):
 class Rung:
     """The result of one check of engine and trainer.
 
-    Rung(number=3, name="changed sync", verdict=Verdict.OK, measured={"max_delta": 2e-6}, bound=1e-4, power=0.8, sentence="…")
+    Rung(number=3, name="changed sync", verdict=Verdict.OK, measured={"mean_delta": 5e-7}, bound=1.5e-6, power=0.8, sentence="…")
     """
 
     number: int
@@ -28,6 +29,8 @@ class Rung:
     sentence: str
     measured: Mapping[str, float] = field(default_factory=dict)
     bound: float | None = None  # bound of the first measured value
+    bounds: Mapping[str, float] = field(default_factory=dict)  # of all measured values that have one
+    noise: Noise | None = None  # what rounding explains; None: not measured
     power: float | None = None  # how far that value would move if the fault were there
     fault: Fault | None = None  # set if the check failed
 

@@ -1,9 +1,7 @@
 """Compares engine and trainer on every batch of a run, before its weights change (check 7)."""
 
-import statistics
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +11,6 @@ from torch import Tensor
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.metrics import Metric
 from rlgen.rollout.sample import turns_apart
-from rlgen.sentinel.bounds import FLOOR, Bounds
 from rlgen.sentinel.diagnose import Cause, explain
 from rlgen.sentinel.gap import Gap, compare
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
@@ -24,15 +21,16 @@ from rlgen.types import Sample, Samples, Sampling
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
 WORST = 32  # number of samples of a batch that are used to find a cause
-MEMORY, LEAST_MEMORY, RISE = 20, 5, 3.0  # batches in the median, batches it needs at least, multiple of it that is a drift
+MEASURED = 8  # of these, those whose noise is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """Compares the log-probs of each batch. What happens on a drift is set in the recipe.
 
-    In float32 any gap above the bound is a drift. In bfloat16 healthy gaps differ from model to model, so that a rise to `RISE`
-    times the median of this run's own gaps is a drift, too.
+    A gap is first held against the bounds of the probe, whose noise was measured when the run opened. Weights change, and so does
+    what rounding explains: a gap beyond these bounds is a drift only if it is also beyond those that follow from the noise of the
+    rows with the largest gaps, under the weights of now.
     """
 
     probe: Probe
@@ -41,7 +39,6 @@ class Watch:
     probe_every: int | None  # syncs between two comparisons of new completions; None: only batches are compared
     rest: Callable[[], None]  # waits until the engine has no work in the background
     say: Callable[[str], None]
-    means: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
     def __call__(self, samples: Samples, logp: Tensor, step: int) -> bool | None:
         """Returns whether engine and trainer differ on the tokens that version `step` - 1 sampled; None if there are none.
@@ -88,18 +85,13 @@ class Watch:
         probe, temperature = replace(self.probe, version=step), self.probe.sampling.logp_temperature
         samples = probe.sample(temperature, FEWER_TOKENS)
         logp = probe.trainer.logp(samples, temperature)
-        remembered = tuple(self.means)
         gap = compare(samples, logp)
         drifted = self.drifted(gap, lambda: worst(samples, logp), step + 1, f"weight sync of step {step}")
-        if due:
-            return {Metric.SENTINEL_PROBE_DELTA: gap.max_delta, Metric.SENTINEL_DRIFT: drifted}
-        self.means.clear()  # an uninterrupted run did not compare here
-        self.means.extend(remembered)
-        return {}
+        return {Metric.SENTINEL_PROBE_DELTA: gap.max_delta, Metric.SENTINEL_DRIFT: drifted} if due else {}
 
     def aside(self, sampling: Sampling) -> "Watch":
-        """Returns a copy for completions of other settings: it knows the gaps of this run, and adds none to them."""
-        return replace(self, probe=replace(self.probe, sampling=sampling), means=deque(self.means, maxlen=MEMORY))
+        """Returns a copy for completions of other settings."""
+        return replace(self, probe=replace(self.probe, sampling=sampling))
 
     def evaluated(self, samples: Sequence[Sample], step: int) -> dict[str, Any]:
         """Compares completions of an evaluation by the weights of `step`, and returns metrics.
@@ -133,34 +125,35 @@ class Watch:
         Raises:
             SentinelError: they differ, and the recipe does not say warn.
         """
-        probe = replace(self.probe, bounds=self.bounds(), version=step - 1)
-        self.means.append(gap.mean_delta)
-        if probe.bounds.hold(gap):
+        probe = replace(self.probe, version=step - 1)
+        if (probe.given or probe.noise) and probe.bounds.hold(gap):
             return False
+        samples, temperature = worst(), probe.sampling.logp_temperature
+        if not probe.given:
+            looked_at = samples[:MEASURED]
+            probe, gap = probe.measured(looked_at, temperature), probe.trainer.gap(looked_at, temperature)
+            if probe.bounds.hold(gap):
+                return False
         words = probe.bounds.words(gap)
-        cause = explain(probe.trainer, worst(), probe.sampling.logp_temperature, probe.bounds)
+        cause = explain(probe.trainer, samples, temperature, probe.bounds)
         if self.on_drift == "warn":
             fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run and see `rlgen doctor`")
             self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
             return True
-        fault, why = cause or self.look_again(probe)
+        fault, why = cause or self.look_again(probe, gap)
         raise SentinelError(fault, f"{why}. {words}. Nothing was trained on it.", where)
 
-    def bounds(self) -> Bounds:
-        """Returns the recipe's bounds; if only the mean is bounded, tightened by the median of this run's own gaps."""
-        bounds = self.probe.bounds
-        if bounds.by_max or bounds.mean_delta is None or len(self.means) < LEAST_MEMORY:
-            return bounds
-        return Bounds(None, min(bounds.mean_delta, max(RISE * statistics.median(self.means), FLOOR)))
-
-    def look_again(self, probe: Probe) -> Cause:
-        """Finds the cause of a drift with new samples.
+    def look_again(self, probe: Probe, gap: Gap) -> Cause:
+        """Finds the cause of a drift by `gap` with new samples.
 
         Checks whether the engine holds the current weights, and whether sending them again helps.
         """
         self.rest()
         temperature = probe.sampling.logp_temperature
         if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
+            if probe.bounds.mean_delta is not None and gap.mean_delta <= probe.bounds.mean_delta:
+                # Other weights would move most tokens.
+                return Fault.DRIFT, "the engine agrees on new samples, and here on most tokens, but not on a few"
             return (
                 Fault.STALE_ROLLOUTS,
                 f"the engine agrees on new samples of the present weights, so that this batch was sampled by other weights than"

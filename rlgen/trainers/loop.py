@@ -127,17 +127,13 @@ class Trainer:
         returned and not raised: the caller saves first.
         """
         probed: dict[str, Any] = {}
-        watch = self.update.watch
-        weights = bits(self.policy.model, self.processes)
-
-        def starts() -> None:
-            self.journal.starts_from(step, weights, watch.means if watch else ())
-
-        self.processes.agreed(starts)  # before the sync: the engine may sample with these weights as soon as it has them
+        watch, weights = self.update.watch, bits(self.policy.model, self.processes)
+        # Before the sync: the engine may sample with these weights as soon as it has them.
+        self.processes.agreed(lambda: self.journal.starts_from(step, weights))
         try:
             send_weights(self.engine, self.policy.model, step, self.processes)
-            if watch is not None and (probed := watch.after_sync(step)):
-                self.processes.agreed(starts)  # again, with what the sentinel has measured now
+            if watch is not None:
+                probed = watch.after_sync(step)
         except EngineError as error:
             if isinstance(error, SentinelError):
                 self.distrust(step + 1)

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,6 @@ from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.launch import ServerPlan
 from rlgen.engines.vllm_compat import arguments, exact_products, process_kept_as_is, runner_of
 from rlgen.errors import SetupError
-from rlgen.sentinel.bounds import Bounds, bounds_after, bounds_for
-from rlgen.sentinel.gap import Gap
 
 EXACT = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest"}
 
@@ -105,14 +102,3 @@ def test_a_quantised_engine_needs_a_gpu() -> None:
     on_gpu = arguments(plan_of("qwen3", quantization="fp8", dtype="bfloat16", on_gpu=True))
     assert on_gpu["quantization"] == "fp8" and on_gpu["dtype"] == "bfloat16"
     assert on_gpu["hf_overrides"] == {"head_dtype": "float32"}
-
-
-def test_bounds_of_a_quantised_engine_hold_its_gap_and_follow_what_it_shows() -> None:
-    """Means of 8-bit floats were simulated: 0.04 to 0.08 nats, ten times those of bfloat16."""
-    wide, half = bounds_for(("bfloat16", "bfloat16"), True), bounds_for(("bfloat16", "bfloat16"), False)
-    rounded = Gap(max_delta=0.25, mean_delta=0.08, p999_delta=0.2)
-    assert wide.hold(rounded) and not half.hold(rounded)
-    assert bounds_for(("float32", "float32"), True) == wide, "its weights decide, whatever it computes in"
-    later = bounds_after(wide, rounded.mean_delta)
-    assert later.mean_delta == pytest.approx(0.24) and not later.hold(replace(rounded, mean_delta=0.25))
-    assert bounds_for(("bfloat16", "bfloat16"), True, None, 0.1) == Bounds(None, 0.1)

@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from rlgen.types import Completion, FinishReason, Request, Sample, Span, ids_of, logp_of, one_span
+
+# Ids of three prompts, on which packed rows are tried.
+TEXTS = [np.array([5 + (7 * place + 11 * text) % 90 for place in range(40)], dtype=np.int32) for text in range(3)]
 
 
 def make_sample(**changes: Any) -> Sample:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.samples import TEXTS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -62,7 +63,7 @@ def measured(folder: str, strategy: str, beta: str, processes: Processes) -> dic
     words = [sys.executable, "-S", "-c", WATCH, str(os.getpid())]
     watch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert watch.stdout is not None and watch.stdout.readline() == "ready\n"
-    policies = open_policies(recipe, folder, algorithm, None, processes, None, print)
+    policies = open_policies(recipe, folder, algorithm, None, processes, None, TEXTS, print)
     most, _ = watch.communicate("")
     assert (policies.reference is not None) == (float(beta) > 0)
     return {"peak": (int(most) << 10) - before, "held": anonymous() - before}
@@ -72,7 +73,7 @@ def compared(folder: str, processes: Processes) -> dict[str, Any]:
     """What differs between a model opened by shards and one that `from_pretrained` has loaded; and what was said."""
     said: list[str] = []
     recipe = recipe_of(folder, "fsdp", "0.1")
-    policies = open_policies(recipe, folder, build_algorithm(recipe.trainer), None, processes, None, said.append)
+    policies = open_policies(recipe, folder, build_algorithm(recipe.trainer), None, processes, None, TEXTS, said.append)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert policies.reference is not None
     return {

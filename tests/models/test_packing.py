@@ -7,7 +7,7 @@ import pytest
 import sweep
 import torch
 from conftest import CPU, read_jsonl, tiny_model
-from helpers.samples import make_sample
+from helpers.samples import TEXTS, make_sample
 from torch import Tensor
 
 from rlgen.errors import SetupError
@@ -51,7 +51,7 @@ def batch_of(changed: int = -1) -> Batch:
 
 def packed_and_padded(name: str) -> tuple[Policy, Policy]:
     packed, padded = (Policy(tiny_model(name), torch.float32, True) for _ in range(2))
-    assert packed.pack() is None and packed.packed and not padded.packed
+    assert packed.pack(TEXTS) is None and packed.packed and not padded.packed
     return packed, padded
 
 
@@ -97,14 +97,14 @@ def test_activations_that_are_computed_again_are_those_of_packed_rows() -> None:
     model = tiny_model("mistral")
     checkpoint_activations(model)
     again = Policy(model, torch.float32, True)
-    assert again.pack() is None
+    assert again.pack(TEXTS) is None
     packed, _ = packed_and_padded("mistral")
     assert torch.equal(gradients(again, batch_of())[1], gradients(packed, batch_of())[1])
 
 
 def test_half_precision_stays_within_its_rounding() -> None:
     packed, padded = (Policy(tiny_model("qwen3"), torch.bfloat16, True) for _ in range(2))
-    assert packed.pack() is None
+    assert packed.pack(TEXTS) is None
     gap = gradients(packed, batch_of())[0] - gradients(padded, batch_of())[0]
     assert gap.abs().max() < 0.1
 
@@ -124,7 +124,7 @@ def test_models_that_cannot_be_packed_are_left_as_they_are(name: str, tmp_path: 
     sweep.build(name, tmp_path)
     policy = Policy(load_model(str(tmp_path), None, torch.float32, "sdpa", CPU), torch.float32, True)
     before = policy(batch_of(), (1.0,)).logp
-    reason = policy.pack()
+    reason = policy.pack(TEXTS)
     assert reason and REFUSED[name] in reason and not policy.packed
     assert torch.equal(policy(batch_of(), (1.0,)).logp, before)
 
@@ -136,7 +136,7 @@ def test_a_row_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         return together(*args, **{**kwargs, "packed_rows": None})
 
     monkeypatch.setitem(packed_attention.AttentionInterface._global_mapping, packed_attention.NAME, leaking)
-    reason = Policy(tiny_model("qwen3"), torch.float32, True).pack()
+    reason = Policy(tiny_model("qwen3"), torch.float32, True).pack(TEXTS)
     assert reason and "other hidden states" in reason
 
 
@@ -158,18 +158,18 @@ def with_compile(one: Recipe) -> Recipe:
 
 def test_a_recipe_packs_where_it_can_and_where_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
-    assert [build_policy(recipe(**one), folder, CPU).packed for one in said] == [True, False, True]
-    assert not build_policy(with_compile(recipe()), folder, CPU).packed
+    assert [build_policy(recipe(**one), folder, TEXTS, CPU).packed for one in said] == [True, False, True]
+    assert not build_policy(with_compile(recipe()), folder, TEXTS, CPU).packed
     monkeypatch.setattr("rlgen.opening.policy.can_pack", lambda device, dtype: False)
-    assert [build_policy(recipe(**one), folder, CPU).packed for one in said[:2]] == [False, False]
+    assert [build_policy(recipe(**one), folder, TEXTS, CPU).packed for one in said[:2]] == [False, False]
     with pytest.raises(SetupError, match=r"optim\.packing: torch packs bfloat16 on this GPU only, or nothing"):
-        build_policy(recipe(packing=True), folder, CPU)
+        build_policy(recipe(packing=True), folder, TEXTS, CPU)
     monkeypatch.undo()
     sweep.build("recurrent_gemma", tmp_path)
-    unpacked = build_policy(recipe(), str(tmp_path), CPU)
+    unpacked = build_policy(recipe(), str(tmp_path), TEXTS, CPU)
     assert not unpacked.packed and "other hidden states" in (unpacked.unpacked or "")
     with pytest.raises(SetupError, match=r"optim\.packing: RecurrentGemmaForCausalLM computes other hidden states"):
-        build_policy(recipe(packing=True), str(tmp_path), CPU)
+        build_policy(recipe(packing=True), str(tmp_path), TEXTS, CPU)
 
 
 def test_packed_micro_batches_are_filled() -> None:

@@ -11,6 +11,7 @@ import pytest
 import sharded_opening_worker
 import torch
 import torch.distributed as dist
+from helpers.samples import TEXTS
 from helpers.slow import slow_but
 from sharded_opening_worker import recipe_of
 from torch import Tensor
@@ -131,13 +132,13 @@ def test_an_adapter_is_whole_over_a_base_in_shards(as_last_of: Callable[[int], P
     folder = str(build_tiny("qwen3"))
     plain = recipe_of(folder, "fsdp", "0")
     recipe = plain.model_copy(update={"model": plain.model.model_copy(update={"lora": LoraRecipe(rank=4)})})
-    expected = adapter_tensors(build_policy(recipe, folder, torch.device("cpu")).model)
+    expected = adapter_tensors(build_policy(recipe, folder, TEXTS, torch.device("cpu")).model)
     model = build_shards(recipe, folder, mesh_of(as_last_of(2), None), True, print).model
     own = adapter_tensors(model)
     assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
     assert {name for name, one in model.named_parameters() if one.requires_grad} == set(own)
     assert all(isinstance(tensor, DTensor) for tensor in own_tensors(model).values())
-    assert base_digest(model, gather=False) != base_digest(build_policy(plain, folder, torch.device("cpu")).model)
+    assert base_digest(model, gather=False) != base_digest(build_policy(plain, folder, TEXTS, torch.device("cpu")).model)
 
 
 @pytest.mark.parametrize(("world", "count", "writes"), [(2, None, True), (4, 2, False)])

@@ -60,7 +60,7 @@ def opened(folder: Path, rank: int = 0, judge: str = "judge", done: int = 0, say
     """Of a run that begins."""
     journal = Journal.open(folder, done, Processes.alone(), FACTS, [judge], say)
     journal.rank = rank
-    journal.starts_from(0, "w0", ())
+    journal.starts_from(0, "w0")
     return journal
 
 
@@ -218,7 +218,7 @@ def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) ->
     journal = opened(tmp_path)
     for step in range(1, 8):
         journal.answered(step, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
-        journal.starts_from(step - 1, f"w{step - 1}", ())
+        journal.starts_from(step - 1, f"w{step - 1}")
     (tmp_path / "notes.txt").write_text("somebody's")
     (tmp_path / "step_000003.parquet").mkdir()
     (tmp_path / "step_000004.1.parquet").write_text("")
@@ -232,38 +232,40 @@ def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *left]
 
 
-def test_what_the_sentinel_remembers_outlives_what_it_has_caught(tmp_path: Path) -> None:
+def test_the_start_of_a_step_outlives_what_the_sentinel_has_caught_in_it(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.starts_from(1, "w1", [0.25])
-    journal.starts_from(2, "w2", [0.25])
-    journal.starts_from(2, "w2", [0.25, 0.5])  # it has looked at this sync
+    journal.starts_from(1, "w1")
+    journal.starts_from(2, "w2")
     journal.answered(3, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
     journal.distrust(3)
     resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
-    assert resumed.starts_from(2, "w2", ()) == [0.25, 0.5] and resumed.weights == {1: "w1", 2: "w2"}
+    resumed.starts_from(2, "w2")
+    assert resumed.weights == {1: "w1", 2: "w2"}
     assert not found(resumed, step=3)
 
 
 @pytest.mark.parametrize("before", ["w1", None])
 def test_a_start_that_names_one_version_before_is_read(tmp_path: Path, before: str | None) -> None:
     journal = opened(tmp_path)
-    journal.starts = [{"version": 2, "weights": "w2", "before": before, "gaps": [0.5]}]
-    assert journal.starts_from(2, "w2", ()) == [0.5]
+    journal.starts = [{"version": 2, "weights": "w2", "before": before, "gaps": [0.5]}]  # of a run that recorded gaps here
+    journal.starts_from(2, "w2")
     assert journal.weights == {0: "w0", 2: "w2", **({1: before} if before else {})}
 
 
 def test_a_torn_start_is_left_out_and_a_damaged_one_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     journal = opened(tmp_path)
-    journal.starts_from(1, "w1", [0.25])
+    journal.starts_from(1, "w1")  # and "w0" before it
     path = tmp_path / "start_000002.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     again = Journal.open(tmp_path, 1, Processes.alone(), FACTS, ["judge"], said.append)
-    assert again.starts_from(1, "w1", [9.0]) == [9.0] and said == []
-    path.write_bytes(whole.replace(b"0.25", b"0.75") + whole)
+    again.starts_from(1, "w1")
+    assert again.weights == {1: "w1"} and said == []
+    path.write_bytes(whole.replace(b"w0", b"w9") + whole)
     again = Journal.open(tmp_path, 1, Processes.alone(), FACTS, ["judge"], said.append)
-    assert again.starts_from(1, "w1", ()) == [0.25] and "1 lines of start_000002.jsonl are damaged" in said[0]
+    again.starts_from(1, "w1")
+    assert again.weights == {0: "w0", 1: "w1"} and "1 lines of start_000002.jsonl are damaged" in said[0]
 
 
 def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path: Path) -> None:
@@ -271,7 +273,7 @@ def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path:
     main, other = opened(tmp_path), opened(tmp_path)
     other.rank = 1
     for journal in (main, other):
-        journal.starts_from(2, "w2", [0.25, 0.5])
+        journal.starts_from(2, "w2")
         journal.answered(3, journal.rank, 0, REQUEST, SAMPLING, completion((-1.0,)))
 
     class Both:
@@ -289,16 +291,17 @@ def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path:
     for current in (main, other):
         Trainer.distrust(SimpleNamespace(processes=Both, journal=current, saved=lambda wait: None), 3)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.glob("*_000003*")] == ["start_000003.jsonl"]
-    assert Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print).starts_from(2, "w2", ()) == [0.25, 0.5]
+    assert [start["weights"] for start in Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print).starts] == ["w2"]
 
 
 def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.starts_from(1, "w1", [0.25])
-    journal.starts_from(2, "w2", [0.25, 0.5])
-    for weights, gaps, known in (("w2", [0.25, 0.5], {1: "w1", 2: "w2"}), ("other", (), {2: "other"})):
+    journal.starts_from(1, "w1")
+    journal.starts_from(2, "w2")
+    for weights, known in (("w2", {1: "w1", 2: "w2"}), ("other", {2: "other"})):
         resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
-        assert resumed.starts_from(2, weights, ()) == gaps and resumed.weights == known
+        resumed.starts_from(2, weights)
+        assert resumed.weights == known
 
 
 def group_of(*ids: int, answer: str = "7") -> Group:
@@ -509,7 +512,7 @@ def test_rollouts_that_are_no_answer_are_refused_in_the_same_words(tmp_path: Pat
     said: list[str] = []
     facts = replace(FACTS, engine=change.get("engine", "e 1"))
     again = Journal.open(tmp_path / "journal", 0, Processes.alone(), facts, ["judge"], said.append)
-    again.starts_from(0, change.get("weights", "w0"), ())
+    again.starts_from(0, change.get("weights", "w0"))
     asked = [replace(one, seed=change.get("seed", one.seed)) for one in requests()]
     sampling = replace(SAMPLING, temperature=change.get("temperature", 0.7))
     assert again.found(1, [(3, 0), (3, 1)], asked, sampling, oldest=0) == {}
@@ -590,7 +593,7 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
     pair = SimpleNamespace(learner=learner, engine=open_engine, position=Position())
     talk = None if tools is None else dialogue(digest=tools)
     journal = open_journal(attempt, pair, SimpleNamespace(rewards=[]), talk, None)  # type: ignore[arg-type]
-    journal.starts_from(0, "w0", ())
+    journal.starts_from(0, "w0")
     return journal
 
 

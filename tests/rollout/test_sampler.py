@@ -92,7 +92,7 @@ def journal(folder: Path, done: int = 0, weights: str = "w", dtype: str = "float
     """Of an attempt that begins after step `done` with the weights w0, w1 and so on; and what it says."""
     said: list[str] = []
     opened = Journal.open(folder, done, Processes.alone(), facts(dtype), ["judge"], said.append)
-    opened.starts_from(done, f"{weights}{done}", ())
+    opened.starts_from(done, f"{weights}{done}")
     return opened, said
 
 
@@ -132,7 +132,7 @@ def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
         assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
         found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
         taken.before_sync()
-        taken.journal.starts_from(step, f"w{step}", ())
+        taken.journal.starts_from(step, f"w{step}")
         engine.version = step
     return found
 
@@ -223,7 +223,7 @@ def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list
     for step in range(first, last + 1):
         found.append(taken.groups(step)[0])
         taken.before_sync()
-        taken.journal.starts_from(step, f"w{step}", ())
+        taken.journal.starts_from(step, f"w{step}")
         engine.version = step
     return found
 
@@ -276,7 +276,7 @@ def test_four_steps_ahead_the_queue_is_always_full() -> None:
         asked.append(len(engine.asked))
         found.append({step - 1 - sample.weight_version for group in groups for sample in group.samples})
         taken.before_sync()
-        taken.journal.starts_from(step, f"w{step}", ())
+        taken.journal.starts_from(step, f"w{step}")
         engine.version = step
     assert asked == [4, 5, 5, 5, 5], "three steps beyond the one that trains, as long as there are any"
     assert found == [{0}, {1}, {2}, {3}, {3}]
@@ -411,7 +411,7 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     taken.submit(1, engine.submit)
     engine.answer(0)
     taken.groups(1)  # asks for step 2
-    taken.journal.starts_from(1, "w1", ())
+    taken.journal.starts_from(1, "w1")
     engine.version = 1
     interrupted = Future[list[Completion]]()
     interrupted.set_exception(KeyboardInterrupt())  # a stop, while step 2 waits for its answers
@@ -512,7 +512,7 @@ def test_of_a_step_that_the_journal_has_nothing_is_told(tmp_path: Path) -> None:
     taken, told = groups_told(engine, ahead=0, of=journal(tmp_path)[0])
     taken.groups(1)
     assert told == []
-    taken.journal.starts_from(1, "w1", ())
+    taken.journal.starts_from(1, "w1")
     engine.version = 1
     taken.groups(2)
     assert [group.group_id for _, group, _ in told] == [4, 5]

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from helpers.samples import TEXTS
+
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
 from rlgen.opening import pair
@@ -39,7 +41,7 @@ class Kept:
             self.engine = build_engine(recipe, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = build_policy(recipe, location, processes.device)
+            policy = build_policy(recipe, location, TEXTS, processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 

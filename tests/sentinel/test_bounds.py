@@ -1,0 +1,147 @@
+"""Bounds follow from what rounding does to the log-probs that are compared, and rounding is measured right."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from helpers.samples import TEXTS, make_sample
+from torch import Tensor
+
+from rlgen.losses.logp import head_scores, softmax_errors
+from rlgen.models.half import HALF
+from rlgen.models.other_dtype import FP8, WIDER
+from rlgen.models.policy import Policy
+from rlgen.processes import Processes
+from rlgen.sentinel.bounds import FLOOR, MOST, MOST_QUANTIZED, POWER, Bounds, Noise, most_for
+from rlgen.sentinel.gap import Gap
+from rlgen.sentinel.probe import TrainerSide
+from rlgen.types import Sample
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def gap(mean: float, p999: float = 0.0, largest: float = 0.0) -> Gap:
+    return Gap(max_delta=largest, mean_delta=mean, p999_delta=p999)
+
+
+def test_the_tail_of_a_probe_is_that_of_many_tokens() -> None:
+    """Sizes that fall off exponentially with a mean of 0.01: one in a thousand is above 0.01 ln 1000 = 0.0691."""
+    many = -0.01 * torch.rand(400_000, generator=torch.Generator().manual_seed(0)).log()
+    found = [Noise.of(part) for part in many.view(-1, 400)]
+    tails = torch.tensor([one.tail for one in found])
+    assert tails.mean() == pytest.approx(0.0691, rel=0.06) and tails.min() > 0.05
+    assert Noise.of(many).mean == pytest.approx(0.01, rel=0.01)
+    # Ten of a hundred tokens are 1, the others 0: above 0 the mean excess is 1, and a tail of ln 100 follows.
+    heavy = Noise.of(torch.tensor([1.0] * 10 + [0.0] * 90))
+    assert heavy.mean == pytest.approx(0.1) and heavy.tail > heavy.mean * math.log(1000) - 1e-9
+
+
+def test_bounds_are_three_times_the_noise_between_a_floor_and_what_no_healthy_engine_shows() -> None:
+    most = MOST["bfloat16"]
+    bounds = Bounds.by_noise(Noise(0.02, 0.15), most)
+    assert bounds.as_json == pytest.approx({"mean_delta": 0.06, "p999_delta": 0.45})
+    assert Bounds.by_noise(Noise(0.5, 9.0), most) == most and most.mean_delta == 0.2
+    assert Bounds.by_noise(Noise(0.0, 0.0), most) == Bounds(mean_delta=FLOOR, p999_delta=FLOOR)
+    assert bounds.hold(gap(0.06, 0.45, 40.0)), "no bound of the maximum: it grows with the number of tokens"
+    assert not bounds.hold(gap(0.0601)) and not bounds.hold(gap(0.01, 0.46))
+    assert not bounds.hold(gap(math.nan)) and not bounds.see(gap(math.nan))
+    assert bounds.see(gap(POWER * 0.06 + 1e-6)) and not bounds.see(gap(POWER * 0.06 - 1e-6))
+    assert "mean |Δ log-prob| is 0.1 nats, the bound is 0.06" in bounds.words(gap(0.1, 0.46))
+    assert "99.9th percentile of |Δ log-prob| is 2 nats, the bound is 0.45" in bounds.words(gap(0.1, 2.0))
+
+
+def test_bounds_of_a_recipe_are_as_it_says() -> None:
+    own = Bounds(max_delta=1e-4)
+    assert own.hold(gap(0.5, 0.5, 1e-4)) and not own.hold(gap(0.0, 0.0, 1.1e-4)) and own.as_json == {"max_delta": 1e-4}
+    assert (
+        most_for(("float32", "bfloat16"), False) == MOST["bfloat16"] and most_for(("float32", "float32"), True) == MOST_QUANTIZED
+    )
+
+
+def side(name: str, dtype: torch.dtype, engine: torch.dtype | None = None, holds: torch.dtype | None = None) -> TrainerSide:
+    policy = Policy(tiny_model(name), dtype, True)
+    engine = engine or dtype
+    return TrainerSide(policy=policy, budget=512, processes=Processes.alone(), engine_dtype=engine, engine_holds=holds or engine)
+
+
+def rows() -> list[Sample]:
+    ids = [tuple(5 + (37 * place + 11 * row) % 240 for place in range(30)) for row in range(6)]
+    return [
+        make_sample(group_id=row, prompt_ids=one[:8], completion_ids=one[8:], sampler_logp=(-1.0,) * 22)
+        for row, one in enumerate(ids)
+    ]
+
+
+def directly(model: Any, samples: list[Sample]) -> Tensor:
+    """[2, N]: log-probs by the model's own forward pass, row by row; by a softmax in float64, and by one in float32."""
+    found = []
+    for sample in samples:
+        ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.completion_ids.tolist()])
+        logits = model(input_ids=ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
+        both = torch.stack((logits.double().log_softmax(-1), logits.float().log_softmax(-1).double()))
+        found.append(both[:, range(len(logits)), ids[len(sample.prompt_ids) :]])
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_noise_is_the_distance_from_the_same_model_in_a_wider_dtype(name: str, dtype: torch.dtype) -> None:
+    """The wider model is computed here by transformers alone, from weights rounded to the dtype."""
+    one, samples = side(name, dtype), rows()
+    before = torch.cat(one.logp(samples, 1.0))
+    noise = one.noise(samples, (1.0,))
+    assert noise is not None and torch.equal(torch.cat(one.logp(samples, 1.0)), before), "nothing is left changed"
+    model = tiny_model(name)
+    if name == "qwen3_moe" and dtype == torch.float32:
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        exact, by_torch = directly(model.to(dtype).to(WIDER[dtype]).eval(), samples)
+    expected = (before.double() - exact).abs() + (by_torch - exact).abs()
+    assert noise.mean == pytest.approx(expected.mean().item(), rel=0.05)
+    assert 1e-7 < noise.mean < 2e-6 if dtype == torch.float32 else 1e-3 < noise.mean < 0.03
+
+
+def test_packed_rows_have_the_noise_of_padded_ones() -> None:
+    one, samples = side("qwen3", torch.float32), rows()
+    padded = one.noise(samples, (1.0,))
+    assert one.policy.pack(TEXTS) is None
+    packed = one.noise(samples, (1.0,))
+    assert one.policy.packed and padded and packed and packed.mean == pytest.approx(padded.mean, rel=0.5)
+
+
+def test_noise_grows_as_the_temperature_falls_and_the_largest_counts() -> None:
+    one, samples = side("qwen3", HALF), rows()
+    at = {temperature: one.noise(samples, (temperature,)) for temperature in (0.5, 1.0)}
+    assert at[0.5] is not None and at[1.0] is not None
+    assert at[0.5].mean == pytest.approx(2 * at[1.0].mean, rel=0.25)
+    assert one.noise(samples, (1.0, 0.5)) == at[0.5]
+
+
+def test_an_engine_in_another_dtype_is_what_the_trainer_is_compared_with() -> None:
+    samples = rows()
+    half, fine = side("qwen3", torch.float32, HALF).noise(samples, (1.0,)), side("qwen3", torch.float32).noise(samples, (1.0,))
+    eight = side("qwen3", HALF, HALF, FP8).noise(samples, (1.0,))
+    own = side("qwen3", HALF).noise(samples, (1.0,))
+    assert half and fine and eight and own
+    assert half.mean > 1000 * fine.mean and 2 * own.mean < eight.mean < 0.1, "8-bit weights round more than bfloat16"
+    unknown = replace(side("qwen3", HALF), engine_dtype=None)
+    assert unknown.noise(samples, (1.0,)) is None
+
+
+def test_softmax_errors_are_those_of_torch_in_float32() -> None:
+    """On a peaked distribution over many ids torch's own float32 softmax is off by more than the whole head of the trainer."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(40, 16, generator=generator), 0.7 * torch.randn(60_000, 16, generator=generator)
+    ids = torch.randint(60_000, (40,), generator=generator)
+    found = softmax_errors(hidden.double(), weight.double(), ids, (1.0, 0.5))
+    logits = hidden.double() @ weight.double().T
+    for k, temperature in enumerate((1.0, 0.5)):
+        exact = (logits / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        assert torch.allclose(found[0, k], exact, atol=1e-12)
+        torch_s = (logits / temperature).float().log_softmax(-1).gather(1, ids[:, None])[:, 0].double()
+        assert torch.equal(found[1, k], (torch_s - exact).abs())
+    ours = head_scores(hidden, weight, ids, (1.0,)).logp[0].double()
+    assert (ours - found[0, 0]).abs().mean() < 5e-6
