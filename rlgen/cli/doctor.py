@@ -5,17 +5,19 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlgen.cli.output import echo
-from rlgen.errors import ProcessError
+from rlgen.opening.attempt import meet
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.run.console import Terminal
 from rlgen.run.launch import Launch
 from rlgen.run.logs import log_to
 
 if TYPE_CHECKING:
+    from rlgen.processes import Processes
     from rlgen.sentinel.verdict import Rung
 
 Say = Callable[[str], None]
@@ -23,44 +25,56 @@ WIDTH = 20  # characters of the column of names
 
 
 def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool) -> None:
-    """Prints a verdict for each check as it is done.
+    """Prints a verdict for each check as it is done. Each process that a launcher started calls it.
 
     Raises:
         SentinelError: a check failed.
-        ProcessError: a launcher started several processes.
         RlgenError: the parts cannot be opened.
     """
-    recipe = load_recipe(path, overrides).recipe
-    if (world := Launch.of(os.environ).world) > 1:
-        raise ProcessError(f"{world} processes run; `rlgen doctor` looks at one: start it alone")
-    say = Terminal(quiet=as_json).say
+    launch, load = Launch.of(os.environ), partial(load_recipe, path, overrides)
+    if launch.world == 1:
+        recipe = load().recipe  # mistakes in it are said before torch is imported
+        from rlgen.processes import Processes
+
+        processes, heading = Processes.alone(), None
+        if recipe.processes.strategy == "fsdp":
+            heading = "one process holds all weights: `torchrun --nproc-per-node 2 -m rlgen doctor …` checks sharded ones (fsdp)"
+    else:
+        processes, loaded = meet(load)
+        recipe, heading = loaded.recipe, f"{launch.world} processes, {loaded.recipe.processes.strategy}"
     from rlgen.models.tiny import cache_dir
 
-    logs = cache_dir() / "doctor"  # kept after the command: error messages name a server's log
-    logs.mkdir(parents=True, exist_ok=True)
-    log_to(logs / "rlgen.log")  # keeps the libraries' log output out of the terminal
-    examine(recipe, logs, say, as_json, store)
+    say = Terminal(quiet=as_json or launch.rank > 0).say
+    with processes.reporting_once():
+        logs = cache_dir() / "doctor"  # kept after the command: error messages name a server's log
+        logs.mkdir(parents=True, exist_ok=True)
+        # Keeps the libraries' log output out of the terminal.
+        log_to(logs / (f"rlgen.rank{launch.rank}.log" if launch.rank else "rlgen.log"))
+        if heading is not None:
+            say(heading)
+        examine(recipe, logs, say, as_json, store, processes)
+    processes.close()
 
 
-def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool) -> None:
+def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, processes: "Processes") -> None:
     """Runs the checks, compares them with the stored baseline, and prints both. Raises as `doctor_command` does."""
     from rlgen.models.tiny import cache_dir
     from rlgen.run.baseline import Baselines
     from rlgen.sentinel.verdict import failed
 
     began = time.perf_counter()
-    versions, rungs = climbed(recipe, logs, say)
+    versions, rungs = climbed(recipe, logs, say, processes)
     wrong = failed(rungs)
     model = {"path": recipe.model.path, "revision": recipe.model.revision, "dtype": recipe.model.dtype}
     baselines = Baselines(cache_dir() / "baselines", {**model, "engine": recipe.engine.kind})
     compared = baselines.compare(versions, rungs)
     if compared:
         say(f"baseline: {compared}")
-    if store and wrong is None:
+    if store and wrong is None and processes.is_main:
         baselines.store(versions, rungs)
         say(f"baseline stored in {baselines.path}")
     seconds = time.perf_counter() - began
-    if as_json:
+    if as_json and processes.is_main:
         report = {"healthy": wrong is None, "versions": versions, "rungs": [rung.as_json() for rung in rungs]}
         echo(json.dumps({**report, "baseline": compared, "seconds": round(seconds, 1)}, indent=2))
     if wrong is not None:
@@ -68,21 +82,20 @@ def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool) ->
     say(f"healthy: what would be trained on is what the model sampled ({seconds:.0f} s)")
 
 
-def climbed(recipe: Recipe, logs: Path, say: Say) -> "tuple[Mapping[str, str], list[Rung]]":
+def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tuple[Mapping[str, str], list[Rung]]":
     """Opens trainer and engine as a run does, runs the checks, and prints each result. Returns the versions and the results."""
     from rlgen.opening.data import open_data
     from rlgen.opening.pair import open_pair
     from rlgen.opening.probe import probe_of, toy_gradient
-    from rlgen.processes import Processes
     from rlgen.run.manifest import check_model_files
     from rlgen.sentinel.ladder import climb
 
-    check_model_files(Path(recipe.model.path))
-    data = open_data(recipe)
+    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
+    data = processes.main_first(lambda: open_data(recipe))
     recipe = data.recipe
     for notice in (*data.notices, *(f"warning: {warning}" for warning in data.warnings)):
         say(notice)
-    with closing(open_pair(recipe, data, None, Processes.alone(), logs, say)) as pair:
+    with closing(open_pair(recipe, data, None, processes, logs, say)) as pair:
         facts = pair.engine.facts()
         versions = versions_of(facts.engine, facts.runner)
         say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))

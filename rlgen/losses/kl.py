@@ -34,7 +34,11 @@ class KL:
             return u_BT.square() / 2, measured
         if self.estimator == "k3":
             return k3_BT, measured
-        return k3_BT * capped_exp(select(mask, policy_logp) - select(mask, old_logp.detach())), measured
+        # k3 exp(policy - old), without a product of two extremes: one capped, and the other nearly 0.
+        of_policy_BT, of_ref_BT = (
+            capped_exp(select(mask, logp) - select(mask, old_logp.detach())) for logp in (policy_logp, ref_logp.detach())
+        )
+        return of_ref_BT + of_policy_BT * (u_BT - 1), measured
 
 
 def to_reference(policy_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -166,6 +166,12 @@ class Policy(nn.Module):
         self.packed = self.unpacked is None
         return self.unpacked
 
+    def unpack(self, reason: str) -> None:
+        """Undoes `pack`, because of `reason`: its rows are padded again."""
+        if self.packed:
+            self.model.set_attn_implementation("sdpa")
+        self.packed, self.unpacked = False, reason
+
     def padding(self, batch: Batch) -> int:
         """Returns the number of positions that a forward pass of `batch` computes for padding."""
         return 0 if self.packed else batch.input_ids.numel() - sum(batch.lengths[: len(batch.rows)])

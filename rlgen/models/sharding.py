@@ -17,6 +17,9 @@ from rlgen.models.parts import part
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 
+# Methods of `Policy` that compute with its weights, besides `forward`: FSDP2 gathers them for these calls only.
+GATHERING = ("logits", "check", "pack", "scores_in")
+
 
 def mesh_of(processes: Processes, count: int | None) -> DeviceMesh:
     """Returns the processes as a mesh: [shard], or [replicate, shard] where `count` processes of neighbouring ranks hold the
@@ -40,8 +43,8 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
     """Shards the policy in place: each layer, an embedding that is not tied, then the rest (last norm and head).
 
     A tied head shares its embedding's parameter. A layer's tensors are gathered only while it computes: every process must run
-    the same number of forward passes. All parameters are DTensors outside of the policy's methods that compute. A forward pass in
-    bfloat16 gathers them in bfloat16. Gradients are sums over the processes, in float32.
+    the same number of forward passes. Outside of `forward` and the methods of `GATHERING` all parameters are DTensors. A
+    forward pass in bfloat16 gathers them in bfloat16. Gradients are sums over the processes, in float32.
     """
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if policy.dtype == HALF:
@@ -57,9 +60,8 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses have global denominators
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(policy, "logits")
-    register_fsdp_forward_method(policy, "check")
-    register_fsdp_forward_method(policy, "scores_in")
+    for method in GATHERING:
+        register_fsdp_forward_method(policy, method)
 
 
 def send_gradients(policy: Policy, now: bool, defer: bool) -> None:

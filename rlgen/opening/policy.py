@@ -72,6 +72,7 @@ def open_policies(
         if mesh is None
         else open_shards(recipe, location, mesh, processes, prompts, True, say)
     )
+    pack_alike(policy, processes)
     if checkpoint:
         processes.agreed(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
     needs_reference, reference = algorithm.reference != "none", None
@@ -81,6 +82,7 @@ def open_policies(
         processes.agreed(lambda: same_reference(location, weights, began_with))
     if mesh is not None and needs_reference and base is None:
         reference = open_shards(recipe, location, mesh, processes, prompts, False, say)
+        pack_alike(reference, processes)
     held = None if base is None or not sharded else base_digest(policy.model, gather=False)
     return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
 
@@ -142,6 +144,15 @@ def compile_and_pack(recipe: Recipe, policy: Policy, prompts: Sequence[NDArray[n
         reason = policy.pack(prompts)
         if reason and wanted:
             raise SetupError(f"optim.packing: {reason}; remove it: the result is the same, with padding")
+
+
+def pack_alike(policy: Policy, processes: Processes) -> None:
+    """Pads the rows in all processes if one of them cannot pack: on another GPU the same comparison may end otherwise, and packed
+    processes divide a step into other micro-batches.
+    """
+    reasons = [reason for reason in processes.gather([policy.unpacked]) if reason is not None]
+    if reasons:
+        policy.unpack(reasons[0])
 
 
 def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool, say: Callable[[str], None]) -> Policy:

@@ -56,15 +56,17 @@ def probe_of(recipe: Recipe, pair: Pair) -> Probe:
 def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Callable[[int], Tensor]:
     """Returns a function from the tokens of a micro-batch to the gradient of the recipe's own loss on made-up rewards.
 
-    `rungs.loss_split` calls it, in one process. The data are pairs of completions of unequal lengths, one of each with a higher
-    reward.
+    `rungs.loss_split` calls it, in all processes together; each holds some of the data. These are pairs of completions of unequal
+    lengths, one of each with a higher reward.
     """
     algorithm, update = pair.learner.algorithm, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None)
+    rank, world = pair.processes.rank, pair.processes.world
 
     def gradient(budget: int) -> Tensor:
         samples = toy_samples(probe.sample(probe.sampling.logp_temperature, TOKENS)[:TOY_ROWS])
+        samples = samples.take((samples.group_id % world == rank).nonzero()[0])
         table = RowTable.gather(samples, pair.processes)
-        kl = torch.zeros(len(samples)) if algorithm.reference == "reward" else None
+        kl = torch.zeros(len(table)) if algorithm.reference == "reward" else None
         signal = algorithm.advantages(table.scores({"toy": 1.0}, kl))
         window = Window.of(table, samples, signal, 0.0, budget, pair.processes)
         if algorithm.reference == "loss":

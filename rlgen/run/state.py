@@ -7,6 +7,7 @@ stored as safetensors, as here: the header of each file then says which part of 
 import hashlib
 import json
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -139,8 +140,10 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         for key in [key for key in stored if key.startswith(f"{name}/")]:
             scalar = not getattr(stored[key], "size", ())
             tensors[key] = torch.zeros(()) if scalar else torch.zeros_like(parameter, requires_grad=False)
-    # Without collectives (no_dist), a damaged file is an error in this process and no hang in the others.
-    sharded.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        # Without collectives (no_dist), a damaged file is an error in this process and no hang in the others. torch warns of it.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        sharded.load(tensors, storage_reader=reader, no_dist=True)
     place_optimizer(tensors, model, optimizer)
 
 
@@ -158,16 +161,20 @@ def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Opti
     place_optimizer(whole_tensors, model, optimizer)
 
 
-def place_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    """Assigns each parameter its optimizer state from `tensors`, named as by `optimizer_tensors`."""
-    for name, parameter in model.named_parameters():
-        prefix = f"{name}/"
-        state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if state:
-            # Step counts stay on the CPU, where the optimizer created them; moments go to the device of their parameter.
-            optimizer.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
-            }
+def place_optimizer(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+    """Replaces the optimizer's state by `tensors`, named as by `optimizer_tensors`.
+
+    torch puts each value where its kernel wants it: moments beside their parameter, and step counts too if the kernel is fused. A
+    tensor that is there already is taken as it is, without a copy.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for place, value in tensors.items():
+        name, _, key = place.rpartition("/")
+        by_name.setdefault(name, {})[key] = value
+    trained = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: by_name[name] for index, name in enumerate(trained) if name in by_name}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def random_tensors() -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Ru
     yield rungs.caught(4, "prefix cache", lambda: rungs.prefix_cache(above))
     if gradient is not None:
         yield rungs.caught(5, "paths", lambda: rungs.paths(above))
-        yield rungs.caught(6, "loss", lambda: rungs.loss_split(gradient, probe.policy.dtype))
+        yield rungs.caught(6, "loss", lambda: rungs.loss_split(gradient, probe.policy.dtype, probe.processes.total))
 
 
 def after_check_1(probe: Probe, first: Rung) -> Probe:

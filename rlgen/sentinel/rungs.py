@@ -308,8 +308,13 @@ def paths(probe: Probe) -> Rung:
     decoded = sampler_logp(samples)
     rows = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
     images = [sample.images for sample in samples]
-    prefilled = [torch.from_numpy(logp).double() for logp in probe.engine.prefill_logp(rows, images if any(images) else ())]
-    gap = between(decoded, prefilled)
+
+    def prefilled() -> Gap:
+        found = probe.engine.prefill_logp(rows, images if any(images) else ())
+        return between(decoded, [torch.from_numpy(logp).double() for logp in found])
+
+    gaps = probe.processes.together(prefilled, waits_for_others=probe.engine_share.shared, patient=True)
+    gap = max(gaps, key=probe.bounds.of)  # of all engines, so that all processes reach the same verdict
     fault: Cause = (Fault.DECODE_PREFILL, "decoding and prefilling the same ids give different log-probs")
     if probe.bounds.hold(gap):
         deltas = [alone(probe, row, sample) for row, sample in list(enumerate(samples))[:4]]
@@ -339,16 +344,20 @@ def alone(probe: Probe, row: int, sample: Sample) -> Tensor:
     return one - other
 
 
-def loss_split(gradient: Callable[[int], Tensor], dtype: torch.dtype) -> Rung:
-    """Check 6: compares the gradient of one window in one micro-batch with that in many.
+def loss_split(gradient: Callable[[int], Tensor], dtype: torch.dtype, total: Callable[[Tensor], Tensor]) -> Rung:
+    """Check 6: compares the gradient of one window in one micro-batch a process with that in many.
 
     Args:
-        gradient: returns the gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens.
+        gradient: returns the gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens; if the
+            weights are sharded, this process's shard of it.
         dtype: dtype of the forward pass.
+        total: adds up over the processes.
     """
     whole, split = gradient(1 << 30), gradient(1)
-    distance = ((whole - split).norm() / whole.norm().clamp(min=1e-30)).item()
-    power = whole.norm().item()
+    # What several processes hold counts several times, in both norms alike.
+    squares = total(torch.stack([(whole - split).square().sum(), whole.square().sum()]))
+    off, power = squares.sqrt().tolist()
+    distance = off / max(power, 1e-30)
     bound = SPLIT_BOUND[dtype]
     verdict, fault, sentence = Verdict.OK, None, "The gradient does not depend on micro-batches."
     if not distance <= bound:

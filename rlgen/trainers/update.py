@@ -19,6 +19,7 @@ from rlgen.losses.correction import Mismatch, importance_weight
 from rlgen.losses.inputs import LossInputs, Mean, Stats, onto
 from rlgen.metrics import Metric
 from rlgen.models.memory_errors import Phase, memory_for
+from rlgen.models.parts import part as own_part
 from rlgen.models.parts import whole
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import send_gradients
@@ -226,12 +227,15 @@ class Updater:
             return self._run(window, 0)
 
     def gradient(self, window: Window) -> Tensor:
-        """Returns the gradient of the first update on `window`, [N] float64 on the CPU. Changes no weight.
+        """Returns the gradient of the first update on `window`, [N] float64 on the CPU; if the weights are sharded, this process's
+        shard of it. Changes no weight.
 
-        The sentinel uses it, in a single process.
+        The sentinel uses it.
         """
-        self._run(window, 0)
-        flat = torch.cat([p.grad.flatten().double().cpu() for p in self.policy.parameters() if p.grad is not None])
+        part = Part.sum(self.processes.together(partial(self._run, window, 0), waits_for_others=self.sharded))
+        self._add_gradients(part.with_gradient)
+        grads = [own_part(p.grad) for p in self.policy.parameters() if p.grad is not None]
+        flat = torch.cat([grad.flatten().double().cpu() for grad in grads])
         self.optimizer.zero_grad()
         return flat
 

@@ -187,6 +187,23 @@ def test_kl(estimator, value, gradient):
     close(measured["kl/ref_k1"], tensor([[LN2, -LN2]]))
 
 
+@pytest.mark.parametrize(
+    "policy, old, value, gradient",
+    [
+        # ref 0, u = policy: k3 r = (e^-u + u - 1) e^(policy - old) = e^-old + (u - 1) r, of slope u r; e^20 is the cap of each power
+        (-52.0, 0.0, 1.0, 0.0),  # r = e^-52: 1 - 53 e^-52
+        (-52.0, -52.0, math.exp(20), -52.0),  # r = 1: e^52, capped, - 53
+        (-30.0, -10.0, math.exp(10) - 31 * math.exp(-20), -30 * math.exp(-20)),
+    ],
+)
+def test_k3_is_far_from_the_reference(policy, old, value, gradient):
+    leaf, mask = tensor([[policy]]).requires_grad_(), torch.ones(1, 1, dtype=torch.bool)
+    kl, _ = KL(1.0, "k3_is", False).loss(leaf, tensor([[old]]), torch.zeros(1, 1), mask)
+    kl.sum().backward()
+    assert kl.item() == pytest.approx(value, rel=1e-6)
+    assert leaf.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-12)
+
+
 @pytest.mark.parametrize("weighted, factor", [(False, 1.0), (True, 5.0)])
 def test_kl_is_added_with_beta_and_weighted_only_on_request(weighted, factor):
     objective = Objective(

@@ -1,12 +1,28 @@
-"""Processes that train one recipe in several ways, one after the other: torchrun sharded_worker.py RECIPE FOLDER WAY...
+"""Processes that train one recipe in several ways, one after the other: torchrun sharded_worker.py RECIPE FOLDER DEED...
 
-A way to train is a name and overrides, NAME=KEY=VALUE;KEY=VALUE. FOLDER/NAME is then a run directory.
+    train NAME KEY=VALUE...    FOLDER/NAME is then a run directory; the name of a run that is there goes on with it
+    doctor NAME KEY=VALUE...   FOLDER/NAME.json is what the checks of `rlgen doctor` found in each process
+    replay NAME STEP           FOLDER/NAME.json is what differs from the step that the run NAME has recorded
+    refuse NAME KEY=VALUE...   FOLDER/NAME.json is how each process computes rows, if the last one refuses to pack them
+
+A deed is one argument, its words separated by blanks.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from rlgen.algorithms.registry import build_algorithm
+from rlgen.cli.doctor import climbed
+from rlgen.files import write_json
+from rlgen.look.run import read_run
+from rlgen.models import policy
+from rlgen.models.load import locate
+from rlgen.opening.policy import open_policies
+from rlgen.opening.replay import Past, replay
 from rlgen.opening.trainer import Attempt, open_trainer
 from rlgen.processes import Processes
 from rlgen.recipe import dump_recipe, load_recipe
@@ -24,18 +40,59 @@ def train(recipe: Path, folder: Path, overrides: list[str], processes: Processes
     processes.gather([None])
     directory = RunDirectory.join(folder)
     choice = processes.on_main(lambda: Checkpoints(directory.checkpoints, 9, Processes.alone()).choose())
-    console = Console(1, quiet=not processes.is_main)
+    console = Console(loaded.recipe.run.steps, quiet=not processes.is_main)
     attempt = Attempt(recipe=loaded.recipe, directory=directory, console=console, processes=processes, checkpoint=choice.path)
     built, done = open_trainer(attempt)
     built.run(done, StopRequest(launched=True))
     built.close()
 
 
-def main(recipe: Path, folder: Path, ways: Sequence[str]) -> None:
+def doctor(recipe: Path, logs: Path, overrides: list[str], processes: Processes) -> Any:
+    _, rungs = climbed(load_recipe(recipe, overrides).recipe, logs, print, processes)
+    return [[rung.name, rung.verdict] for rung in rungs]
+
+
+def replayed(run: Path, step: int, processes: Processes) -> Any:
+    found = read_run(run)
+    past = Past.of(run, found.recipe, found.attempts, found.metrics)
+    return {**replay(past, step, None, print, processes).differences}
+
+
+def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
+    """As where the same comparison ends otherwise on the GPU of one process."""
+    loaded, pack = load_recipe(recipe, overrides).recipe, policy.pack
+
+    def refusing(model: Any) -> str | None:
+        pack(model)  # computes with the others
+        model.set_attn_implementation("sdpa")
+        return "not on this GPU"
+
+    if processes.rank == processes.world - 1:
+        policy.pack = refusing
+    opened = open_policies(loaded, locate(loaded.model.path), build_algorithm(loaded.trainer), None, processes, None, print)
+    policy.pack = pack
+    assert opened.reference is None or isinstance(opened.reference, policy.Policy)
+    both = [one for one in (opened.policy, opened.reference) if one is not None]
+    return [[one.packed, one.unpacked, one.model.config._attn_implementation] for one in both]
+
+
+def main(recipe: Path, folder: Path, deeds: Sequence[str]) -> None:
+    torch.set_num_threads(1)
     processes = Processes.open(60)
-    for way in ways:
-        name, _, overrides = way.partition("=")
-        train(recipe, folder / name, [text for text in overrides.split(";") if text], processes)
+    for deed in deeds:
+        what, name, *words = deed.split()
+        if what == "train":
+            train(recipe, folder / name, words, processes)
+            continue
+        if what == "doctor":
+            found = doctor(recipe, folder, words, processes)
+        elif what == "replay":
+            found = replayed(folder / name, int(words[0]), processes)
+        else:
+            found = refused(recipe, words, processes)
+        of_all = processes.gather([found])
+        if processes.is_main:
+            write_json(folder / f"{name}.json", of_all)
     processes.close()
 
 
