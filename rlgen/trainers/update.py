@@ -227,8 +227,9 @@ class Updater:
             return self._run(window, 0)
 
     def gradient(self, window: Window) -> Tensor:
-        """Returns the gradient of the first update on `window`, [N] float64 on the CPU; if the weights are sharded, this process's
-        shard of it. Changes no weight.
+        """Returns the gradient of the first update on `window`, [N] float64 on the CPU; of sharded weights, this process's shard.
+
+        Changes no weight.
 
         The sentinel uses it.
         """

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.samples import TEXTS
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.cli.doctor import climbed
@@ -62,14 +63,15 @@ def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
     """As where the same comparison ends otherwise on the GPU of one process."""
     loaded, pack = load_recipe(recipe, overrides).recipe, policy.pack
 
-    def refusing(model: Any) -> str | None:
-        pack(model)  # computes with the others
+    def refusing(model: Any, prompts: Any, dtype: torch.dtype) -> str | None:
+        pack(model, prompts, dtype)  # computes with the others
         model.set_attn_implementation("sdpa")
         return "not on this GPU"
 
     if processes.rank == processes.world - 1:
         policy.pack = refusing
-    opened = open_policies(loaded, locate(loaded.model.path), build_algorithm(loaded.trainer), None, processes, None, print)
+    algorithm = build_algorithm(loaded.trainer)
+    opened = open_policies(loaded, locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
     policy.pack = pack
     assert opened.reference is None or isinstance(opened.reference, policy.Policy)
     both = [one for one in (opened.policy, opened.reference) if one is not None]
