@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_is_compared_with_one_that_never_stopped(
         monkeypatch.setattr(state, "place_optimizer", lambda *_: None)
     found = runs.resume(Place(folder=str(tmp_path), gpu=False))
     assert found.status == ("failed" if lost else "ok")
-    assert "resume is not exact here: metrics.jsonl, step 4" in found.sentence if lost else found.values[1].value > 0.1
+    assert "resume is not exact here: rollouts/step_000004.parquet, step 4" in found.sentence if lost else found.values[1].value > 0.1
 
 
 def test_a_real_checkpoint_is_examined_where_one_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,9 +295,9 @@ def test_a_row_that_is_not_there_is_refused() -> None:
         gpu_check.chosen_rows(1, ["heed"])
 
 
-def test_tier_1_fits_into_ten_minutes_and_needs_no_vllm() -> None:
+def test_tier_1_fits_into_eleven_minutes_and_needs_no_vllm() -> None:
     first = [one for one in ROWS if one.tier == 1]
-    assert sum(one.limit for one in first) <= gpu_check.FEW == 600
+    assert sum(one.limit for one in first) <= gpu_check.FEW == 660
     assert not any({"vllm", "trl"} & set(one.packages) for one in first)
     assert len({one.name for one in ROWS}) == len(ROWS)
     assert {name for one in first for name in one.packages} <= set(dependencies()) | set(POLICY)
