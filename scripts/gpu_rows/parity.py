@@ -14,7 +14,7 @@ from gpu_rows.measure import peak_of, seconds_of
 from gpu_rows.models import SMALL, config_of, random_batch, random_model, saved_model
 from gpu_rows.record import GIB, Finding, Place, Value, judged, skipped
 from gpu_rows.runs import recipe
-from gpu_rows.update import GROUP, Shape, made_up
+from gpu_rows.update import GROUP, Shape, made_up, prompts_of
 
 # Bounds of float32: a product in TF32 exceeds both.
 LOGP_FLOAT32, GRADIENT_FLOAT32 = 1e-4, 1e-4
@@ -51,12 +51,12 @@ class Distance:
         return cls(delta.mean().item(), delta.max().item(), off / norm, worst)
 
 
-def scored(model: Any, dtype: torch.dtype, batch: Any, packed: bool = False) -> Scored:
-    """Runs the policy that computes in `dtype` on a batch. Changes how `model` computes."""
+def scored(model: Any, dtype: torch.dtype, batch: Any, prompts: Any = None) -> Scored:
+    """Runs the policy that computes in `dtype` on a batch; packed if there are `prompts` to try. Changes `model`."""
     from rlgen.models.policy import Policy
 
     policy = Policy(model, dtype, fp32_head=True)
-    if packed and (reason := policy.pack()):
+    if prompts is not None and (reason := policy.pack(prompts)):
         raise RuntimeError(f"its rows cannot be packed: {reason}")
     hidden, rows, columns = policy.hidden(batch)
     logp = policy.head.scores(hidden, batch.completion_ids[rows, columns], (1.0,), "none", True).logp[0]
@@ -122,7 +122,7 @@ def packed(place: Place) -> Finding:
         model = random_model(config, place.device)
         exact = scored(copy.deepcopy(model), torch.float32, batch)
         padded = Distance.between(scored(copy.deepcopy(model), torch.bfloat16, batch), exact)
-        own = Distance.between(scored(model, torch.bfloat16, batch, packed=True), exact)
+        own = Distance.between(scored(model, torch.bfloat16, batch, prompts_of(samples)), exact)
         values += [
             Value(f"{name}: log-probs, mean |Δ| to float32", own.mean, "nats"),
             Value(f"{name}: log-probs, by the padded rows'", own.mean / padded.mean, "×", most=OF_PADDED),
@@ -149,7 +149,8 @@ def sharded(place: Place) -> Finding:
     dist.init_process_group("nccl" if place.gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     processes = Processes(rank=0, world=1, device=device, timeout=60.0, group=None, store=None)
     folder = str(saved_model(place))
-    batch = collate(made_up(Shape(GROUP, 512 if place.gpu else 96), SMALL["vocab_size"], ragged=True), range(GROUP), device)
+    samples = made_up(Shape(2 * GROUP, 512 if place.gpu else 96), SMALL["vocab_size"], ragged=True)
+    batch, prompts = collate(samples, range(2 * GROUP), device), prompts_of(samples)
     values, numbers = [], {}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
@@ -158,9 +159,9 @@ def sharded(place: Place) -> Finding:
         seconds, most, gradients, logp, packs = {}, {}, {}, {}, {}
         for kind in ("whole", "sharded"):
             policy = (
-                build_policy(loaded, folder, device)
+                build_policy(loaded, folder, prompts, device)
                 if kind == "whole"
-                else open_shards(loaded, folder, mesh_of(processes, None), processes, True, print)
+                else open_shards(loaded, folder, mesh_of(processes, None), processes, prompts, True, print)
             )
             packs[kind] = policy.packed
 

@@ -91,10 +91,10 @@ def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple
         else Processes(rank=0, world=1, device=torch.device("cpu"), timeout=0.0, group=None, store=None)
     )
     policy = Policy(random_model(config, place.device), torch.bfloat16, fp32_head=True)
-    if packed and (reason := policy.pack()):
-        raise RuntimeError(f"its rows cannot be packed: {reason}")
     algorithm = GRPO(GRPORecipe())
     samples = made_up(shape, config.vocab_size)
+    if packed and (reason := policy.pack(prompts_of(samples))):
+        raise RuntimeError(f"its rows cannot be packed: {reason}")
     table = RowTable.gather(samples, processes)
     signal = algorithm.advantages(table.scores({"made up": 1.0}))
     window = Window.of(table, samples, signal, 0.0, shape.tokens, processes, packed=packed)
@@ -141,6 +141,11 @@ def made_up(shape: Shape, vocabulary: int, ragged: bool = False) -> Any:
         for row, count in enumerate(counts)
     ]
     return Samples.of(samples)
+
+
+def prompts_of(samples: Any) -> list[Any]:
+    """Returns the prompt of each group: on these a policy finds out whether it can pack."""
+    return [samples.prompt_ids[row] for row in range(0, len(samples.prompt_ids), GROUP)]
 
 
 def parameters(config: Any) -> int:
