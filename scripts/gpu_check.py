@@ -3,9 +3,10 @@
     python scripts/gpu_check.py                        # tier 1; needs one CUDA device, exit 3 without
     python scripts/gpu_check.py --tier 2               # what needs vLLM
     python scripts/gpu_check.py --rows update,memory   # some of the rows of any tier
+    python scripts/gpu_check.py --rows checkpoint --model FOLDER   # on real weights
     python scripts/gpu_check.py --rehearse             # small sizes on the CPU: shows that the rows run, nothing about a GPU
 
-Tier 1 needs torch and what each row says in `gpu_rows/rows.py`, no vLLM and no network: eight minutes at most. A row whose
+Tier 1 needs torch and what each row says in `gpu_rows/rows.py`, no vLLM and no network: eleven minutes at most. A row whose
 packages are missing is left out, with a line. Each row is a process of its own with a time limit: one that fails or hangs leaves
 the others alone. Exit 1 if a row failed.
 
@@ -14,6 +15,7 @@ All that was found is in the file of `--out`. `rlgen docs numbers` shows a copy 
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -25,7 +27,7 @@ from gpu_rows.rows import ROWS
 from gpu_rows.running import ROOT, Runner, absent, commit, dependencies, report, table
 
 OUT = ROOT / "runs" / "gpu-check.json"
-FEW = 480  # seconds of tier 1
+FEW = 660  # seconds of tier 1
 MANY = 3600  # of the others, which compile kernels
 
 
@@ -55,7 +57,8 @@ def main() -> int:
     parser.add_argument("--rows", metavar="A,B", help="these rows, of any tier, instead of a tier")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="JSON with all numbers (runs/gpu-check.json)")
     parser.add_argument("--rehearse", action="store_true", help="small sizes on the CPU")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="of all rows together (tier 1: 480, else 3600)")
+    parser.add_argument("--model", metavar="FOLDER", help="a real checkpoint, for the row of that name (RLGEN_REAL_MODEL)")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="of all rows together (tier 1: 660, else 3600)")
     parser.add_argument("--commit", help="goes into the JSON where there is no git")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
@@ -80,7 +83,8 @@ def main() -> int:
     limit = arguments.limit or (FEW if all(row.tier == 1 for row in rows) and not arguments.rehearse else MANY)
     out = arguments.out.resolve()
     with tempfile.TemporaryDirectory(prefix="rlgen-check-") as folder:
-        place = Place(folder=folder, gpu=not arguments.rehearse)
+        model = arguments.model or os.environ.get("RLGEN_REAL_MODEL")
+        place = Place(folder=folder, gpu=not arguments.rehearse, model=model)
         logs = out.with_name(f"{out.stem}-logs")
         runner = Runner(program=Path(__file__).resolve(), place=place, logs=logs, until=time.perf_counter() + limit)
         name = device_name(place.device)

@@ -14,6 +14,7 @@ class Place:
 
     folder: str  # for models and runs, emptied at the end
     gpu: bool  # False: a rehearsal on the CPU, with small sizes
+    model: str | None = None  # a real checkpoint's folder; None: none is at hand
 
     @property
     def device(self) -> str:

@@ -81,6 +81,29 @@ def trained(path: Path, *overrides: str) -> list[dict[str, Any]] | Finding:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def resume(place: Place) -> Finding:
+    """A run that stops after two steps and goes on for two more equals one that did all four, to the last bit: with the fused
+    optimizer, and packed rows in bfloat16."""
+    from rlgen.opening import TrainOptions, train
+    from rlgen.run.compare import first_difference
+
+    folders = []
+    for stops in ((4,), (2, 4)):
+        path = recipe(place, "tiny:qwen3", {"kind": "transformers"}, DTYPE="bfloat16", RATE=1e-4)
+        folders.append(path.with_name("run"))
+        for steps in stops:
+            settings = ["checkpoint.every=2", "run.deterministic=true"]
+            train(path, TrainOptions(overrides=settings, max_steps=steps, run_dir=folders[-1], resume=steps > stops[0]))
+    if difference := first_difference(*folders):
+        return failed(f"resume is not exact here: {difference} (undisturbed and resumed)")
+    records = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()]
+    values = [
+        Value("equal steps", len(records), "", least=4, most=4),
+        Value("norm of the gradient after it went on", min(record["grad_norm"] for record in records[2:]), "", least=1e-3),
+    ]
+    return judged(values, "tiny:qwen3, bfloat16, 32 completions a step", {"losses": [record["loss"] for record in records]})
+
+
 def per_second(records: list[dict[str, Any]], tokens: str, seconds: str) -> float:
     """Returns NaN where nothing was timed."""
     time = sum(record[seconds] for record in records)

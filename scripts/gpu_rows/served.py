@@ -46,6 +46,13 @@ def parity(model: str, dtype: str) -> Callable[[Place], Finding]:
     return check
 
 
+def real(place: Place) -> Finding:
+    """`rlgen doctor` on a real checkpoint in bfloat16: trained weights have outliers that random ones have not."""
+    if place.model is None:
+        return skipped("not run: no checkpoint at hand; name its folder with --model or RLGEN_REAL_MODEL")
+    return examined(recipe(place, place.model, engine_of(place), DTYPE="bfloat16"), {})
+
+
 def examined(path: Path, environment: dict[str, str]) -> Finding:
     """Runs `rlgen doctor`, whose own bounds decide."""
     ended = rlgen("doctor", path, "--json", environment=environment)
@@ -53,13 +60,13 @@ def examined(path: Path, environment: dict[str, str]) -> Finding:
         report = json.loads(ended.stdout[ended.stdout.index("{\n") :])  # vLLM may print lines before it
     except ValueError:
         return failed(f"rlgen doctor ended with {ended.returncode}: {last_output(ended)}")
-    measured = {rung["name"]: rung["measured"] for rung in report["rungs"] if rung["measured"]}
-    values = [
-        Value(f"{name}: {kind} |Δ|", measured[name][f"{kind}_delta"], "nats")
-        for name in ("same weights", "changed weights")
-        if name in measured
-        for kind in ("mean", "max")
-    ]
+    rungs = {rung["name"]: rung for rung in report["rungs"] if rung["measured"]}
+    measured = {name: rung["measured"] for name, rung in rungs.items()}
+    values = []
+    for name in ("same weights", "changed weights"):
+        for place, kind in enumerate(measured.get(name, ())):  # the bound is of the first one
+            what, value = f"{name}: {kind.removesuffix('_delta')} |Δ|", measured[name][kind]
+            values.append(Value(what, value, "nats", most=rungs[name]["bound"] if place == 0 else None))
     if not report["healthy"]:
         return failed(report["rungs"][-1]["sentence"])
     return judged(values, numbers={"measured": measured, "doctor_seconds": report["seconds"]})

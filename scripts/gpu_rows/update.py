@@ -38,9 +38,31 @@ def shape_of(place: Place) -> Shape:
 
 
 def update(place: Place) -> Finding:
-    """The trainer's own update with GRPO on one micro-batch: time, and its share of the device's bfloat16 rate (MFU)."""
+    """The trainer's own update with GRPO on one micro-batch, packed and padded: time, and its share of the device's bfloat16 rate
+    (MFU). Only the packed one computes each prompt once."""
     shape, config = shape_of(place), config_of(place)
-    updater, window = open_updater(place, config, shape)
+    rate, name = matmul_rate(place.device), device_name(place.device)
+    values, numbers = list[Value](), dict[str, Any](parameters=parameters(config), products_tflops=rate / 1e12)
+    for kind in ("packed", "padded"):
+        seconds, passes = update_seconds(place, config, shape, kind == "packed")
+        gc.collect()  # a policy is part of a cycle
+        work = flops(config, shape, kind == "packed")
+        values.append(Value(f"{kind}: MFU, of the measured rate of products", 100 * work / seconds / rate, "%"))
+        if name in VENDOR:
+            of_vendor = 100 * work / seconds / VENDOR[name] / 1e12
+            values.append(Value(f"{kind}: MFU, of the vendor's {VENDOR[name]:g} TFLOP/s", of_vendor, "%"))
+        values += [
+            Value(f"{kind}: an update", 1e3 * seconds, "ms"),
+            Value(f"{kind}: of that forward and backward", 1e3 * passes, "ms"),
+            Value(f"{kind}: tokens", shape.tokens / seconds, "a second"),
+        ]
+        numbers[f"{kind}_tflop"] = work / 1e12
+    return judged(values, f"{said(config)}, {shape.rows} rows of {shape.length} tokens, bfloat16, GRPO", numbers)
+
+
+def update_seconds(place: Place, config: Any, shape: Shape, packed: bool) -> tuple[float, float]:
+    """Returns the seconds of an update, and of its forward and backward pass."""
+    updater, window = open_updater(place, config, shape, packed)
 
     def train() -> None:
         metrics, skipped = updater(window, 1)
@@ -50,22 +72,10 @@ def update(place: Place) -> Finding:
 
     seconds = seconds_of(train, place.device, repeats=5, warm=3)
     passes = seconds_of(lambda: updater.attempt(window), place.device, repeats=5, warm=1)
-    window.mismatches.clear()
-    work, rate = flops(config, shape), matmul_rate(place.device)
-    values = [
-        Value("MFU, of the measured rate of products", 100 * work / seconds / rate, "%"),
-        Value("an update", 1e3 * seconds, "ms"),
-        Value("of that forward and backward", 1e3 * passes, "ms"),
-        Value("tokens", shape.tokens / seconds, "a second"),
-    ]
-    name = device_name(place.device)
-    if name in VENDOR:
-        values.insert(1, Value(f"MFU, of the vendor's {VENDOR[name]:g} TFLOP/s", 100 * work / seconds / VENDOR[name] / 1e12, "%"))
-    numbers = {"parameters": parameters(config), "tflop": work / 1e12, "products_tflops": rate / 1e12}
-    return judged(values, f"{said(config)}, {shape.rows} rows of {shape.length} tokens, bfloat16, GRPO", numbers)
+    return seconds, passes
 
 
-def open_updater(place: Place, config: Any, shape: Shape) -> tuple[Any, Any]:
+def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple[Any, Any]:
     """Returns an updater as a run has it, and a window of one micro-batch of made-up samples."""
     from rlgen.algorithms.grpo import GRPO
     from rlgen.models.policy import Policy
@@ -83,9 +93,11 @@ def open_updater(place: Place, config: Any, shape: Shape) -> tuple[Any, Any]:
     policy = Policy(random_model(config, place.device), torch.bfloat16, fp32_head=True)
     algorithm = GRPO(GRPORecipe())
     samples = made_up(shape, config.vocab_size)
+    if packed and (reason := policy.pack(prompts_of(samples))):
+        raise RuntimeError(f"its rows cannot be packed: {reason}")
     table = RowTable.gather(samples, processes)
     signal = algorithm.advantages(table.scores({"made up": 1.0}))
-    window = Window.of(table, samples, signal, 0.0, shape.tokens, processes)
+    window = Window.of(table, samples, signal, 0.0, shape.tokens, processes, packed=packed)
     updater = Updater(
         processes=processes,
         sharded=False,
@@ -103,19 +115,20 @@ def open_updater(place: Place, config: Any, shape: Shape) -> tuple[Any, Any]:
     return updater, window
 
 
-def made_up(shape: Shape, vocabulary: int) -> Any:
-    """Returns samples of random ids, in groups of eight whose rewards differ."""
+def made_up(shape: Shape, vocabulary: int, ragged: bool = False) -> Any:
+    """Returns samples of random ids, in groups of eight with one prompt whose rewards differ; `ragged`: and whose lengths do."""
     import numpy as np
 
     from rlgen.types import Sample, Samples, ids_of, logp_of, one_span
 
     random = np.random.default_rng(0)
-    count = shape.length - PROMPT
+    prompts = random.integers(0, vocabulary, (-(-shape.rows // GROUP), PROMPT)).tolist()
+    counts = [(shape.length - PROMPT) * (row % GROUP + 1 if ragged else GROUP) // GROUP for row in range(shape.rows)]
     samples = [
         Sample(
             group_id=row // GROUP,
             sample_index=row % GROUP,
-            prompt_ids=ids_of(random.integers(0, vocabulary, PROMPT).tolist()),
+            prompt_ids=ids_of(prompts[row // GROUP]),
             completion_ids=ids_of(random.integers(0, vocabulary, count).tolist()),
             sampler_logp=logp_of([-8.0] * count),
             spans=one_span(count, 0),
@@ -125,9 +138,14 @@ def made_up(shape: Shape, vocabulary: int) -> Any:
             rewards={"made up": float(row % GROUP)},
             reward=float(row % GROUP),
         )
-        for row in range(shape.rows)
+        for row, count in enumerate(counts)
     ]
     return Samples.of(samples)
+
+
+def prompts_of(samples: Any) -> list[Any]:
+    """Returns the prompt of each group: on these a policy finds out whether it can pack."""
+    return [samples.prompt_ids[row] for row in range(0, len(samples.prompt_ids), GROUP)]
 
 
 def parameters(config: Any) -> int:
@@ -135,17 +153,18 @@ def parameters(config: Any) -> int:
     return sum(parameter.numel() for parameter in random_model(config, "meta").parameters())
 
 
-def flops(config: Any, shape: Shape) -> float:
+def flops(config: Any, shape: Shape, packed: bool) -> float:
     """Returns the operations that an update needs, none of them counted twice: 6 a weight and token, and causal attention.
 
-    The embedding is looked up, and the head runs for the tokens of completions alone.
+    The embedding is looked up, and the head runs for the tokens of completions alone. Packed rows of a group share their prompt.
     """
     head = config.vocab_size * config.hidden_size
     layers = parameters(config) - head
     trained = shape.rows * (shape.length - PROMPT)
-    pairs = shape.rows * shape.length**2 / 2
+    shared = shape.rows - shape.rows // GROUP if packed else 0  # prompts that are not computed again
+    pairs = (shape.rows * shape.length**2 - shared * PROMPT**2) / 2
     scores = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
-    return float(6 * layers * shape.tokens + 6 * head * trained + scores)
+    return float(6 * layers * (shape.tokens - shared * PROMPT) + 6 * head * trained + scores)
 
 
 def said(config: Any) -> str:

@@ -1,13 +1,15 @@
 """Attention of packed rows, part by part, against one row after the other by a plain softmax, in float64."""
 
 from itertools import product
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from conftest import CPU
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 
-from rlgen.models.packed_attention import PackedAttention, Rows, attention
+from rlgen.models.packed_attention import PackedAttention, Rows, attention, by_kernel
 
 # Lengths of rows, of their prompts, and the first row with each prompt: in no order, rows of one token, prompts of one token,
 # a row without others, rows of many lengths.
@@ -72,14 +74,40 @@ def test_heads_of_two_sizes_are_refused() -> None:
         attention(nn.Module(), key, key, value, None, packed_rows=rows)
 
 
-def test_what_a_gpu_kernel_is_told_covers_every_key() -> None:
-    rows = Rows.of(LENGTHS, PROMPTS, SAME, CPU)
-    places, ends, most = rows.keys
-    (queries, longest), parts = rows.queries, [*range(len(rows.prompts)), *rows.prompt_of]
-    assert (longest, most) == (35, 39) and len(ends) == len(queries) == len(parts) + 1
-    starts = rows.ends[:-1].tolist()
-    for part, prompt in enumerate(parts):
-        own = list(range(starts[part], starts[part] + int(rows.lengths[part])))
-        before = [] if part < len(rows.prompts) else list(range(starts[prompt], starts[prompt] + rows.prompts[prompt]))
-        assert places[ends[part] : ends[part + 1]].tolist() == before + own
-        assert queries[part + 1] - queries[part] == len(own)
+def documented(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    most: int,
+    most_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What torch says of its kernel for rows of many lengths: the last query of a part sees the last key of the part."""
+    assert ends.dtype == key_ends.dtype == torch.int32 and (most, most_keys) == (ends.diff().max(), key_ends.diff().max())
+    assert enable_gqa and scale == 0.3 and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    found = torch.zeros_like(query)
+    for part in range(len(ends) - 1):
+        own, seen = slice(*ends[part : part + 2].tolist()), slice(*key_ends[part : part + 2].tolist())
+        keys, values = (tensor[seen].repeat_interleave(2, dim=1) for tensor in (key, value))
+        before = len(keys) - len(query[own])
+        back = torch.arange(before, len(keys))[:, None] - torch.arange(len(keys))
+        left, right = window_size
+        out = (back < -right) | ((back > left) & (left >= 0))
+        scores = torch.einsum("qhd,khd->hqk", query[own], keys).mul(scale).masked_fill(out, -torch.inf)
+        found[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 17, 500])
+def test_what_a_gpu_kernel_is_told_gives_the_attention_of_rows(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", create_autospec(varlen.varlen_attn, side_effect=documented))
+    rows, draw = Rows.of(LENGTHS, PROMPTS, SAME, CPU), torch.Generator().manual_seed(3)
+    heads = [torch.randn(count, int(rows.ends[-1]), SIZE, generator=draw, dtype=torch.float64) for count in (4, 2, 2)]
+    query, key, value = (tensor.transpose(0, 1) for tensor in heads)
+    wanted = expected(rows, query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), window)
+    assert (by_kernel(query, key, value, rows, 0.3, window) - wanted).abs().max() < 1e-12
