@@ -70,6 +70,7 @@ pytest_plugins = ["faults.table"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="run the tests of faults, the slow ones too, and print their table")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+    parser.addoption("--real", action="store_true", help="run the tests of a real model alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -110,12 +110,9 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
 
 
 def numbers(rung: "Rung") -> str:
-    """Returns `mean 9.1e-06 (bound 3.1e-05), 99.9 % 5.1e-05 (bound 2.1e-04)`; empty without a measurement."""
-    names = {"mean_delta": "mean", "p999_delta": "99.9 %", "max_delta": "max"}
-    bounds = rung.bounds or dict.fromkeys(list(rung.measured)[:1], rung.bound)
-    return ", ".join(
-        f"{names.get(name, '')} {rung.measured[name]:.1e} (bound {bound:.1e})".strip() for name, bound in bounds.items()
-    )
+    """Returns `mean 9.1e-06 (bound 3.1e-05), 99.9th percentile 5.1e-05 (bound 2.1e-04)`; empty without a measurement."""
+    names = {"mean_delta": "mean", "p999_delta": "99.9th percentile", "max_delta": "max", "relative_distance": "distance"}
+    return ", ".join(f"{names[name]} {rung.measured[name]:.1e} (bound {bound:.1e})" for name, bound in rung.bounds.items())
 
 
 def versions_of(engine: str, runner: str | None) -> Mapping[str, str]:

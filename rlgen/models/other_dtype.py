@@ -1,4 +1,4 @@
-"""Computes a model in another dtype for a moment, to measure what rounding does to its log-probs.
+"""Computes a model in another dtype, or with other rounding, for a moment: to measure what rounding does.
 
 A model in bfloat16 is computed in float32, one in float32 in float64. The weights are rounded as an engine holds them, so that
 only the rounding of what is computed differs. One layer's weights are converted at a time.
@@ -76,6 +76,24 @@ def computed_in(model: PreTrainedModel, held: torch.dtype, dtype: torch.dtype) -
             unit.forward = OtherForward(unit, weights, kept, of_unit, dtype)
             undo.callback(put_back, unit, before)
         yield
+
+
+@contextmanager
+def nudged(model: PreTrainedModel) -> Iterator[None]:
+    """Changes every second number of the input embeddings in its last place inside the block, so that all later sums round
+    otherwise.
+    """
+
+    def nudge(_module: nn.Module, _given: Any, embedded: Tensor) -> Tensor:
+        ones = torch.ones(embedded.shape[-1], device=embedded.device, dtype=embedded.dtype)
+        ones[::2] += torch.finfo(embedded.dtype).eps
+        return embedded * ones
+
+    hook = model.get_input_embeddings().register_forward_hook(nudge)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def put_back(unit: nn.Module, forward: Any) -> None:

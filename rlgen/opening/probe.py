@@ -1,19 +1,22 @@
 """Builds what the sentinel compares: completions of a few prompts on both sides, and the gradient of the recipe's own loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from rlgen.engines.base import Settings
-from rlgen.models.other_dtype import FP8
+from rlgen.models.other_dtype import FP8, nudged
 from rlgen.opening.learner import build_updater
 from rlgen.opening.pair import Pair
 from rlgen.recipe import Recipe
 from rlgen.rollout.table import RowTable
 from rlgen.sentinel.bounds import Bounds, most_for
-from rlgen.sentinel.probe import PROMPTS, TOKENS, Probe, TrainerSide
+from rlgen.sentinel.probe import PROMPTS, Probe, TrainerSide
+from rlgen.sentinel.rungs import Gradient
 from rlgen.trainers.window import Window
 from rlgen.types import Sample, Samples, one_span
 
@@ -53,7 +56,7 @@ def probe_of(recipe: Recipe, pair: Pair) -> Probe:
     )
 
 
-def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Callable[[int], Tensor]:
+def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Gradient:
     """Returns a function from the tokens of a micro-batch to the gradient of the recipe's own loss on made-up rewards.
 
     `rungs.loss_split` calls it, in all processes together; each holds some of the data. These are pairs of completions of unequal
@@ -62,16 +65,21 @@ def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Callable[[int], Te
     algorithm, update = pair.learner.algorithm, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None)
     rank, world = pair.processes.rank, pair.processes.world
 
-    def gradient(budget: int) -> Tensor:
-        samples = toy_samples(probe.sample(probe.sampling.logp_temperature, TOKENS)[:TOY_ROWS])
-        samples = samples.take((samples.group_id % world == rank).nonzero()[0])
+    @cache
+    def sampled() -> Samples:
+        samples = toy_samples(probe.sample(probe.sampling.logp_temperature, TOY_TOKENS + 3 * TOY_ROWS)[:TOY_ROWS])
+        return samples.take((samples.group_id % world == rank).nonzero()[0])
+
+    def gradient(budget: int, other_rounding: bool) -> Tensor:
+        samples = sampled()
         table = RowTable.gather(samples, pair.processes)
         kl = torch.zeros(len(table)) if algorithm.reference == "reward" else None
         signal = algorithm.advantages(table.scores({"toy": 1.0}, kl))
         window = Window.of(table, samples, signal, 0.0, budget, pair.processes)
         if algorithm.reference == "loss":
             window.frozen["ref_logp"] = torch.from_numpy(window.samples.sampler_logp.values)
-        return update.gradient(window)
+        with nudged(pair.learner.policy.model) if other_rounding else nullcontext():
+            return update.gradient(window)
 
     return gradient
 

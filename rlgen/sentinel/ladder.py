@@ -3,10 +3,8 @@
 The code and its messages call check N rung N.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-
-from torch import Tensor
 
 from rlgen.models.lora import is_adapted
 from rlgen.sentinel import rungs
@@ -16,7 +14,7 @@ from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.verdict import Rung, Verdict
 
 
-def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iterator[Rung]:
+def climb(probe: Probe, gradient: rungs.Gradient | None = None) -> Iterator[Rung]:
     """Yields checks 0 to 4, with an adapter one more after check 3, and with `gradient` (see `rungs.loss_split`) checks 5 and 6.
 
     Stops after a failed check. The policy is left unchanged, and the engine holds its weights.
@@ -27,7 +25,7 @@ def climb(probe: Probe, gradient: Callable[[int], Tensor] | None = None) -> Iter
             return
 
 
-def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Rung]:
+def steps(probe: Probe, gradient: rungs.Gradient | None) -> Iterator[Rung]:
     yield rungs.caught(
         0, "contract", lambda: probe.processes.agreed(lambda: contract(probe), waits_for_others=probe.engine_share.shared)
     )
@@ -41,7 +39,7 @@ def steps(probe: Probe, gradient: Callable[[int], Tensor] | None) -> Iterator[Ru
     yield rungs.caught(4, "prefix cache", lambda: rungs.prefix_cache(above))
     if gradient is not None:
         yield rungs.caught(5, "paths", lambda: rungs.paths(above))
-        yield rungs.caught(6, "loss", lambda: rungs.loss_split(gradient, probe.policy.dtype, probe.processes.total))
+        yield rungs.caught(6, "loss", lambda: rungs.loss_split(gradient, probe.processes.total))
 
 
 def after_check_1(probe: Probe, first: Rung) -> Probe:

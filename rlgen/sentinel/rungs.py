@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
 from rlgen.models.lora import packing, without_adapter
-from rlgen.sentinel.bounds import POWER
+from rlgen.sentinel.bounds import FACTOR, POWER
 from rlgen.sentinel.change import Change, changed_adapter, changed_weights
 from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
 from rlgen.sentinel.gap import Gap, between, sampler_logp
@@ -23,7 +23,10 @@ from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.types import Prompt, Sample
 
 ATTEMPTS = 3  # further changes of all weights until the gap shows: by 10, 20 and 40 % of their size, after 5 % at first
-SPLIT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # relative distance of gradients: rounding of sums in another order
+SPLIT_LEAST, SPLIT_MOST = 1e-5, 0.2  # bounds of the relative distance of two gradients, whatever rounding explains
+# The gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens, with other rounding or not. If
+# the weights are sharded, it is this process's shard.
+Gradient = Callable[[int, bool], Tensor]
 UNEXPLAINED = Fault.UNEXPLAINED, "no known cause fits"
 
 
@@ -344,21 +347,25 @@ def alone(probe: Probe, row: int, sample: Sample) -> Tensor:
     return one - other
 
 
-def loss_split(gradient: Callable[[int], Tensor], dtype: torch.dtype, total: Callable[[Tensor], Tensor]) -> Rung:
+def loss_split(gradient: Gradient, total: Callable[[Tensor], Tensor]) -> Rung:
     """Check 6: compares the gradient of one window in one micro-batch a process with that in many.
 
+    A split changes the shapes of products, and so their rounding. What that explains follows from the same gradient with other
+    rounding: of losses in which good and bad completions nearly cancel it is more.
+
     Args:
-        gradient: returns the gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens; if the
-            weights are sharded, this process's shard of it.
-        dtype: dtype of the forward pass.
         total: adds up over the processes.
     """
-    whole, split = gradient(1 << 30), gradient(1)
-    # What several processes hold counts several times, in both norms alike.
-    squares = total(torch.stack([(whole - split).square().sum(), whole.square().sum()]))
-    off, power = squares.sqrt().tolist()
-    distance = off / max(power, 1e-30)
-    bound = SPLIT_BOUND[dtype]
+    whole = gradient(1 << 30, False)
+
+    def apart(other: Tensor) -> tuple[float, float]:
+        """Returns the distance from `whole` relative to its norm, and the norm."""
+        # What several processes hold counts several times, in both norms alike.
+        off, norm = total(torch.stack([(whole - other).square().sum(), whole.square().sum()])).sqrt().tolist()
+        return off / max(norm, 1e-30), norm
+
+    (distance, power), (noise, _) = apart(gradient(1, False)), apart(gradient(1 << 30, True))
+    bound = min(max(FACTOR * noise, SPLIT_LEAST), SPLIT_MOST)
     verdict, fault, sentence = Verdict.OK, None, "The gradient does not depend on micro-batches."
     if not distance <= bound:
         verdict, fault = Verdict.FAILED, Fault.SPLIT_DEPENDENCE
@@ -370,7 +377,8 @@ def loss_split(gradient: Callable[[int], Tensor], dtype: torch.dtype, total: Cal
         name="loss",
         verdict=verdict,
         sentence=sentence,
-        measured={"relative_distance": distance},
+        measured={"relative_distance": distance, "other_rounding": noise},
         bound=bound,
+        bounds={"relative_distance": bound},
         fault=fault,
     )
