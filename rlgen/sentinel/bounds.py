@@ -50,6 +50,10 @@ class Bounds:
         """Returns the value of the gap that `bound` applies to."""
         return gap.max_delta if self.by_max else gap.mean_delta
 
+    def worst(self, *gaps: Gap) -> Gap:
+        """Returns the largest gap; one beyond the bounds, which may be NaN, before all others."""
+        return max(gaps, key=lambda gap: (not self.hold(gap), self.of(gap)))
+
     def words(self, gap: Gap) -> str:
         """Returns `max |Δ log-prob| is 0.84 nats, mean 0.021, the bound is 0.0001 (max)`."""
         return (
