@@ -167,6 +167,8 @@ def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool,
     def sharded(model: PreTrainedModel) -> Policy:
         if settings.gradient_checkpointing:
             checkpoint_activations(model)
+        # transformers ties only what has values: FSDP2 would hold a tied weight twice, and an update would reach one of the two.
+        model.tie_weights()
         policy = Policy(model.requires_grad_(trained and settings.lora is None), dtype, settings.fp32_head)
         shard(policy, mesh)
         return policy

@@ -122,6 +122,10 @@ class Bounds:
     def as_json(self) -> dict[str, float]:
         return {name: bound for name, bound in asdict(self).items() if bound is not None}
 
+    def worst(self, *gaps: Gap) -> Gap:
+        """Returns the largest gap; one beyond the bounds, which may be NaN, before all others."""
+        return max(gaps, key=lambda gap: (not self.hold(gap), self.of(gap)))
+
     def words(self, gap: Gap) -> str:
         """Returns `mean |Δ log-prob| is 0.021 nats, the bound is 3.1e-05; max 0.84`."""
         name, value, bound = self.excess(gap)

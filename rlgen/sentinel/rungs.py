@@ -154,7 +154,7 @@ def changed_sync(probe: Probe) -> Rung:
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
         samples = probe.sample(temperature, FEWER_TOKENS)
         if not same_answers(before, samples):  # otherwise the old weights are there again
-            gap = max(gap, trainer.gap(samples, temperature), key=bounds.of)
+            gap = bounds.worst(gap, trainer.gap(samples, temperature))
     return judged(
         3,
         name,
@@ -228,7 +228,7 @@ def changed_adapter_sync(probe: Probe) -> Rung:
     probe.engine.sleep()
     send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
     if bounds.hold(gap):
-        gap = max(gap, trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature), key=bounds.of)
+        gap = bounds.worst(gap, trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature))
     rung = judged(
         3,
         "adapter",
@@ -317,14 +317,14 @@ def paths(probe: Probe) -> Rung:
         return between(decoded, [torch.from_numpy(logp).double() for logp in found])
 
     gaps = probe.processes.together(prefilled, waits_for_others=probe.engine_share.shared, patient=True)
-    gap = max(gaps, key=probe.bounds.of)  # of all engines, so that all processes reach the same verdict
+    gap = probe.bounds.worst(*gaps)  # of all engines, so that all processes reach the same verdict
     fault: Cause = (Fault.DECODE_PREFILL, "decoding and prefilling the same ids give different log-probs")
     if probe.bounds.hold(gap):
         deltas = [alone(probe, row, sample) for row, sample in list(enumerate(samples))[:4]]
         batch = Gap.of(torch.cat(deltas))
         if not probe.bounds.hold(batch):
             fault = (Fault.BATCH_DEPENDENCE, "a request alone and the same request in a batch give different log-probs")
-        gap = max(gap, batch, key=probe.bounds.of)
+        gap = probe.bounds.worst(gap, batch)
     return judged(5, "paths", probe, gap, "Decoding, prefilling and sampling alone agree.", lambda: fault)
 
 

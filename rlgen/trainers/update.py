@@ -227,11 +227,9 @@ class Updater:
             return self._run(window, 0)
 
     def gradient(self, window: Window) -> Tensor:
-        """Returns the gradient of the first update on `window`, [N] float64 on the CPU; of sharded weights, this process's shard.
+        """Returns the gradient of the first update on `window`, [N] float64 on the CPU. Changes no weight.
 
-        Changes no weight.
-
-        The sentinel uses it.
+        The sentinel uses it. If the weights are sharded, it is this process's shard.
         """
         part = Part.sum(self.processes.together(partial(self._run, window, 0), waits_for_others=self.sharded))
         self._add_gradients(part.with_gradient)

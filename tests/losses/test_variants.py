@@ -190,7 +190,7 @@ def test_kl(estimator, value, gradient):
 @pytest.mark.parametrize(
     "policy, old, value, gradient",
     [
-        # ref 0, u = policy: k3 r = (e^-u + u - 1) e^(policy - old) = e^-old + (u - 1) r, of slope u r; powers are capped at e^20
+        # ref 0, u = policy: k3 r = (e^-u + u - 1) e^(policy - old) = e^-old + (u - 1) r, of slope u r; a power is at most e^20
         (-52.0, 0.0, 1.0, 0.0),  # r = e^-52: 1 - 53 e^-52
         (-52.0, -52.0, math.exp(20), -52.0),  # r = 1: e^52, capped, - 53
         (-30.0, -10.0, math.exp(10) - 31 * math.exp(-20), -30 * math.exp(-20)),

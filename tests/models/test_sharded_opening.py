@@ -15,6 +15,7 @@ from helpers.samples import TEXTS
 from helpers.slow import slow_but
 from sharded_opening_worker import recipe_of
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, OlmoHybridConfig, PreTrainedModel, Qwen3Config
@@ -108,6 +109,8 @@ def test_a_process_reads_its_rows_of_each_tensor(name: str, world: int, as_last_
     assert buffers.keys() == others.keys() and all(torch.equal(buffers[key], others[key]) for key in others)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == (expected.get_input_embeddings().weight is expected.get_output_embeddings().weight)
+    # Sharded as a part of its own, a tied weight would be gathered for the head from a copy that no update reaches.
+    assert isinstance(model.get_input_embeddings(), FSDPModule) != tied
     merged = name in {"mixtral", "glm4_moe"}  # four experts, each a tensor of its own in the file
     assert bool(said) == (merged and world == 3), "of four experts a third process would hold none"
 

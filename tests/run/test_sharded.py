@@ -16,6 +16,7 @@ from torch import Tensor, tensor
 from rlgen.cli.export import export_command
 from rlgen.files import read_json
 from rlgen.look.run import read_run
+from rlgen.opening.change import with_changes
 from rlgen.opening.evaluation import evaluate_model
 from rlgen.opening.replay import Past, replay
 from rlgen.processes import Processes
@@ -185,6 +186,16 @@ def test_doctor_finds_sharded_weights_healthy(fast: Path) -> None:
 
 def test_a_sharded_step_is_replayed_to_the_last_bit(fast: Path) -> None:
     assert read_json(fast / "packed.json") == [{}, {}]
+
+
+def test_a_change_of_a_sharded_step_is_computed_in_one_process(fast: Path) -> None:
+    found = read_run(fast / "packed")
+    past = Past.of(fast / "packed", found.recipe, found.attempts, found.metrics)
+    changed, _ = with_changes(fast / "packed" / "resolved.yaml", past.recipe, ["trainer.beta=0.2"])
+    again, recorded = replay(past, 2, changed, print, Processes.alone()), found.metrics[1]
+    assert again.metrics["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=1e-5)
+    # On policy the loss is that of the KL alone: four times beta.
+    assert again.change is not None and again.change.metrics["loss"] == pytest.approx(4 * recorded["loss"], rel=1e-3)
 
 
 def test_rows_are_packed_in_all_processes_or_in_none(fast: Path) -> None:

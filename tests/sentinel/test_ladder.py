@@ -17,6 +17,8 @@ from rlgen.opening.pair import open_pair
 from rlgen.opening.probe import probe_of, toy_gradient
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
+from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.gap import Gap
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.types import Completion, Request, Sampling
@@ -192,6 +194,13 @@ def test_without_a_fault_an_adapter_has_one_effect(recipe_file: Path, dtype: str
     assert effects["effect"] > 5 * (rungs[4].bound or 0) and effects["effect_in_engine"] == pytest.approx(
         effects["effect"], rel=0.1
     )
+
+
+def test_a_gap_that_is_not_a_number_is_the_worst() -> None:
+    small, large, unknown = Gap(1e-6, 1e-6, 1e-6), Gap(1e-3, 1e-3, 1e-3), Gap(np.nan, np.nan, np.nan)
+    bounds = Bounds(1e-4, None)
+    assert bounds.worst(small, large, small) is large and bounds.worst(large, small) is large
+    assert bounds.worst(small, unknown) is unknown and bounds.worst(unknown, small) is unknown
 
 
 def test_every_fault_is_planted_somewhere() -> None:
