@@ -181,6 +181,7 @@ def test_the_seconds_of_a_step_are_those_of_its_phases(recipe_file: Path, monkey
 
 
 @pytest.mark.slow  # what else runs on a machine takes time between two phases
+@pytest.mark.timed
 def test_the_phases_of_a_step_are_nearly_all_of_it(recipe_file: Path) -> None:
     for record in read_jsonl(run(recipe_file, "run.steps=3", "checkpoint={every: 1, keep: 2}") / "metrics.jsonl"):
         phases = sum(value for key, value in record.items() if key.startswith("time/") and key != "time/step")
