@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -277,13 +278,18 @@ def metric_glossary() -> str:
 
 def writers(entry: Metric | Family) -> list[str]:
     """The files of `rlgen/` that write a metric."""
-    name = re.compile(rf"\b{type(entry).__name__}\.{entry.name}\b")
-    package = ROOT / "rlgen"
-    files = {str(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))}
+    name = f"{type(entry).__name__}.{entry.name}"
     own = {"Family.HEALTH"}  # `run/health.py` reads all others and writes this one
-    readers = () if f"{type(entry).__name__}.{entry.name}" in own else READERS
-    readers = readers or ("metrics.py", "run/live.py")
-    return [file for file, text in files.items() if not file.startswith(readers) and name.search(text)]
+    readers = ("metrics.py", "run/live.py") if name in own else READERS
+    return [file for file, names in metrics_named().items() if not file.startswith(readers) and name in names]
+
+
+@cache
+def metrics_named() -> dict[str, set[str]]:
+    """For each file of `rlgen/` the metrics that it names: {"run/records.py": {"Metric.LOSS", ...}}"""
+    package = ROOT / "rlgen"
+    named = re.compile(r"\b(?:Metric|Family)\.\w+")
+    return {str(path.relative_to(package)): set(named.findall(path.read_text())) for path in sorted(package.rglob("*.py"))}
 
 
 def exit_codes() -> str:

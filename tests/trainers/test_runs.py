@@ -222,7 +222,7 @@ def test_old_logp_is_frozen_at_the_first_update(recipe_file: Path, monkeypatch: 
     assert record["kl/old_k3"] > 0, "the policy moved away from old_logp"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "grpo", "online_dpo"))  # of each loss: tests/losses/test_splits.py
 def test_the_micro_batch_split_changes_no_weight(recipe_file: Path, kind: str) -> None:
     weights = []
     for budget in (76, 16384):
