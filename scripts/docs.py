@@ -323,6 +323,30 @@ def faults() -> str:
     return table(["#", "fault", "produced by `make faults`"], [(str(n), title, state(n)) for n, title in CASES.items()])
 
 
+# --- tests ----------------------------------------------------------------------------------------------------------
+
+
+def ways() -> str:
+    """Every two values of the axes of training with the tests of `make test` that train so, and these tests."""
+    sys.path.append(str(ROOT / "tests"))
+    from helpers.paths import AWAITED, AXES, declared
+
+    tests = list(declared(ROOT / "tests"))
+    values = [value for axis in AXES.values() for value in axis]
+
+    def cell(one: str, other: str) -> str:
+        if any({one, other} <= set(axis) for axis in AXES.values()):
+            return ""
+        numbers = [str(number) for number, (way, _) in enumerate(tests, 1) if {one, other} <= set(way)]
+        return " ".join(numbers) or ("awaited" if {(one, other), (other, one)} & AWAITED else "none")
+
+    rows = [
+        (value, *(cell(value, other) for other in values[: -len(AXES["trained"])])) for value in values[len(AXES["trainer"]) :]
+    ]
+    named = [(str(number), *way, f"`tests/{test}`") for number, (way, test) in enumerate(tests, 1)]
+    return "\n".join([table(["", *values[: -len(AXES["trained"])]], rows), table(["#", *AXES, "test"], named)])
+
+
 # --- architectures ---------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +428,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "sentinel-faults": sentinel_faults,
     "faults": faults,
+    "ways": ways,
     "sweep": sweep,
     "gpu": gpu,
 }

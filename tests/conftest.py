@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import paths
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 from hypothesis import HealthCheck, settings
@@ -77,6 +78,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     faults, slow = config.getoption("faults"), config.getoption("slow")
     for item in list(items):
+        if item.get_closest_marker("path") and item.get_closest_marker("slow"):
+            raise pytest.UsageError(f"{item.nodeid}: a path is declared by a test of `make test`, and this one is slow")
         if not (item.get_closest_marker("fault") if faults else slow or not item.get_closest_marker("slow")):
             items.remove(item)
     if config.getoption("until") is None:
@@ -87,6 +90,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     until = item.config.getoption("until")
     if until is not None and time.time() > until:
         pytest.skip("the time is up")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that declares a way through training must have gone it, in its `tmp_path`."""
+    yield
+    if ways := {marker.args for marker in item.iter_markers("path")}:
+        gone = paths.went(item.funcargs["tmp_path"])  # type: ignore[attr-defined]
+        assert ways <= gone, f"declared, and not gone: {ways - gone}; gone: {gone}"
 
 
 @pytest.fixture

@@ -236,6 +236,7 @@ def test_the_micro_batch_split_changes_no_weight(recipe_file: Path, kind: str) -
     assert weights[0] == pytest.approx(weights[1], rel=1e-5) and weights[0][0] > 0
 
 
+@pytest.mark.path("grpo", "colocated", "one process", "bfloat16", "packed", "full")
 def test_bfloat16_runs_within_its_bounds(recipe_file: Path) -> None:
     directory = run(recipe_file, "model.dtype=bfloat16")
     gaps = [record["sampler/delta_mean"] for record in read_jsonl(directory / "metrics.jsonl")]
