@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -277,13 +278,18 @@ def metric_glossary() -> str:
 
 def writers(entry: Metric | Family) -> list[str]:
     """The files of `rlgen/` that write a metric."""
-    name = re.compile(rf"\b{type(entry).__name__}\.{entry.name}\b")
-    package = ROOT / "rlgen"
-    files = {str(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))}
+    name = f"{type(entry).__name__}.{entry.name}"
     own = {"Family.HEALTH"}  # `run/health.py` reads all others and writes this one
-    readers = () if f"{type(entry).__name__}.{entry.name}" in own else READERS
-    readers = readers or ("metrics.py", "run/live.py")
-    return [file for file, text in files.items() if not file.startswith(readers) and name.search(text)]
+    readers = ("metrics.py", "run/live.py") if name in own else READERS
+    return [file for file, names in metrics_named().items() if not file.startswith(readers) and name in names]
+
+
+@cache
+def metrics_named() -> dict[str, set[str]]:
+    """For each file of `rlgen/` the metrics that it names: {"run/records.py": {"Metric.LOSS", ...}}"""
+    package = ROOT / "rlgen"
+    named = re.compile(r"\b(?:Metric|Family)\.\w+")
+    return {str(path.relative_to(package)): set(named.findall(path.read_text())) for path in sorted(package.rglob("*.py"))}
 
 
 def exit_codes() -> str:
@@ -315,6 +321,30 @@ def faults() -> str:
         return f"yes, but for this: {PARTLY[number]}" if number in PARTLY else "yes"
 
     return table(["#", "fault", "produced by `make faults`"], [(str(n), title, state(n)) for n, title in CASES.items()])
+
+
+# --- tests ----------------------------------------------------------------------------------------------------------
+
+
+def ways() -> str:
+    """Every two values of the axes of training with the tests of `make test` that train so, and these tests."""
+    sys.path.append(str(ROOT / "tests"))
+    from helpers.paths import AWAITED, AXES, declared
+
+    tests = list(declared(ROOT / "tests"))
+    values = [value for axis in AXES.values() for value in axis]
+
+    def cell(one: str, other: str) -> str:
+        if any({one, other} <= set(axis) for axis in AXES.values()):
+            return ""
+        numbers = [str(number) for number, (way, _) in enumerate(tests, 1) if {one, other} <= set(way)]
+        return " ".join(numbers) or ("awaited" if {(one, other), (other, one)} & AWAITED else "none")
+
+    rows = [
+        (value, *(cell(value, other) for other in values[: -len(AXES["trained"])])) for value in values[len(AXES["trainer"]) :]
+    ]
+    named = [(str(number), *way, f"`tests/{test}`") for number, (way, test) in enumerate(tests, 1)]
+    return "\n".join([table(["", *values[: -len(AXES["trained"])]], rows), table(["#", *AXES, "test"], named)])
 
 
 # --- architectures ---------------------------------------------------------------------------------------------------
@@ -398,6 +428,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "sentinel-faults": sentinel_faults,
     "faults": faults,
+    "ways": ways,
     "sweep": sweep,
     "gpu": gpu,
 }

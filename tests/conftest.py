@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import real_model as real
 import torch
+from helpers import paths
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 from hypothesis import HealthCheck, settings
@@ -71,14 +74,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="run the tests of faults, the slow ones too, and print their table")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
     parser.addoption("--real", action="store_true", help="run the tests of a real model alone")
+    parser.addoption("--until", type=float, help="begin no test after this second since the epoch; files as they are named")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    faults, slow = config.getoption("faults"), config.getoption("slow")
+    faults, slow, real = (config.getoption(name) for name in ("faults", "slow", "real"))
     for item in list(items):
-        if not (item.get_closest_marker("fault") if faults else slow or not item.get_closest_marker("slow")):
+        if item.get_closest_marker("path") and item.get_closest_marker("slow"):
+            raise pytest.UsageError(f"{item.nodeid}: a path is declared by a test of `make test`, and this one is slow")
+        wanted = item.get_closest_marker("fault") if faults else slow or not item.get_closest_marker("slow")
+        if not (wanted or real) or bool(item.get_closest_marker("real")) != real:
             items.remove(item)
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    if config.getoption("until") is None:
+        items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("until")
+    if until is not None and time.time() > until:
+        pytest.skip("the time is up")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that declares a way through training must have gone it, in its `tmp_path`."""
+    yield
+    if ways := {marker.args for marker in item.iter_markers("path")}:
+        gone = paths.went(item.funcargs["tmp_path"])  # type: ignore[attr-defined]
+        assert ways <= gone, f"declared, and not gone: {ways - gone}; gone: {gone}"
 
 
 @pytest.fixture
@@ -183,6 +206,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     opened = OPENERS[request.param]("qwen3")
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of a pretrained chat model, which is downloaded and converted once."""
+    return real.real_model()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ TABLE = {room: re.findall(r"`(\w+)`", cell) for room, cell in ROW.findall((PACKA
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Full names of everything a file imports, inside functions too."""
     nodes = list(ast.walk(ast.parse(path.read_text())))

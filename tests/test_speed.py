@@ -24,6 +24,7 @@ def test_long_tails_are_hardly_padded(recipe_file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_the_first_step_comes_within_35_s_with_cold_caches(tmp_path: Path) -> None:
     """Nothing compiled, no tiny model built, no vLLM cache: as on a fresh machine."""
     environment = {

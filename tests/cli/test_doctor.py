@@ -9,6 +9,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_a_healthy_pair_gets_seven_verdicts_in_less_than_a_minute_and_a_baseline(
     recipe_file: Path, tmp_path: Path, rlgen: Callable[..., Any]
 ) -> None:

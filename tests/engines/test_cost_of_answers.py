@@ -16,6 +16,7 @@ FEW, MANY = 1024, 4096
 
 
 @pytest.mark.slow  # what it measures is the machine's, if anything else runs there
+@pytest.mark.timed
 def test_a_request_costs_the_same_however_many_are_open() -> None:
     few, many = asking(FEW), asking(MANY)
     for _ in range(3):  # a neighbour that came or went between the two

@@ -15,6 +15,7 @@ from helpers.samples import answered, request
 
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Engine, fingerprint
+from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
 from rlgen.engines.plan import digest_of
 from rlgen.engines.worker import Worker
@@ -212,20 +213,25 @@ def test_changed_weights_arrive(engine: Engine) -> None:
     engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
 
-def test_a_sync_empties_the_prefix_cache() -> None:
+# The engine that the tests above share, which is opened once.
+on_vllm = pytest.mark.parametrize("engine", ["colocated"], indirect=True)
+
+
+@on_vllm
+def test_a_sync_empties_the_prefix_cache(engine: Engine) -> None:
     """Blocks hold 128 tokens, so only a long prompt can hit the cache."""
-    opened, model = open_vllm("qwen3"), tiny_model("qwen3")
+    model = tiny_model("qwen3")
     asked = [request(tuple(range(250)) * 2, i) for i in range(4)]
     sampling = Sampling(max_tokens=8, temperature=1.0, stop_ids=STOPS)
-    opened.generate(asked, sampling)
-    assert all(answer.cached_tokens >= 128 for answer in opened.generate(asked, sampling)), "what a sync must empty"
+    engine.generate(asked, sampling)
+    assert all(answer.cached_tokens >= 128 for answer in engine.generate(asked, sampling)), "what a sync must empty"
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    opened.sync(model.named_parameters(), 1)
-    after = opened.generate(asked[:1], sampling)
+    engine.sync(model.named_parameters(), 1)
+    after = engine.generate(asked[:1], sampling)
     assert after[0].cached_tokens == 0 and gap(Policy(model, torch.float32, True), asked[:1], after, 1.0) < 2e-5
-    opened.close()
+    engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
 
 def test_transformers_sync_refuses_what_does_not_fit() -> None:
@@ -239,13 +245,12 @@ def test_transformers_sync_refuses_what_does_not_fit() -> None:
         opened.sync([(some[0][0], some[0][1][:3])], 1)
 
 
-def test_an_engine_that_answers_for_another_prompt_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = open_vllm("qwen3", max_num_seqs=4)
-    generate = opened._llm.generate
-    monkeypatch.setattr(opened._llm, "generate", lambda *a, **k: generate(*a, **k)[::-1])
+@on_vllm
+def test_an_engine_that_answers_for_another_prompt_is_caught(engine: ColocatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = engine._llm.generate
+    monkeypatch.setattr(engine._llm, "generate", lambda *a, **k: generate(*a, **k)[::-1])
     sampling = Sampling(max_tokens=3, temperature=1.0, stop_ids=STOPS)
-    answers = opened.generate(requests(4), sampling)
-    opened.close()
+    answers = engine.generate(requests(4), sampling)
     assert [answer.prompt_ids.tolist() for answer in answers] == [one.prompt_ids.tolist() for one in requests(4)][::-1]
     with pytest.raises(SentinelError, match="completion_order"):
         check_answers(requests(4), answers, sampling, version=0)

@@ -180,6 +180,7 @@ def test_killed_while_idle(bench: Bench, engine: ServerEngine, undisturbed: list
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.fault(51)
 def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(supervised=False)
@@ -221,6 +222,7 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.fault(52)
 def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     Server(bench.supervisor.url, bench.token, TIMEOUT).pause()  # it takes requests and answers its health probe
@@ -232,6 +234,7 @@ def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: 
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.fault(51, 52)
 def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(supervised=False)

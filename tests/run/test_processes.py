@@ -250,6 +250,7 @@ def test_one_engine_of_two_is_wrong(recipe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.fault(75)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: Proof, strategy: str) -> None:
@@ -264,6 +265,7 @@ def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: 
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.fault(41, 75)
 @pytest.mark.parametrize(
     ("where", "strategy", "phase"),
@@ -368,6 +370,7 @@ def test_a_killed_process_ends_the_others(recipe: Path, tmp_path: Path, proof: P
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.fault(75)
 def test_a_process_that_hangs_ends_all_within_the_timeout(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     """Stopped, it hears no SIGTERM: its launcher would wait 30 seconds for it."""
@@ -496,6 +499,7 @@ def test_processes_that_go_different_ways_are_told_apart(recipe: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.fault(76)
 def test_a_process_that_skips_a_step_ends_all_in_time(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     began = time.monotonic()

@@ -181,6 +181,7 @@ def test_the_seconds_of_a_step_are_those_of_its_phases(recipe_file: Path, monkey
 
 
 @pytest.mark.slow  # what else runs on a machine takes time between two phases
+@pytest.mark.timed
 def test_the_phases_of_a_step_are_nearly_all_of_it(recipe_file: Path) -> None:
     for record in read_jsonl(run(recipe_file, "run.steps=3", "checkpoint={every: 1, keep: 2}") / "metrics.jsonl"):
         phases = sum(value for key, value in record.items() if key.startswith("time/") and key != "time/step")
@@ -221,7 +222,7 @@ def test_old_logp_is_frozen_at_the_first_update(recipe_file: Path, monkeypatch: 
     assert record["kl/old_k3"] > 0, "the policy moved away from old_logp"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "grpo", "online_dpo"))  # of each loss: tests/losses/test_splits.py
 def test_the_micro_batch_split_changes_no_weight(recipe_file: Path, kind: str) -> None:
     weights = []
     for budget in (76, 16384):
@@ -235,6 +236,7 @@ def test_the_micro_batch_split_changes_no_weight(recipe_file: Path, kind: str) -
     assert weights[0] == pytest.approx(weights[1], rel=1e-5) and weights[0][0] > 0
 
 
+@pytest.mark.path("grpo", "colocated", "one process", "bfloat16", "packed", "full")
 def test_bfloat16_runs_within_its_bounds(recipe_file: Path) -> None:
     directory = run(recipe_file, "model.dtype=bfloat16")
     gaps = [record["sampler/delta_mean"] for record in read_jsonl(directory / "metrics.jsonl")]
