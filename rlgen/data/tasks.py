@@ -174,7 +174,7 @@ def colours(rng: Random, options: ColoursOptions) -> Row:
 
 
 def word_problems(rng: Random, options: WordProblemsOptions) -> Row:
-    """Returns a row such as {"prompt": "Ben has 7 cups and buys 5 more. How many ...? Reply with the number only.", "answer": "12"}.
+    """Returns a row such as {"prompt": "Ben has 7 cups and buys 5 more. ... Reply with the number only.", "answer": "12"}.
 
     The numbers that an answer is made of lie between 2 and `largest`; no answer is negative.
     """
