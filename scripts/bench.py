@@ -121,14 +121,18 @@ class Side:
             self.tokens.append(said["tokens"])
             self.phases.append(said["phases"])
 
-    def end(self) -> None:
-        """Notes the peak of its memory, with that of all processes that it started, and kills it."""
+    def note_peak(self) -> None:
+        """Notes the peak of its memory, with that of all processes that it started."""
         self.peak = 0.0
         with contextlib.suppress(OSError, psutil.Error):
             own = psutil.Process(self.process.pid)
             for one in (own, *own.children(recursive=True)):
                 status = Path(f"/proc/{one.pid}/status").read_text()
                 self.peak += int(status.partition("VmHWM:")[2].split()[0]) / (1 << 20)
+
+    def end(self) -> None:
+        """Notes the peak of its memory, and kills it."""
+        self.note_peak()
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self.process.wait()

@@ -183,7 +183,8 @@ class Steps:
         """Ends the step before and begins one."""
         print(json.dumps(self.said()), file=self._out, flush=True)
         self.tokens, self.phases = 0, {}
-        os.read(self._in, 1)
+        if not os.read(self._in, 1):
+            raise SystemExit("the process that lets this one take steps has ended")
 
     def said(self) -> dict[str, Any]:
         """Returns what is known of the step before."""

@@ -109,13 +109,13 @@ def plans(steps: int, shape: tuple[int, int, int]) -> list[Plan]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one side of a training came to. `asked` is the share of right answers to each held-out prompt."""
+    """What one side of a training came to."""
 
     rewards: list[float]  # mean of each step's completions
     start: float | None  # seconds from the command to the end of the first update; None: another process has made it
     step: float  # median, seconds
     peak: float  # GiB resident, of all its processes
-    before: dict[str, list[float]]  # by "sampled" and "greedy"; empty if the training must only end well
+    before: dict[str, list[float]]  # as `asked` returns it; empty if the training must only end well
     after: dict[str, list[float]]
 
     def rise(self, how: str) -> float:
@@ -125,9 +125,8 @@ class Measured:
     @property
     def cells(self) -> tuple[str, ...]:
         """Returns what stands in the table."""
-        shares = [
-            f"{fmean(share[how]):.3f}" if share else "" for how in ("sampled", "greedy") for share in (self.before, self.after)
-        ]
+        both = (self.before, self.after)
+        shares = [f"{fmean(asked[how]):.3f}" if asked else "" for how in ("sampled", "greedy") for asked in both]
         return *shares, f"{self.step:.2f}", "" if self.start is None else f"{self.start:.1f}", f"{self.peak:.2f}"
 
 
@@ -171,11 +170,15 @@ class Training:
     def step(self) -> None:
         """Lets the process train for a step. The last one, which also writes the model, does not count."""
         self.process.step(counts=True)
+        print(f"{self.process.name}: {self.process.seconds[-1]:.1f} s", flush=True)
         if not self.done:
             self.measured["seconds"].append(self.process.seconds[-1])
 
     def end(self) -> None:
         """Ends the process, which waits: if it has not done, it saves first."""
+        self.process.note_peak()
+        self.measured["peak"] = max(self.measured["peak"], self.process.peak)
+        write_text(self.folder / "measured.json", json.dumps(self.measured))
         if not self.done:
             os.kill(self.process.process.pid, signal.SIGTERM)
             self.process.signal(signal.SIGCONT)
@@ -183,8 +186,6 @@ class Training:
             if (code := self.process.process.wait(timeout=600)) != PAUSED:
                 print(f"{self.process.name} ended with {code}, not with {PAUSED}: see {self.process.log}", flush=True)
         self.process.end()
-        self.measured["peak"] = max(self.measured["peak"], self.process.peak)
-        write_text(self.folder / "measured.json", json.dumps(self.measured))
 
     def result(self, before: dict[str, list[float]]) -> Measured:
         """Returns what it came to; its model is asked once."""
@@ -235,28 +236,32 @@ def train(plan: Plan, out: Path, model: Path, until: float) -> list[Training]:
     return trainings
 
 
+def pairs_of(found: Found) -> dict[Plan, tuple[Measured, Measured]]:
+    """Returns the trainings that both tools have done: rlgen's and TRL's."""
+    return {plan: (of, found[plan, "TRL"]) for (plan, side), of in found.items() if side == "rlgen" and (plan, "TRL") in found}
+
+
 def behind(found: Found) -> list[str]:
     """Returns a sentence for each bound that rlgen misses."""
-    said = []
-    pairs = {plan: (of, found[plan, "TRL"]) for (plan, side), of in found.items() if side == "rlgen" and (plan, "TRL") in found}
+    said, pairs = [], pairs_of(found)
     for trainer in dict.fromkeys(plan.cell.trainer for plan in pairs):
         ours, theirs = zip(*(pair for plan, pair in pairs.items() if plan.cell.trainer == trainer), strict=True)
         if (rise := fmean(one.rise("sampled") for one in ours)) < RISE:
             said.append(f"{trainer}: accuracy at temperature 1 rose by {rise:.3f}, not by {RISE}")
         if (rise := fmean(one.rise("greedy") for one in ours)) < 0:
             said.append(f"{trainer}: greedy accuracy fell by {-rise:.3f}")
-        apart = of_mean([fmean(prompt) for prompt in zip(*(less(*pair) for pair in zip(ours, theirs, strict=True)), strict=True)])
-        if apart.high < 0:
-            said.append(f"{trainer}: accuracy at temperature 1 less that of TRL is {apart}")
+        apart = [left - right for left, right in zip(of_prompts(ours), of_prompts(theirs), strict=True)]
+        if of_mean(apart).high < 0:
+            said.append(f"{trainer}: accuracy at temperature 1 less that of TRL is {of_mean(apart)}")
     for what, bound, ratios in zip(("a step", "the first update"), (STEP, START), ratios_of(pairs.values()), strict=True):
         if ratios and median(ratios) < bound:
             said.append(f"{what}: TRL takes {median(ratios):.2f} times as long, not {bound}")
     return said
 
 
-def less(ours: Measured, theirs: Measured) -> list[float]:
-    """Returns by how much more of each held-out prompt's samples are right."""
-    return [left - right for left, right in zip(ours.after["sampled"], theirs.after["sampled"], strict=True)]
+def of_prompts(seeds: Iterable[Measured]) -> list[float]:
+    """Returns the mean over the seeds of each held-out prompt's share of right samples."""
+    return [fmean(shares) for shares in zip(*(one.after["sampled"] for one in seeds), strict=True)]
 
 
 def ratios_of(pairs: Iterable[tuple[Measured, Measured]]) -> tuple[list[float], list[float]]:
@@ -269,21 +274,18 @@ def ratios_of(pairs: Iterable[tuple[Measured, Measured]]) -> tuple[list[float], 
 def write(found: Found, out: Path) -> list[str]:
     """Prints the table, writes it and the curves, and returns the bounds that rlgen misses."""
     lines = [(plan.name, side, *one.cells) for (plan, side), one in found.items()]
-    for plan in dict.fromkeys(plan for plan, _ in found):
-        if (plan, "TRL") in found and (plan, "rlgen") in found:
-            steps, starts = ratios_of([(found[plan, "rlgen"], found[plan, "TRL"])])
-            lines.append((plan.name, "TRL ÷ rlgen", "", "", "", "", *(f"{ratio:.2f}" for ratio in (*steps, *starts)), ""))
+    for plan, pair in pairs_of(found).items():
+        ratios = [f"{ratio[0]:.2f}" if ratio else "" for ratio in ratios_of([pair])]
+        lines.append((plan.name, "TRL ÷ rlgen", "", "", "", "", *ratios, ""))
     missed = behind(found)
     facts = {"machine": machine_facts(None), "behind": missed}
     cells = {f"{plan.name}-{side}": asdict(one) for (plan, side), one in found.items()}
     write_text(out / "table.json", json.dumps({**facts, "cells": cells}, indent=1) + "\n")
-    curves = {
-        replace(plan.cell, trainer=plan.name.rpartition("-")[0], tool=side): Learned(
-            rewards=one.rewards, before=0.0, after=0.0, seconds=0.0, cpu=0.0
-        )
-        for (plan, side), one in found.items()
-        if one.after
-    }
+    curves = {}
+    for (plan, side), one in found.items():
+        if one.after:
+            cell = replace(plan.cell, trainer=plan.name.rpartition("-")[0], tool=side)
+            curves[cell] = Learned(rewards=one.rewards, before=0.0, after=0.0, seconds=0.0, cpu=0.0)
     if curves:
         write_png(out / "curves.png", "Reward of the sampled answers, 64 a step", charts_of(curves), most=len(found))
     print(f"\n{aligned([HEADS, *lines])}\n\n{ROWS} held-out prompts, {SAMPLES} samples of each; {out}/curves.png")

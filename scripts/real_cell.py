@@ -39,7 +39,7 @@ def train_with_rlgen(folder: Path, steps: Steps) -> tuple[list[float], Path]:
 
 
 def train_with_trl(folder: Path, steps: Steps) -> tuple[list[float], Path]:
-    """Trains as `config.json` says. Returns the mean reward of each step, and the folder of the trained model."""
+    """Trains as `settings.json` says. Returns the mean reward of each step, and the folder of the trained model."""
     with trl_survives():
         from transformers import TrainerCallback
         from trl_side import logged_rewards, trainer_of
@@ -57,7 +57,7 @@ def train_with_trl(folder: Path, steps: Steps) -> tuple[list[float], Path]:
                 if asked:
                     control.should_save = control.should_training_stop = True
 
-        said = json.loads((folder / "config.json").read_text())
+        said = json.loads((folder / "settings.json").read_text())
         rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
         trainer = trainer_of(said["kind"], said["settings"], folder / "model", rows, numeric_match, folder / "trl")
         trainer.add_callback(Says())
