@@ -121,14 +121,18 @@ class Side:
             self.tokens.append(said["tokens"])
             self.phases.append(said["phases"])
 
-    def end(self) -> None:
-        """Notes the peak of its memory, with that of all processes that it started, and kills it."""
+    def note_peak(self) -> None:
+        """Notes the peak of its memory, with that of all processes that it started."""
         self.peak = 0.0
         with contextlib.suppress(OSError, psutil.Error):
             own = psutil.Process(self.process.pid)
             for one in (own, *own.children(recursive=True)):
                 status = Path(f"/proc/{one.pid}/status").read_text()
                 self.peak += int(status.partition("VmHWM:")[2].split()[0]) / (1 << 20)
+
+    def end(self) -> None:
+        """Notes the peak of its memory, and kills it."""
+        self.note_peak()
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self.process.wait()
@@ -232,20 +236,25 @@ def main() -> None:
         for name in chosen.workloads or WORKLOADS:
             measured[name] = measure(name, chosen.sides, chosen.starts, chosen.steps, Path(folder) / name, chosen.threads)
     found = {name: {side.name: side.result() for side in sides} for name, sides in measured.items()}
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
-        "threads": chosen.threads or os.cpu_count(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {name: version(name) for name in PACKAGES if installed(name)},
-    }
+    machine = machine_facts(chosen.threads)
     write_text(chosen.out / "bench.json", json.dumps({"machine": machine, "workloads": found}, indent=1) + "\n")
     write_text(chosen.out / "trace.json", json.dumps(trace(measured)))
     Console(width=150).print(table(found))
     each = f"{chosen.starts} starts and {chosen.steps} steps of each side"
     print(f"{machine['cores']} cores ({machine['capability']}), {machine['threads']} threads; {each}")
     print(f"{chosen.out / 'bench.json'}, {chosen.out / 'trace.json'}")
+
+
+def machine_facts(threads: int | None) -> dict[str, Any]:
+    """Returns what the times depend on besides the code; `threads` of each process, as many as there are cores if None."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": threads or os.cpu_count(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {name: version(name) for name in PACKAGES if installed(name)},
+    }
 
 
 def installed(name: str) -> bool:

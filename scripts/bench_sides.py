@@ -183,7 +183,8 @@ class Steps:
         """Ends the step before and begins one."""
         print(json.dumps(self.said()), file=self._out, flush=True)
         self.tokens, self.phases = 0, {}
-        os.read(self._in, 1)
+        if not os.read(self._in, 1):
+            raise SystemExit("the process that lets this one take steps has ended")
 
     def said(self) -> dict[str, Any]:
         """Returns what is known of the step before."""
@@ -216,7 +217,6 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
 
     with importing():  # as a run imports it
         from rlgen.engines import vllm_compat
-        from rlgen.trainers.collect import Collector
 
     (folder / "rewards.py").write_text(REWARD)
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(workload, 200)))
@@ -239,24 +239,7 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    run, collect = folder / "run", Collector.__call__
-    numbers = count(1)
-
-    def told(collector: "Collector", *arguments: Any) -> Any:
-        if (number := next(numbers)) > 1:
-            found = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-            if found[Metric.STEP] != number - 1:
-                raise SystemExit(f"metrics of step {found[Metric.STEP]} where those of {number - 1} should stand")
-            steps.tokens = found[Metric.TOKENS_TRAINED]
-            now, names = time.time(), ("generate", "reward", "train", "sync", "save")
-            took = {name: found.get(f"time/{name}", 0.0) for name in names}
-            start = now - sum(took.values())
-            for name, seconds in took.items():
-                steps.phases[name] = [start, seconds]
-                start += seconds
-        steps.begin()
-        return collect(collector, *arguments)
-
+    run = folder / "run"
     open_llm = vllm_compat.open_llm
     with ExitStack() as around:
 
@@ -267,8 +250,45 @@ def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = Fal
         if stream:
             around.enter_context(told_lengths_to_server(workload))
         around.enter_context(patch.object(vllm_compat, "open_llm", opened))
-        around.enter_context(patch.object(Collector, "__call__", told))
+        around.enter_context(rlgen_says(steps, run))
         train(path, TrainOptions(run_dir=run, clean=True, progress="plain"))
+
+
+@contextmanager
+def rlgen_says(steps: Steps, run: Path) -> Iterator[None]:
+    """Lets the trainer of rlgen say its steps, with what `metrics.jsonl` of the run's folder has of the step before."""
+    with importing():  # as a run imports it
+        from rlgen.trainers.collect import Collector
+
+    collect, known = Collector.__call__, -1  # step of the newest metrics; -1: this process has trained nothing yet
+
+    def told(collector: "Collector", *arguments: Any) -> Any:
+        nonlocal known
+        found = newest_metrics(run)
+        if known >= 0:
+            if found[Metric.STEP] != known + 1:
+                raise SystemExit(f"metrics of step {found[Metric.STEP]} where those of {known + 1} should stand")
+            steps.tokens = found[Metric.TOKENS_TRAINED]
+            now, names = time.time(), ("generate", "reward", "train", "sync", "save")
+            took = {name: found.get(f"time/{name}", 0.0) for name in names}
+            start = now - sum(took.values())
+            for name, seconds in took.items():
+                steps.phases[name] = [start, seconds]
+                start += seconds
+        known = found[Metric.STEP]
+        steps.begin()
+        return collect(collector, *arguments)
+
+    with patch.object(Collector, "__call__", told):
+        yield
+
+
+def newest_metrics(run: Path) -> dict[str, Any]:
+    """Returns the last record of `metrics.jsonl` in the folder of a run; of a run that has trained nothing, step 0 alone."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {Metric.STEP: 0}
+    return found
 
 
 def run_trl(workload: Workload, folder: Path, steps: Steps) -> None:

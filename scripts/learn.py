@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from learn_cells import ROOT, TASKS, TOOLS, TRAINERS, Cell, Learned, Size, run_cell, warm
+from learn_cells import ROOT, TINY, TOOLS, TRAINERS, Cell, Learned, Size, run_cell, warm
 
 from rlgen.look.aligned import BAND, band, present
 from rlgen.look.charts import Chart, Line
@@ -63,7 +63,7 @@ def grid(seeds: int, size: Size, only: str) -> list[Cell]:
     cells = [
         Cell(task=task, trainer=trainer, seed=seed, tool=tool, size=size)
         for seed in range(seeds)
-        for task in TASKS
+        for task in TINY
         for trainer in TRAINERS
         for tool in TOOLS
     ]
@@ -118,6 +118,8 @@ def charts_of(found: Found) -> list[Chart]:
         lines = []
         for tool in TOOLS:
             place = (task, trainer, tool)
+            if not any((cell.task, cell.trainer, cell.tool) == place for cell in found):
+                continue
             rows = np.array([smooth(one.rewards) for cell, one in found.items() if (cell.task, cell.trainer, cell.tool) == place])
             low, high = band(rows) if len(rows) > 1 else (rows[0], rows[0])
             lines.append(Line(label=tool, values=present(rows.mean(axis=0)), low=present(low), high=present(high)))
@@ -140,7 +142,11 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def text(rows: Sequence[Row]) -> str:
     """Returns the table for a terminal of 80 columns."""
-    lines = [HEADS, *(row.cells for row in rows)]
+    return aligned([HEADS, *(row.cells for row in rows)])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Returns lines of cells as columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 

@@ -1,9 +1,9 @@
-"""The trainings of `make learn`: one task, one algorithm and one seed, with rlgen or with TRL 1.16.0.
+"""The trainings of `make learn` and `make real-learn`: one task, one algorithm and one seed, with rlgen or with TRL 1.16.0.
 
 Both get the same model, rows in the same order, reward function, chat template, number of prompts and completions, temperature,
-limit of a completion, loss and optimizer; every setting in which their defaults differ is said to both. Both sample with
-transformers: on models this small vLLM only takes longer to start. What they learned is asked for by `plain.answers`, which is
-neither tool's.
+limit of a completion, loss and optimizer; every setting in which their defaults differ is said to both. In `make learn` both
+sample with transformers: on models this small vLLM only takes longer to start. What they learned is asked for by `plain.answers`,
+which is neither tool's.
 
 A cell is a file in the folder `cells`. It holds what it was made with: settings, start and versions. It is kept as long as these
 are the same; a change of rlgen's own code does not show there: delete the folder.
@@ -13,8 +13,7 @@ import json
 import os
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -24,12 +23,11 @@ from random import Random
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
 
-import torch
 import yaml
 from plain import answers
 from pydantic import BaseModel
+from trl_side import logged_rewards, trainer_of
 
 from rlgen.data.tasks import Row, generate
 from rlgen.files import write_text
@@ -38,7 +36,8 @@ from rlgen.opening.attempt import train
 from rlgen.opening.options import TrainOptions
 from rlgen.opening.warm import TRAIN_SEED, warm_start
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions
+from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions, WordProblemsOptions
+from rlgen.rewards.builtin import BUILTIN
 from rlgen.rewards.load import REWARDS
 from rlgen.workers.find import find
 
@@ -58,8 +57,8 @@ class Task:
 
     options: BaseModel
     max_completion_tokens: int
-    reward: str = "scripts/learn_rewards.py:near"  # file:function in this checkout; 1 is right
-    start: float = 0.25  # share of sampled answers that are right before training
+    reward: str = "scripts/learn_rewards.py:near"  # file:function in this checkout, or a built-in name; 1 is right
+    start: float | None = 0.25  # share of sampled answers that are right before training; None: of a model as it is
 
 
 TASKS = {
@@ -71,7 +70,9 @@ TASKS = {
         reward="recipes/countdown.py:reaches",
     ),
     "sort": Task(options=SortOptions(), max_completion_tokens=8),
+    "word_problems": Task(options=WordProblemsOptions(), max_completion_tokens=24, reward="numeric_match", start=None),
 }
+TINY = [task for task, of in TASKS.items() if of.start is not None]  # those of `make learn`
 
 
 class Words(NamedTuple):
@@ -111,6 +112,7 @@ class Size:
     steps: int = 50
     samples: int = 128  # completions of a step
     learning_rate: float = 5e-4
+    schedule: str = "linear"
     warmup_steps: int = 5  # Adam's first steps are large whatever the gradient
 
 
@@ -170,7 +172,8 @@ def held_out(task: str) -> list[Row]:
 
 def reward_of(task: str) -> Callable[..., float]:
     """Returns the function that both tools call."""
-    return find(str(ROOT / TASKS[task].reward), REWARDS)[0]
+    use = TASKS[task].reward
+    return BUILTIN[use] if use in BUILTIN else find(str(ROOT / use), REWARDS)[0]
 
 
 def recipe_of(cell: Cell) -> dict[str, Any]:
@@ -192,7 +195,7 @@ def recipe_of(cell: Cell) -> dict[str, Any]:
         "trainer": words.rlgen,
         "optim": {
             "learning_rate": size.learning_rate,
-            "schedule": "linear",
+            "schedule": size.schedule,
             "warmup_steps": size.warmup_steps,
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
@@ -213,7 +216,7 @@ def config_of(cell: Cell) -> dict[str, Any]:
         "top_p": 1.0,
         "top_k": 0,
         "learning_rate": size.learning_rate,
-        "lr_scheduler_type": "linear",
+        "lr_scheduler_type": size.schedule,
         "warmup_steps": size.warmup_steps,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
@@ -240,58 +243,36 @@ def config_of(cell: Cell) -> dict[str, Any]:
     }
 
 
+def write_recipe(cell: Cell, model: Path, folder: Path, recipe: dict[str, Any]) -> Path:
+    """Writes the recipe of a cell with its rows into a folder, beside links to what it names, and returns it."""
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in training_rows(cell)))
+    for name, place in {
+        "model": model,
+        "recipes": ROOT / "recipes",
+        "scripts": ROOT / "scripts",
+        "tests": ROOT / "tests",
+    }.items():
+        if not (folder / name).exists():
+            (folder / name).symlink_to(place)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return path
+
+
 def train_with_rlgen(cell: Cell, model: Path, folder: Path) -> tuple[list[float], Path]:
     """Returns the mean reward of each step, and the folder of the trained model."""
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in training_rows(cell)))
-    (folder / "model").symlink_to(model)
-    for place in ("recipes", "scripts"):  # of rewards
-        (folder / place).symlink_to(ROOT / place)
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(cell), sort_keys=False))
-    run = train(recipe, TrainOptions(run_dir=folder / "run"))
+    run = train(write_recipe(cell, model, folder, recipe_of(cell)), TrainOptions(run_dir=folder / "run"))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [record[Metric.REWARD_MEAN] for record in records], run / "checkpoints" / f"step_{cell.size.steps:06d}"
 
 
 def train_with_trl(cell: Cell, model: Path, folder: Path) -> tuple[list[float], Path]:
     """Returns the mean reward of each step, and the folder of the trained model."""
-    # TRL changes the environment when it is imported, and warns of the vLLM that is not used here.
-    with patch.dict(os.environ), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from datasets import Dataset
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-        from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-    kinds: dict[str, tuple[Any, Any, str]] = {  # and what its log calls the mean reward of a step
-        "grpo": (GRPOTrainer, GRPOConfig, "reward"),
-        "rloo": (RLOOTrainer, RLOOConfig, "reward"),
-        "online_dpo": (OnlineDPOTrainer, OnlineDPOConfig, "objective/scores"),
-    }
-    kind, config, reward = kinds[cell.trainer]
-    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in training_rows(cell)]
-    quiet = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "use_cpu": True}
-    trainer = kind(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        reward_funcs=[for_trl(reward_of(cell.task))],
-        args=config(output_dir=str(folder / "trl"), **quiet, **config_of(cell)),
-        train_dataset=Dataset.from_list(rows),
-    )
+    settings = {"save_strategy": "no", **config_of(cell)}
+    trainer = trainer_of(cell.trainer, settings, model, training_rows(cell), reward_of(cell.task), folder / "trl")
     trainer.train()
     trainer.save_model(str(folder / "trl"))
-    return [record[reward] for record in trainer.state.log_history if reward in record], folder / "trl"
-
-
-def for_trl(reward: Callable[..., float]) -> Callable[..., list[float]]:
-    """Returns a reward of one completion as TRL calls it: with the messages of all completions, and columns as lists."""
-    names = [name for name in signature(reward).parameters if name != "completion"]
-
-    def of_all(completions: Sequence[Sequence[dict[str, str]]], **columns: Any) -> list[float]:
-        texts = [messages[0]["content"] for messages in completions]
-        rows = [{name: columns[name][place] for name in names if name in columns} for place in range(len(texts))]
-        return [reward(completion=text, **row) for text, row in zip(texts, rows, strict=True)]
-
-    return of_all
+    return logged_rewards(trainer), folder / "trl"
 
 
 TRAIN: dict[Tool, Callable[[Cell, Path, Path], tuple[list[float], Path]]] = {"rlgen": train_with_rlgen, "TRL": train_with_trl}
@@ -299,16 +280,24 @@ TRAIN: dict[Tool, Callable[[Cell, Path, Path], tuple[list[float], Path]]] = {"rl
 
 def accuracy(task: str, model: Path) -> float:
     """Returns the share of held-out prompts that a saved model answers right, greedily."""
-    rows, reward = held_out(task), reward_of(task)
-    texts = answers(model, [row["prompt"] for row in rows], TASKS[task].max_completion_tokens, sampled=False)
+    return fmean(right(task, model, held_out(task), 0))
+
+
+def right(task: str, model: Path, rows: list[Row], sampled: int) -> list[float]:
+    """Returns for each row the share of a saved model's answers that are right: of one, greedily, or of `sampled` at
+    temperature 1.
+    """
+    asked, reward = rows * max(1, sampled), reward_of(task)
+    texts = answers(model, [row["prompt"] for row in asked], TASKS[task].max_completion_tokens, sampled=sampled > 0)
     taken = [name for name in signature(reward).parameters if name in rows[0]]
-    worth = [reward(completion=text, **{name: row[name] for name in taken}) for text, row in zip(texts, rows, strict=True)]
-    return fmean(value == 1.0 for value in worth)
+    worth = [reward(completion=text, **{name: row[name] for name in taken}) for text, row in zip(texts, asked, strict=True)]
+    return [fmean(value == 1.0 for value in worth[place :: len(rows)]) for place in range(len(rows))]
 
 
 def warm(task: str, folder: Path) -> None:
-    """Makes the model that all cells of a task start from, unless it is there."""
-    if (folder / "accuracy.json").exists():
+    """Makes the model that all cells of a task of `TINY` start from, unless it is there."""
+    share = TASKS[task].start
+    if (folder / "accuracy.json").exists() or share is None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     cell = Cell(task=task, trainer="grpo", seed=0, tool="rlgen", size=Size())
@@ -317,7 +306,7 @@ def warm(task: str, folder: Path) -> None:
         "model": {"path": MODEL, "dtype": "float32"},
         "data": {"source": f"task:{task}", "options": options, "chat": True},
     }
-    warm_start(Recipe.model_validate(recipe), folder, TASKS[task].start, print)
+    warm_start(Recipe.model_validate(recipe), folder, share, print)
     write_text(folder / "accuracy.json", json.dumps(accuracy(task, folder)))
 
 

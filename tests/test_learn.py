@@ -12,6 +12,7 @@ import learn_cells
 import pytest
 from learn_cells import TASKS, TOOLS, TRAIN, TRAINERS, Cell, Learned, Size, Tool, config_of, recipe_of, run_cell, training_rows
 from learn_rewards import near
+from trl_side import for_trl
 
 from rlgen.models.tiny import build_tiny
 from rlgen.opening.warm import TRAIN_SEED
@@ -106,7 +107,7 @@ def test_the_longest_line_of_a_table_fits_80_columns() -> None:
 
 def test_the_grid_has_every_cell_once_and_ends_a_seed_before_it_begins_another() -> None:
     cells = learn.grid(3, Size(), "")
-    assert len(set(cells)) == len(set(map(str, cells))) == len(TASKS) * len(TRAINERS) * 3 * 2 == 72
+    assert len(set(cells)) == len(set(map(str, cells))) == len(learn_cells.TINY) * len(TRAINERS) * 3 * 2 == 72
     assert [of.seed for of in cells] == [0] * 24 + [1] * 24 + [2] * 24
     assert {of.trainer for of in learn.grid(1, Size(), "sort-rloo")} == {"rloo"}
 
@@ -175,7 +176,7 @@ def test_a_reward_is_the_same_in_both_tools(task: str) -> None:
     ours = [reward(text, **{name: row[name] for name in names}) for text, row in zip(texts, rows, strict=True)]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     messages = [[{"role": "assistant", "content": text}] for text in texts]
-    theirs = learn_cells.for_trl(reward)(prompts=[], completions=messages, completion_ids=[], trainer_state=None, **columns)
+    theirs = for_trl(reward)(prompts=[], completions=messages, completion_ids=[], trainer_state=None, **columns)
     assert ours == theirs and [value == 1 for value in ours] == [bool(place % 3) for place in range(50)]
     assert max(len(row["answer"]) for row in rows) < TASKS[task].max_completion_tokens
 

@@ -21,7 +21,7 @@ from rlgen.data.prompts import build_prompts
 from rlgen.data.source import load_rows
 from rlgen.models.load import load_tokenizer, locate
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.recipe.evaluation import data_of, rewards_of
+from rlgen.recipe.evaluation import data_of, rewards_of, seed_of
 from rlgen.recipe.models import DataRecipe, RewardRecipe
 from rlgen.rewards.score import open_scorer
 from rlgen.types import Group
@@ -41,6 +41,9 @@ def header(path: Path) -> tuple[str, str, str]:
 
 ON_GPU = [path for path in RECIPES if header(path)[0].startswith("one GPU")]
 ON_CPU = [path for path in RECIPES if path not in ON_GPU]
+SMOLLM2 = ROOT / "recipes" / "smollm2.yaml"  # of a real model, on the CPU
+OF_REAL_MODEL = Path.home() / ".cache" / "rlgen-real" / "smollm2"
+UNMEASURED = "not measured yet"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -50,8 +53,10 @@ def test_the_header_names_hardware_time_and_what_to_expect(path: Path) -> None:
         assert GPU.match(needs) and int(GPU.match(needs)[1]) in CARDS  # type: ignore[index]
         assert time == "not measured yet" and expect.endswith("not measured yet: no GPU with the hub was at hand")
     else:
-        assert needs.startswith("two cores") and "minute" in time
-        assert EXPECTED.fullmatch(expect), expect
+        assert needs.startswith("two cores")
+        measured = [UNMEASURED in line for line in (time, expect)]
+        assert measured == [False, False] or (path == SMOLLM2 and measured == [True, True])
+        assert measured[0] or ("minute" in time and EXPECTED.fullmatch(expect)), expect
     recipe = load_recipe(path).recipe
     assert expect.split()[0] in {reward.label for reward in recipe.rewards}
     assert recipe.eval is not None or path in ON_CPU
@@ -232,6 +237,16 @@ def test_the_gym_of_the_recipe_scores_its_own_answers() -> None:
     assert right == 1.0 and all(value is not None and value < 0.2 for value in wrong)
 
 
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "online_dpo"])
+def test_a_real_model_gets_other_problems_with_each_trainer_when_it_is_evaluated(kind: str) -> None:
+    recipe = load_recipe(SMOLLM2, [f"trainer.kind={kind}"]).recipe
+    assert recipe.eval is not None and recipe.trainer.kind == kind
+    trained = {row["prompt"] for row in load_rows(recipe.data, recipe.run.seed).rows}
+    asked = {row["prompt"] for row in load_rows(data_of(recipe, recipe.eval), seed_of(recipe)).rows}
+    assert (len(trained), len(asked), trained & asked) == (1000, 64, set())
+    assert recipe.samples_per_step == 64 and recipe.run.steps * recipe.rollout.prompts_per_step <= len(trained)
+
+
 # --- what is learned on a CPU ----------------------------------------------------------------------------------------
 
 
@@ -244,6 +259,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path | No
         named = load_recipe(path).recipe.model.path
         if named.startswith("tiny:"):
             return None
+        if path == SMOLLM2:
+            return OF_REAL_MODEL
         if named not in made:
             made[named] = tmp_path_factory.mktemp("warm") / "model"
             call("recipes", "warm-start", path, "--out", made[named])
@@ -262,6 +279,8 @@ def call(*arguments: object) -> None:
 def test_the_curve_lies_in_the_band(path: Path, seed: int, tmp_path: Path, warm: Callable[[Path], Path | None]) -> None:
     """The mean over the last five steps up to the one that is named, so that the noise of one step decides nothing."""
     found = EXPECTED.fullmatch(header(path)[2])
+    if path == SMOLLM2 and (found is None or not OF_REAL_MODEL.exists()):
+        pytest.skip(f"needs {OF_REAL_MODEL}, and what is expected of it")
     assert found is not None
     name, low, high, step = found[1], float(found[2]), float(found[3]), int(found[4])
     model = warm(path)

@@ -12,7 +12,15 @@ from random import Random
 from typing import Any
 
 from rlgen.errors import DataError, SetupError
-from rlgen.recipe.models import ArithmeticOptions, ColoursOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions
+from rlgen.recipe.models import (
+    ArithmeticOptions,
+    ColoursOptions,
+    CountdownOptions,
+    GymOptions,
+    ReverseOptions,
+    SortOptions,
+    WordProblemsOptions,
+)
 
 Row = dict[str, Any]
 
@@ -23,6 +31,26 @@ COLOURS = {
     **{"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 220)},
     **{"yellow": (240, 220, 40), "black": (15, 15, 15), "white": (245, 245, 245)},
 }
+
+NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Karen", "Leo", "Lucy", "Maria")
+NAMES += ("Max", "Mia", "Noah", "Olga", "Peter", "Rosa", "Sam", "Tina", "Tom", "Victor")
+THINGS = ("apples", "balls", "books", "cakes", "cards", "coins", "cookies", "cups", "eggs", "flags", "hats", "keys", "maps")
+THINGS += ("nuts", "pears", "pens", "plates", "rings", "shells", "toys")
+# Problems of one and of two operations, and what answers them.
+ONE_STEP = (
+    ("{name} has {a} red {things} and {b} blue {things}. How many {things} does {name} have?", "sum"),
+    ("{name} has {a} {things} and buys {b} more. How many {things} does {name} have?", "sum"),
+    ("{name} has {sum} {things} and gives away {b}. How many are left?", "a"),
+    ("{name} has {sum} {things} and loses {b} of them. How many {things} does {name} have now?", "a"),
+    ("{name} has {a} bags. Each bag has {b} {things}. How many {things} is that?", "product"),
+    ("{name} buys {a} {things} for {b} dollars each. How many dollars does {name} pay?", "product"),
+    ("{name} makes {a} {things} a day. How many {things} does {name} make in {b} days?", "product"),
+)
+TWO_STEPS = (
+    ("{name} has {a} {things}, buys {b} more and then loses {few}. How many {things} are left?", "many"),
+    ("{name} has {a} red, {b} blue and {c} green {things}. How many {things} is that?", "all"),
+    ("{name} has {a} bags with {b} {things} each and {c} more {things}. How many {things} is that?", "product_and_c"),
+)
 
 
 def generate(name: str, options: Any, seed: int) -> list[Row]:
@@ -145,6 +173,19 @@ def colours(rng: Random, options: ColoursOptions) -> Row:
     return {"prompt": question, "answer": halves[place], "images": [f"data:image/x-portable-pixmap;base64,{picture}"]}
 
 
+def word_problems(rng: Random, options: WordProblemsOptions) -> Row:
+    """Returns a row such as {"prompt": "Ben has 7 cups and buys 5 more. ... Reply with the number only.", "answer": "12"}.
+
+    The numbers that an answer is made of lie between 2 and `largest`; no answer is negative.
+    """
+    text, answer = rng.choice(TWO_STEPS if rng.random() < options.two_steps else ONE_STEP)
+    a, b, c = (rng.randint(2, options.largest) for _ in range(3))
+    numbers = {"a": a, "b": b, "c": c, "few": min(a, b), "many": max(a, b), "sum": a + b, "all": a + b + c}
+    numbers |= {"product": a * b, "product_and_c": a * b + c}
+    said = text.format(name=rng.choice(NAMES), things=rng.choice(THINGS), **numbers)
+    return {"prompt": f"{said} Reply with the number only.", "answer": str(numbers[answer])}
+
+
 def gym(options: GymOptions, seed: int) -> list[Row]:
     """Returns rows of a data set of reasoning-gym, with its facts for the scorer in the column `metadata`, as JSON text.
 
@@ -185,4 +226,5 @@ TASKS: dict[str, Callable[[Random, Any], Row]] = {
     "sort": sort,
     "countdown": countdown,
     "colours": colours,
+    "word_problems": word_problems,
 }

@@ -160,6 +160,15 @@ class ColoursOptions(Strict):
     """Share of rows that name the colours and have no picture."""
 
 
+class WordProblemsOptions(Strict):
+    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
+    """Rows that are made."""
+    largest: Annotated[StrictInt, Field(ge=9, le=1000)] = 9
+    """Largest of the numbers that an answer is made of; the smallest is 2."""
+    two_steps: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.25
+    """Share of problems that take two operations."""
+
+
 class GymOptions(Strict):
     dataset: Text
     """Data set of reasoning-gym, such as chain_sum; `pip install 'rlgen[gym]'`."""
@@ -169,12 +178,16 @@ class GymOptions(Strict):
     """Settings of the data set, without size and seed."""
 
 
-TASKS: dict[str, type[ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions | ColoursOptions | GymOptions]] = {
+TaskOptions = (
+    ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions | ColoursOptions | WordProblemsOptions | GymOptions
+)
+TASKS: dict[str, type[TaskOptions]] = {
     "arithmetic": ArithmeticOptions,
     "reverse": ReverseOptions,
     "sort": SortOptions,
     "countdown": CountdownOptions,
     "colours": ColoursOptions,
+    "word_problems": WordProblemsOptions,
     "gym": GymOptions,
 }
 

@@ -9,7 +9,7 @@ import pytest
 from rlgen.data.tasks import COLOURS, TASKS, generate
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.models import TASKS as OPTIONS
-from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions
+from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions, WordProblemsOptions
 
 
 def numbers_in(expression: str) -> list[int]:
@@ -83,6 +83,34 @@ def test_countdown_answers_reach_the_target_with_each_number_once(count):
         assert set(row["answer"]) <= set("0123456789()+-*")
         assert 1 <= row["target"] <= count * 30
         assert all(str(number) in row["prompt"] for number in (*row["numbers"], row["target"]))
+
+
+def solved(said: str) -> int:
+    """The answer to a word problem by what its sentences say."""
+    first, *others = map(int, re.findall(r"\d+", said))
+    if re.search(r" (gives away|loses) \d+( of them)?\.", said) and "buys" not in said:
+        return first - others[0]
+    if "buys" in said and "then loses" in said:
+        return first + others[0] - others[1]
+    if "bags with" in said:
+        return first * others[0] + others[1]
+    if re.search(r"Each bag has|dollars each| a day", said):
+        return first * others[0]
+    return first + sum(others)
+
+
+def test_word_problems_are_answered_by_their_sentences():
+    rows = generate("word_problems", WordProblemsOptions(size=600, largest=12, two_steps=0.5), 2)
+    assert len(rows) == 600
+    for row in rows:
+        assert int(row["answer"]) == solved(row["prompt"]) >= 0, row
+        assert row["prompt"].endswith("? Reply with the number only.") and "{" not in row["prompt"]
+
+
+def test_the_share_of_problems_of_two_steps():
+    for share in (0.0, 1.0):
+        rows = generate("word_problems", WordProblemsOptions(size=50, two_steps=share), 0)
+        assert {len(re.findall(r"\d+", row["prompt"])) for row in rows} == {2 + int(share)}
 
 
 STUB = """
