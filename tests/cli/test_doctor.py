@@ -1,11 +1,17 @@
 """`rlgen doctor` as a user runs it. What it finds is tested in tests/sentinel."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.waiting import HANGS
+
+FSDP = ("--set", "engine={kind: transformers}", "--set", "processes.strategy=fsdp")
 
 
 @pytest.mark.slow
@@ -34,3 +40,31 @@ def test_an_unhealthy_pair_gets_a_name_and_exit_6(recipe_file: Path, rlgen: Call
     assert ended.returncode == 6 and not report["healthy"]
     assert (report["rungs"][-1]["verdict"], report["rungs"][-1]["fault"]) == ("failed", "numerics")
     assert "error: sentinel: rung 1, same weights: numerics: at the start, with the same ids" in ended.stderr
+
+
+@pytest.mark.slow
+def test_several_processes_print_one_report_and_one_fault(recipe_file: Path) -> None:
+    """What they find of sharded weights is tested faster in tests/run/test_sharded.py."""
+
+    def doctor(*words: str) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlgen"]
+        command = [*launcher, "doctor", str(recipe_file), "--json", *FSDP, *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=environment)
+
+    healthy = doctor()
+    assert healthy.returncode == 0, healthy.stderr[-3000:]
+    report = json.loads(healthy.stdout)
+    assert report["healthy"] and [rung["number"] for rung in report["rungs"]] == list(range(7))
+    unhealthy = doctor("--set", "sentinel.max_delta=1e-12")
+    assert json.loads(unhealthy.stdout)["rungs"][-1]["fault"] == "numerics"
+    assert unhealthy.stderr.count("error: sentinel: rung 1, same weights: numerics") == 1
+    assert unhealthy.stderr.count("exitcode  : 6") == 2  # of torchrun
+    mistaken = doctor("--set", "run.nothing=1")
+    assert mistaken.returncode == 1 and mistaken.stderr.count("run.nothing") == 1
+
+
+@pytest.mark.slow
+def test_one_process_says_that_it_shards_nothing(recipe_file: Path, rlgen: Callable[..., Any]) -> None:
+    ended = rlgen("doctor", recipe_file, *FSDP)
+    assert ended.returncode == 0 and ended.stdout.startswith("one process holds all weights: `torchrun --nproc-per-node 2"), ended
