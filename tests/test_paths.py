@@ -128,7 +128,7 @@ def test_what_was_gone_is_read_from_the_files_of_a_run(tmp_path: Path) -> None:
     assert paths.went(tmp_path) == {("a",)}, "one update is not two"
     updates(1, 0, 1)
     assert paths.went(tmp_path) == {("a",), ("grpo", "transformers", "one process", "float32", "packed", "lora")}
-    (run / "rollouts" / "step_000002").mkdir(parents=True)
+    (run / "rollouts" / "step_000002.parquet").mkdir(parents=True)
     updates(1, 1, padding=3)
     assert paths.went(tmp_path) == {("a",), ("grpo", "transformers", "ddp", "float32", "padded", "lora")}
 

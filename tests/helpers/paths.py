@@ -44,7 +44,7 @@ def went(folder: Path) -> set[Way]:
 def way_of(run: Path, records: Sequence[Mapping[str, Any]]) -> Way:
     """As the run has it: the resolved recipe, whether several processes wrote rollouts, and whether rows were padded."""
     recipe = yaml.safe_load((run / "resolved.yaml").read_text())
-    several = (run / "rollouts" / "step_000002").is_dir()  # a file of each process
+    several = (run / "rollouts" / "step_000002.parquet").is_dir()  # a file of each process
     return (
         recipe["trainer"]["kind"],
         recipe["engine"]["kind"],
