@@ -329,7 +329,7 @@ def faults() -> str:
 def ways() -> str:
     """Every two values of the axes of training with the tests of `make test` that train so, and these tests."""
     sys.path.append(str(ROOT / "tests"))
-    from helpers.paths import AWAITED, AXES, declared
+    from helpers.paths import AXES, declared
 
     tests = list(declared(ROOT / "tests"))
     values = [value for axis in AXES.values() for value in axis]
@@ -338,7 +338,7 @@ def ways() -> str:
         if any({one, other} <= set(axis) for axis in AXES.values()):
             return ""
         numbers = [str(number) for number, (way, _) in enumerate(tests, 1) if {one, other} <= set(way)]
-        return " ".join(numbers) or ("awaited" if {(one, other), (other, one)} & AWAITED else "none")
+        return " ".join(numbers) or "none"
 
     rows = [
         (value, *(cell(value, other) for other in values[: -len(AXES["trained"])])) for value in values[len(AXES["trainer"]) :]

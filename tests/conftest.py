@@ -52,7 +52,7 @@ LONG = (
         "test_ladder",
         "test_watch",
     ),
-    *("test_lora_runs", "test_splits", "test_golden", "test_serve", "test_numbers"),
+    *("test_lora_runs", "test_golden", "test_serve", "test_numbers", "test_paths", "test_sharded"),
 )
 
 RECIPE = """\
@@ -97,10 +97,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that declares a way through training must have gone it, in its `tmp_path`."""
+    """A test that declares a way through training must have gone it, in a folder that it is given."""
     yield
     if ways := {marker.args for marker in item.iter_markers("path")}:
-        gone = paths.went(item.funcargs["tmp_path"])  # type: ignore[attr-defined]
+        folders = [value for value in item.funcargs.values() if isinstance(value, Path)]  # type: ignore[attr-defined]
+        gone = set().union(*map(paths.went, folders))
         assert ways <= gone, f"declared, and not gone: {ways - gone}; gone: {gone}"
 
 

@@ -25,3 +25,4 @@ if __name__ == "__main__":
         trainer, done = open_trainer(Attempt(recipe=loaded.recipe, directory=directory, console=console, processes=processes))
         trainer.run(done, StopRequest(launched=True))
         trainer.close()
+    processes.close()

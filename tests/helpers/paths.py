@@ -1,7 +1,8 @@
 """Which ways through training a test goes, read from what it leaves: a declaration is compared with this.
 
 `@pytest.mark.path("grpo", "colocated", "one process", "float32", "packed", "full")` says that a test trains in this way, two
-steps or more, in its `tmp_path`. It may stand on a test more than once, and on no slow one. The contributor's page has the table.
+steps or more, in `tmp_path` or another folder that it is given. It may stand on a test more than once, and on no slow one. The
+contributor's page has the table.
 """
 
 import ast
@@ -21,9 +22,6 @@ AXES = {
     "rows": ("packed", "padded"),
     "trained": ("full", "lora"),
 }
-# Pairs that no test goes yet: those with sharded weights.
-AWAITED = {("fsdp", value) for value in ("float32", "bfloat16", "packed", "padded", "full", "lora")}
-AWAITED |= {(value, "fsdp") for value in ("grpo", "rloo", "online_dpo", "colocated", "server", "transformers")}
 STEPS = 2
 Way = tuple[str, ...]  # a value of each axis
 
@@ -46,7 +44,7 @@ def went(folder: Path) -> set[Way]:
 def way_of(run: Path, records: Sequence[Mapping[str, Any]]) -> Way:
     """As the run has it: the resolved recipe, whether several processes wrote rollouts, and whether rows were padded."""
     recipe = yaml.safe_load((run / "resolved.yaml").read_text())
-    several = (run / "rollouts" / "step_000002").is_dir()  # a file of each process
+    several = (run / "rollouts" / "step_000002.parquet").is_dir()  # a file of each process
     return (
         recipe["trainer"]["kind"],
         recipe["engine"]["kind"],

@@ -50,6 +50,7 @@ FAST = [
     f"doctor healthy {SHARDED}",
     f"refuse refused {SHARDED}",
     "replay packed 2",
+    f"train vllm {SHARDED} {HALF} engine.kind=colocated trainer.kind=rloo",  # the last: vLLM closes the process groups
 ]
 # By number of processes.
 SLOW = {
@@ -163,6 +164,8 @@ def same(ours: Path, theirs: Path) -> None:
         check_files(ours / "checkpoints" / f"step_{step:06d}", hashes=True)
 
 
+@pytest.mark.path("grpo", "transformers", "fsdp", "float32", "packed", "full")
+@pytest.mark.path("grpo", "transformers", "fsdp", "float32", "packed", "lora")
 @pytest.mark.parametrize("way", ["packed", "adapter"])
 def test_two_processes_learn_on_default_settings_what_one_learns(fast: Path, alone: Alone, way: str) -> None:
     same(fast / way, alone(way))
@@ -176,6 +179,16 @@ def test_in_bfloat16_one_process_computes_the_same_but_for_rounding(fast: Path) 
     whole, (sharded,) = replay(past, 1, None, print, Processes.alone()).metrics, found.metrics
     for key in ("loss", "grad_norm", "entropy", "sampler/kl"):  # measured: grad_norm 1.2e-6, the others the same bits
         assert sharded[key] == pytest.approx(whole[key], rel=1e-4), key
+
+
+@pytest.mark.path("rloo", "colocated", "fsdp", "bfloat16", "packed", "full")
+@pytest.mark.vllm
+def test_vllm_in_two_processes_takes_sharded_weights_in_bfloat16(fast: Path) -> None:
+    records = read_jsonl(fast / "vllm" / "metrics.jsonl")
+    assert [record["weights/version"] for record in records] == [1, 2]
+    assert all(
+        record["grad_norm"] > 0 and record["sampler/delta_mean"] > 0 and not record["sentinel/drift"] for record in records
+    )
 
 
 def test_doctor_finds_sharded_weights_healthy(fast: Path) -> None:
