@@ -216,7 +216,7 @@ def asked(model: Path, kept: Path) -> dict[str, list[float]]:
 
 
 def train(plan: Plan, out: Path, model: Path, until: float) -> list[Training]:
-    """Trains all sides of a plan, a step of each in turns, and returns them. At the time `until` (monotonic) they save and end."""
+    """Trains all sides of a plan, a step of each in turns, and returns them. At the time `until` they save and end."""
     trainings = [Training(plan, side, out, model) for side in turned(plan.sides, plan.cell.seed)]
     running: list[Training] = []
     try:
