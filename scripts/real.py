@@ -6,8 +6,8 @@
 Both sides of a cell train the same model in float32, with vLLM in the process, on the same prompts in the same order, with the
 settings that `learn_cells` says to both, and no correction of importance: trainer and vLLM both compute in float32. One side
 runs at a time, a step of each in turns, as in `make bench`; so both see the same minutes of a machine, on which nothing else
-may run. TRL's Online DPO takes pairs of two samples and has another module, its LoRA another set of layers: there rlgen trains
-alone. The last cells only show that a server, a tool and `rollout.stream` end well.
+may run. TRL's Online DPO is another module, which takes two samples of a prompt: there, and with LoRA, rlgen trains alone. The
+last cells only show that a server, a tool and `rollout.stream` end well.
 
 What was learned is asked for by `plain.answers`, of both alike. Everything is in runs/real: a folder for each cell, table.json
 and curves.png. Exit 1 if rlgen is behind: `behind` has the bounds.
@@ -39,7 +39,8 @@ from rlgen.look.png import write_png
 TASK = "word_problems"
 ROWS, SAMPLES = 64, 4  # held-out prompts, and answers to each at temperature 1
 SAVED = 10  # steps between checkpoints
-TRIED = 3  # steps of a training that must only end well
+MUST_END = ("server", "stream", "tool")  # trainings that must only end well, after `TRIED` steps
+TRIED = 3
 PAUSED = 75  # exit code
 RISE = 0.15  # least rise of the held-out accuracy at temperature 1, with GRPO and RLOO
 STEP, START = 2.0, 2.5  # least seconds of TRL ÷ rlgen: of a step, and to the end of the first update
@@ -72,11 +73,11 @@ class Plan:
         """Returns the settings of TRL's config that are what `recipe` says."""
         prompts, completions, tokens = self.shape
         batch = {"per_device_train_batch_size": prompts * completions, "num_generations": completions}
-        saves = {"save_strategy": "steps", "save_steps": SAVED, "save_total_limit": 1}
-        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
-        if self.cell.trainer == "grpo":
-            vllm["vllm_importance_sampling_correction"] = False  # as in rlgen; TRL's RLOO has none
-        return {**config_of(self.cell), **batch, "max_completion_length": tokens, **saves, **vllm}
+        others = {"max_completion_length": tokens, "save_strategy": "steps", "save_steps": SAVED, "save_total_limit": 1}
+        others |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
+        # As in rlgen; TRL's RLOO has none.
+        correction = {"vllm_importance_sampling_correction": False} if self.cell.trainer == "grpo" else {}
+        return {**config_of(self.cell), **batch, **others, **correction}
 
 
 def plans(steps: int, shape: tuple[int, int, int]) -> list[Plan]:
@@ -175,11 +176,12 @@ class Training:
             self.measured["seconds"].append(self.process.seconds[-1])
 
     def end(self) -> None:
-        """Ends the process, which waits: if it has not done, it saves first."""
+        """Ends the process, which waits: if it has not done, it saves first. One that has failed has ended already."""
+        alive = self.process.process.poll() is None
         self.process.note_peak()
         self.measured["peak"] = max(self.measured["peak"], self.process.peak)
         write_text(self.folder / "measured.json", json.dumps(self.measured))
-        if not self.done:
+        if alive and not self.done:
             os.kill(self.process.process.pid, signal.SIGTERM)
             self.process.signal(signal.SIGCONT)
             self.process.go()
@@ -190,10 +192,10 @@ class Training:
     def result(self, before: dict[str, list[float]]) -> Measured:
         """Returns what it came to; its model is asked once."""
         said = json.loads((self.folder / "done.json").read_text())
-        trained, asks = Path(said["trained"]), self.plan.cell.size.steps != TRIED
-        if asks and (trained / "adapter_config.json").exists() and not (self.folder / "merged").exists():
-            export_command(trained, self.folder / "merged", None, "float32", True)
-        merged = self.folder / "merged"
+        trained, merged = Path(said["trained"]), self.folder / "merged"
+        asks = self.plan.name not in MUST_END
+        if asks and (trained / "adapter_config.json").exists() and not merged.exists():
+            export_command(trained, merged, None, "float32", True)
         return Measured(
             rewards=said["rewards"],
             start=self.measured["start"],
@@ -214,7 +216,7 @@ def asked(model: Path, kept: Path) -> dict[str, list[float]]:
 
 
 def train(plan: Plan, out: Path, model: Path, until: float) -> list[Training]:
-    """Trains all sides of a plan, a step of each in turns, and returns them; until the time has come, when they save and end."""
+    """Trains all sides of a plan, a step of each in turns, and returns them. At the time `until` they save and end."""
     trainings = [Training(plan, side, out, model) for side in turned(plan.sides, plan.cell.seed)]
     running: list[Training] = []
     try:

@@ -98,6 +98,7 @@ def test_the_sides_take_turns_and_the_last_step_is_not_timed(tmp_path: Path, mon
 
         def __init__(self, name: str, folder: Path) -> None:
             self.name, self.folder, self.starts, self.peak = name, folder, [9.0], 0.0
+            self.process = self
             self.seconds: list[float] = []
             turns.append(name)
 
@@ -106,6 +107,9 @@ def test_the_sides_take_turns_and_the_last_step_is_not_timed(tmp_path: Path, mon
             self.seconds.append(len(self.seconds) + 1.0)
             if len(self.seconds) == 3:
                 (self.folder / "done.json").write_text("{}")
+
+        def poll(self) -> None:
+            return None
 
         def note_peak(self) -> None:
             self.peak = 2.5

@@ -32,10 +32,14 @@ COLOURS = {
     **{"yellow": (240, 220, 40), "black": (15, 15, 15), "white": (245, 245, 245)},
 }
 
-NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Karen", "Leo", "Lucy", "Maria")
-NAMES += ("Max", "Mia", "Noah", "Olga", "Peter", "Rosa", "Sam", "Tina", "Tom", "Victor")
-THINGS = ("apples", "balls", "books", "cakes", "cards", "coins", "cookies", "cups", "eggs", "flags", "hats", "keys", "maps")
-THINGS += ("nuts", "pears", "pens", "plates", "rings", "shells", "toys")
+NAMES = (
+    *("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Karen", "Leo", "Lucy", "Maria"),
+    *("Max", "Mia", "Noah", "Olga", "Peter", "Rosa", "Sam", "Tina", "Tom", "Victor"),
+)
+THINGS = (
+    *("apples", "balls", "books", "cakes", "cards", "coins", "cookies", "cups", "eggs", "flags", "hats", "keys", "maps"),
+    *("nuts", "pears", "pens", "plates", "rings", "shells", "toys"),
+)
 # Problems of one and of two operations, and what answers them.
 ONE_STEP = (
     ("{name} has {a} red {things} and {b} blue {things}. How many {things} does {name} have?", "sum"),
