@@ -73,9 +73,7 @@ def ladder(recipe: Path, *overrides: str) -> tuple[list[Rung], bool]:
         probe = probe_of(loaded, pair)
         rungs = list(climb(probe, toy_gradient(loaded, pair, probe)))
         for rung in rungs:
-            print(
-                f"{rung.number} {rung.name}: {rung.verdict}, {dict(rung.measured)}, bounds {dict(rung.bounds)}, power {rung.power}"
-            )
+            print(rung.number, rung.name, rung.verdict, dict(rung.measured), dict(rung.bounds), rung.power, rung.noise)
         return rungs, pair.learner.policy.packed
 
 
