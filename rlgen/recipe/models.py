@@ -521,7 +521,7 @@ class RolloutsRecipe(Strict):
 
 class SentinelRecipe(Strict):
     max_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
-    """Most that engine and trainer may differ on any sampled token, in nats. Both None: the dtype's own bounds."""
+    """Most that engine and trainer may differ on any sampled token, in nats. Both None: bounds are measured."""
     mean_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Most that they may differ on average."""
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"

@@ -49,12 +49,14 @@ def after_check_1(probe: Probe, first: Rung) -> Probe:
 
 
 def summary(rungs: Sequence[Rung]) -> str:
-    """Returns `engine and trainer agree: same weights 9.5e-07, changed weights 1.2e-06 (0.84 if they had not arrived)`."""
+    """Returns `engine and trainer agree: same weights 4.8e-07 of 1.9e-06, changed weights 5.3e-07 of 2.1e-06 (0.84 if they had
+    not arrived)`: what was measured of what is allowed.
+    """
     parts = []
     for rung in rungs:
         power = f" ({rung.power:.2g} if they had not arrived)" if rung.number == 3 and rung.power is not None else ""
         if rung.measured:
-            parts.append(f"{rung.name} {next(iter(rung.measured.values())):.1e}{power}")
+            parts.append(f"{rung.name} {next(iter(rung.measured.values())):.1e} of {rung.bound:.1e}{power}")
         if rung.verdict is Verdict.NOT_MEASURABLE:
             parts.append(f"{rung.name} {rung.verdict}: {rung.sentence}")
     return "engine and trainer agree: " + ", ".join(parts)
