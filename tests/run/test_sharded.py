@@ -197,6 +197,12 @@ def test_doctor_finds_sharded_weights_healthy(fast: Path) -> None:
     assert [verdict for _, verdict in ours] == ["ok", "ok", "ok", "ok", "not needed", "ok", "ok"] and ours[-1][0] == "loss"
 
 
+@pytest.mark.parametrize(("name", "least", "most"), [("packed", 1e-7, 2e-6), ("adapter", 1e-7, 2e-6), ("half", 1e-3, 0.03)])
+def test_rounding_is_measured_on_sharded_weights(fast: Path, name: str, least: float, most: float) -> None:
+    noise = {rung["name"]: rung["noise"] for rung in read_run(fast / name).attempts[-1]["sentinel"]}
+    assert least < noise["same weights"]["mean"] < most
+
+
 def test_a_sharded_step_is_replayed_to_the_last_bit(fast: Path) -> None:
     assert read_json(fast / "packed.json") == [{}, {}]
 

@@ -25,7 +25,7 @@ from rlgen.files import read_json
 from rlgen.opening import trainer
 from rlgen.processes import Processes
 from rlgen.run.compare import first_difference
-from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.bounds import MOST, Bounds, Noise
 from rlgen.sentinel.gap import Gap
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.watch import Watch
@@ -282,6 +282,47 @@ def test_what_is_under_way_ends_before_new_samples_are_compared() -> None:
     assert fault is Fault.DRIFT and "on most tokens, but not on a few" in why, "weights are not named for a few tokens"
 
 
+@pytest.mark.parametrize(("grown", "found"), [(4.0, False), (1.0, True)])
+def test_a_gap_that_rounding_has_come_to_explain_is_no_drift(monkeypatch: pytest.MonkeyPatch, grown: float, found: bool) -> None:
+    """The gap is four times what rounding explained when the run opened, so beyond the bounds of then; weights are others now."""
+    opened, said = Noise(mean=1e-5, tail=7e-5), list[str]()
+    gap = Gap(max_delta=4e-4, mean_delta=4e-5, p999_delta=2.8e-4)
+    looked: list[int] = []
+
+    def noise(samples: Sequence[Sample], temperatures: tuple[float, ...]) -> Noise:
+        looked.append(len(samples))
+        return Noise(mean=grown * opened.mean, tail=grown * opened.tail)
+
+    side: Any = SimpleNamespace(processes=Processes.alone(), noise=noise, gap=lambda *_: gap)
+    monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda *_: None)
+    probe = probe_of_nothing(side, given=None, noise=opened)
+    watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, rest=lambda: None, say=said.append)
+    rows = [make_sample(group_id=row) for row in range(20)]
+    assert watch.drifted(gap, lambda: rows, 3, "batch of step 3") is found and looked == [8]
+    assert bool(said) is found and (not found or "mean |Δ log-prob| is 4e-05 nats, the bound is 3e-05" in said[0])
+    within = Gap(max_delta=1.0, mean_delta=2.9e-5, p999_delta=2e-4)
+    assert not watch.drifted(within, lambda: rows, 4, "batch of step 4") and looked == [8], "nothing is measured without need"
+
+
+def probe_of_nothing(side: Any, given: Bounds | None, noise: Noise | None) -> Probe:
+    """A probe of numbers alone: neither model nor engine is asked."""
+    nothing = cast(Any, None)
+    return Probe(
+        trainer=side,
+        engine=nothing,
+        engine_share=nothing,
+        expected=nothing,
+        tokenizer=nothing,
+        prompts=(),
+        sampling=Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,)),
+        given=given,
+        most=MOST["float32"],
+        noise=noise,
+        seed=0,
+        version=0,
+    )
+
+
 @pytest.mark.parametrize(("off", "found"), [(0, False), (3, True)])
 def test_of_a_row_of_several_versions_the_tokens_of_present_weights_are_compared(
     monkeypatch: pytest.MonkeyPatch, off: int, found: bool
@@ -297,21 +338,7 @@ def test_of_a_row_of_several_versions_the_tokens_of_present_weights_are_compared
     said: list[str] = []
     monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda trainer, samples, *rest: looked.extend(samples))
     side: Any = SimpleNamespace(processes=Processes.alone())
-    sampling, nothing = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,)), cast(Any, None)
-    probe = Probe(
-        trainer=side,
-        engine=nothing,
-        engine_share=nothing,
-        expected=nothing,
-        tokenizer=nothing,
-        prompts=(),
-        sampling=sampling,
-        given=Bounds(max_delta=1e-4),
-        most=nothing,
-        noise=None,
-        seed=0,
-        version=0,
-    )
+    probe = probe_of_nothing(side, given=Bounds(max_delta=1e-4), noise=None)
     watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, rest=lambda: None, say=said.append)
     assert watch(Samples.of(rows), theirs, 3) is found
     assert watch(Samples.of(rows), theirs, 4) is None, "nothing was sampled by version 3"
