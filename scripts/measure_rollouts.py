@@ -122,7 +122,7 @@ def measure(tokens: int, folder: Path, noise: float = 1e-6) -> dict[str, float]:
     rows = [row.tolist() for row in rollout.samples.completion_ids]
     decode = seconds(lambda: words.batch_decode(rows, True))
     journal = Journal.open(folder / "journal", 0, Processes.alone(), FACTS, [], print)
-    journal.starts_from(3, "w3", ())
+    journal.starts_from(3, "w3")
     writer = RolloutWriter(
         folder=folder / "rollouts",
         rank=0,
@@ -163,7 +163,7 @@ def measure(tokens: int, folder: Path, noise: float = 1e-6) -> dict[str, float]:
 
     journaled = seconds(answer)
     again = Journal.open(folder / "journal", 0, Processes.alone(), FACTS, [], print)
-    again.starts_from(3, "w3", ())
+    again.starts_from(3, "w3")
     places = list(zip(rollout.samples.group_id.tolist(), rollout.samples.sample_index.tolist(), strict=True))
     asked = [Request(prompt_ids=s.prompt_ids, seed=s.seed) for s in rollout.samples]
     found: dict[int, Completion] = {}

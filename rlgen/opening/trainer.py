@@ -103,7 +103,7 @@ def open_trainer(attempt: Attempt, between: Callable[[], None] = lambda: None) -
         console.say("sentinel: comparing engine and trainer …")
         probe = probe_of(recipe, pair)
         rungs = agree(probe, between)
-        probe = after_check_1(probe, next(rung for rung in rungs if rung.number == 1))
+        probe = after_check_1(probe, rungs)
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(pair.learner.policy.model)}")
         console.say(f"sentinel: {summary(rungs)}")

@@ -31,7 +31,7 @@ def steps(probe: Probe, gradient: rungs.Gradient | None) -> Iterator[Rung]:
     )
     first = rungs.caught(1, "same weights", lambda: rungs.numerics(probe))
     yield first  # `climb` stops here if the check failed
-    above = after_check_1(probe, first)
+    above = after_check_1(probe, [first])
     yield rungs.caught(2, "recipe's temperature", lambda: rungs.recipe_sampling(above))
     yield rungs.caught(3, "changed weights", lambda: rungs.changed_sync(above))
     if is_adapted(probe.policy.model):
@@ -42,10 +42,13 @@ def steps(probe: Probe, gradient: rungs.Gradient | None) -> Iterator[Rung]:
         yield rungs.caught(6, "loss", lambda: rungs.loss_split(gradient, probe.processes.total))
 
 
-def after_check_1(probe: Probe, first: Rung) -> Probe:
+def after_check_1(probe: Probe, rungs: Sequence[Rung]) -> Probe:
     """Returns the probe with the noise that check 1 has measured. Where it could measure none, its gap stands in for it."""
-    gap = first.measured
-    return replace(probe, noise=first.noise or Noise.least(gap["mean_delta"], gap["p999_delta"]))
+    for rung in rungs:
+        if rung.number == 1:
+            gap = rung.measured
+            return replace(probe, noise=rung.noise or Noise.least(gap["mean_delta"], gap["p999_delta"]))
+    return probe
 
 
 def summary(rungs: Sequence[Rung]) -> str:

@@ -130,8 +130,7 @@ class Watch:
             return False
         samples, temperature = worst(), probe.sampling.logp_temperature
         if not probe.given:
-            looked_at = samples[:MEASURED]
-            probe, gap = probe.measured(looked_at, temperature), probe.trainer.gap(looked_at, temperature)
+            probe = probe.measured(samples[:MEASURED], temperature)
             if probe.bounds.hold(gap):
                 return False
         words = probe.bounds.words(gap)

@@ -87,7 +87,7 @@ def test_doctor_and_train_open_by_the_same_functions(recipe_file: Path, monkeypa
     for module in (trainer, ladder):
         monkeypatch.setattr(module, "climb", lambda *_: [])  # what is opened is tested, not what it measures
     calls = recorded(monkeypatch, order)
-    examine(load_recipe(recipe_file, [TRANSFORMERS]).recipe, recipe_file.parent, print, False, False)
+    examine(load_recipe(recipe_file, [TRANSFORMERS]).recipe, recipe_file.parent, print, False, False, Processes.alone())
     of_doctor = list(calls)
     calls.clear()
     train(recipe_file, TrainOptions(overrides=[TRANSFORMERS], max_steps=1, run_dir=recipe_file.parent / "run"))

@@ -148,7 +148,7 @@ def test_what_is_not_as_it_was_written_is_no_model_to_begin_with(
     flip(file)
     for begin in (
         lambda: train(folder, *settings, place="next"),
-        lambda: examine(load_recipe(folder / "recipe.yaml", settings).recipe, folder, print, False, False),
+        lambda: examine(load_recipe(folder / "recipe.yaml", settings).recipe, folder, print, False, False, Processes.alone()),
     ):
         with pytest.raises(DamagedCheckpoint, match=r"step_000002: not what was written: model\.safetensors\. Bring") as caught:
             begin()

