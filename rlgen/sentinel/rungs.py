@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
 from rlgen.models.lora import packing, without_adapter
-from rlgen.sentinel.bounds import FACTOR, POWER
+from rlgen.sentinel.bounds import POWER
 from rlgen.sentinel.change import Change, changed_adapter, changed_weights
 from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
 from rlgen.sentinel.gap import Gap, between, sampler_logp
@@ -23,7 +23,9 @@ from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.types import Prompt, Sample
 
 ATTEMPTS = 3  # further changes of all weights until the gap shows: by 10, 20 and 40 % of their size, after 5 % at first
-SPLIT_LEAST, SPLIT_MOST = 1e-5, 0.2  # bounds of the relative distance of two gradients, whatever rounding explains
+# Bounds of the relative distance of two gradients: whatever rounding explains, and by what it explains. A wrong denominator moves
+# a gradient by a tenth of its size and more.
+SPLIT_LEAST, SPLIT_MOST, SPLIT_FACTOR = 1e-5, 0.2, 10.0
 # The gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens, with other rounding or not. If
 # the weights are sharded, it is this process's shard.
 Gradient = Callable[[int, bool], Tensor]
@@ -278,12 +280,12 @@ def prefix_cache(probe: Probe) -> Rung:
     if not all(sample.cached_tokens for sample in again):
         sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be looked at."
         return Rung(number=number, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
-    with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy):
-        power = probe.trainer.gap(first, temperature)
+    with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy) as change:
+        power, probe = enough(probe, change, first)
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, whole=True)
         after = probe.sample(temperature, tokens, [prompt])
-        gap, probe = probe.trainer.gap(after, temperature), probe.measured(after, temperature)
+        gap = probe.trainer.gap(after, temperature)
     probe.engine.sleep()
     send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
     reused = max(sample.cached_tokens for sample in after)
@@ -350,22 +352,23 @@ def alone(probe: Probe, row: int, sample: Sample) -> Tensor:
 def loss_split(gradient: Gradient, total: Callable[[Tensor], Tensor]) -> Rung:
     """Check 6: compares the gradient of one window in one micro-batch a process with that in many.
 
-    A split changes the shapes of products, and so their rounding. What that explains follows from the same gradient with other
-    rounding: of losses in which good and bad completions nearly cancel it is more.
+    A split changes the shapes of products, and so their rounding. Where the gradients of good and bad completions nearly cancel,
+    that shows. How much it explains follows from the same gradient with other rounding.
 
     Args:
         total: adds up over the processes.
     """
     whole = gradient(1 << 30, False)
 
-    def apart(other: Tensor) -> tuple[float, float]:
-        """Returns the distance from `whole` relative to its norm, and the norm."""
-        # What several processes hold counts several times, in both norms alike.
-        off, norm = total(torch.stack([(whole - other).square().sum(), whole.square().sum()])).sqrt().tolist()
-        return off / max(norm, 1e-30), norm
+    def norm(vector: Tensor) -> float:
+        # What several processes hold counts several times, in all norms alike.
+        return total(torch.linalg.vector_norm(vector, dtype=torch.float64).square()).sqrt().item()
 
-    (distance, power), (noise, _) = apart(gradient(1, False)), apart(gradient(1 << 30, True))
-    bound = min(max(FACTOR * noise, SPLIT_LEAST), SPLIT_MOST)
+    power = norm(whole)
+    distance, noise, bound = norm(gradient(1, False).sub_(whole)) / max(power, 1e-30), 0.0, SPLIT_LEAST
+    if distance > bound:
+        noise = norm(gradient(1 << 30, True).sub_(whole)) / max(power, 1e-30)
+        bound = min(max(SPLIT_FACTOR * noise, SPLIT_LEAST), SPLIT_MOST)
     verdict, fault, sentence = Verdict.OK, None, "The gradient does not depend on micro-batches."
     if not distance <= bound:
         verdict, fault = Verdict.FAILED, Fault.SPLIT_DEPENDENCE

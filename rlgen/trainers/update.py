@@ -227,14 +227,14 @@ class Updater:
             return self._run(window, 0)
 
     def gradient(self, window: Window) -> Tensor:
-        """Returns the gradient of the first update on `window`, [N] float64 on the CPU. Changes no weight.
+        """Returns the gradient of the first update on `window`, [N] on the CPU. Changes no weight.
 
         The sentinel uses it. If the weights are sharded, it is this process's shard.
         """
         part = Part.sum(self.processes.together(partial(self._run, window, 0), waits_for_others=self.sharded))
         self._add_gradients(part.with_gradient)
         grads = [own_part(p.grad) for p in self.policy.parameters() if p.grad is not None]
-        flat = torch.cat([grad.flatten().double().cpu() for grad in grads])
+        flat = torch.cat([grad.flatten().cpu() for grad in grads])
         self.optimizer.zero_grad()
         return flat
 
