@@ -32,6 +32,8 @@ class OtherForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own `forward`, whose arguments are its own; floating point ones are converted to `dtype`."""
+        if type(self.module) is nn.Embedding:  # converts the rows that were looked up: the whole table may be gigabytes
+            return round_to(nn.Embedding.forward(self.module, *args, **kwargs), self.held).to(self.dtype)
         parameters = [(module._parameters, module, name, module._parameters[name]) for module, name in self.weights]
         try:
             for table, module, name, weight in parameters:
