@@ -43,12 +43,13 @@ NOT_RUN = {
     "make setup": "is what installs this package",
     "make demo": "tests/test_recipes.py trains the three recipes",
     "make test": "is what runs this test",
+    "make real": "downloads 98 MB; tests/test_real.py has what can go wrong",
     ".venv/bin/pytest": "a part of `make test`",
 }
 # Python that is no example.
 EXCERPTS = {"walk": "the loop, shortened: tests/trainers run it"}
 # Options of other programs.
-FOREIGN = {"--max-restarts": "torchrun", "--slow": "pytest"}
+FOREIGN = {"--max-restarts": "torchrun", "--slow": "pytest", "--real": "scripts/false_alarms.py"}
 
 EXAMPLES = {
     "train.jsonl": '{"question": "1+1=", "answer": "2"}\n',

