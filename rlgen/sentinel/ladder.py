@@ -52,12 +52,13 @@ def after_check_1(probe: Probe, rungs: Sequence[Rung]) -> Probe:
 
 
 def summary(rungs: Sequence[Rung]) -> str:
-    """Returns `engine and trainer agree: same weights 4.8e-07 of 1.9e-06, changed weights 5.3e-07 of 2.1e-06 (0.84 if they had
-    not arrived)`: what was measured of what is allowed.
+    """Returns what was measured of what is allowed, and at check 3 what would have been measured if no weight had arrived:
+
+    `engine and trainer agree: same weights 4.8e-07 of 1.9e-06, changed weights 5.3e-07 of 2.1e-06 (0.84 without a sync)`
     """
     parts = []
     for rung in rungs:
-        power = f" ({rung.power:.2g} if they had not arrived)" if rung.number == 3 and rung.power is not None else ""
+        power = f" ({rung.power:.2g} without a sync)" if rung.number == 3 and rung.power is not None else ""
         if rung.measured:
             parts.append(f"{rung.name} {next(iter(rung.measured.values())):.1e} of {rung.bound:.1e}{power}")
         if rung.verdict is Verdict.NOT_MEASURABLE:
