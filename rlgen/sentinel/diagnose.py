@@ -23,6 +23,7 @@ from rlgen.types import Sample
 TEMPERATURES = tuple(step / 20 for step in range(1, 41))  # 0.05 to 2
 FEW = 4  # number of samples that a search through many causes rescores
 SWAPS = 2000  # maximum number of pairs of tensors that are tried
+CLEAR = 1e-4  # probability of the last kept and the first dropped id above which their ranks can be told apart
 OUTLIERS = 0.02  # share of tokens to ignore: equal probabilities at the edge of the kept set make its size ambiguous
 
 Cause = tuple[Fault, str]
@@ -98,9 +99,10 @@ def truncation(
     """Returns a top-k, top-p or min-p that explains the reported log-probs, with the gap that remains; None if there is none.
 
     Under any of these rules the kept ids are the most probable ones, and a token's gap is the log of their total probability. So
-    each token shows how many ids were kept, and one rule must fit all tokens.
+    each token shows how many ids were kept, and one rule must fit all tokens. Where the ids at the edge have next to no
+    probability, as after a sure choice from a large vocabulary, their number is lost in rounding: such tokens show nothing.
     """
-    left, count, mass, mass_before, last_kept, first_dropped = [], [], [], [], [], []
+    left, all_mass, count, mass, mass_before, last_kept, first_dropped = [], [], [], [], [], [], []
     for sample, told_L in zip(samples[:FEW], reported, strict=False):
         logp_LV = trainer.distributions(sample, temperature)
         logp_L = logp_LV.gather(-1, torch.from_numpy(sample.completion_ids).long()[:, None])[:, 0]
@@ -110,13 +112,15 @@ def truncation(
         mass_L, ranked_L = mass_LV.gather(-1, last_L1)[:, 0], ranked_LV.gather(-1, last_L1)[:, 0]
         next_L = torch.nn.functional.pad(ranked_LV, (0, 1)).gather(-1, last_L1 + 1)[:, 0]
         left.append(logp_L - mass_L.log() - told_L)
-        count.append(last_L1[:, 0].double() + 1)
-        mass.append(mass_L)
-        mass_before.append(mass_L - ranked_L)
-        last_kept.append(ranked_L / ranked_LV[:, 0])
-        first_dropped.append(next_L / ranked_LV[:, 0])
+        all_mass.append(mass_L)
+        shows = (ranked_L > CLEAR) & (next_L > CLEAR)
+        count.append(last_L1[shows, 0].double() + 1)
+        mass.append(mass_L[shows])
+        mass_before.append((mass_L - ranked_L)[shows])
+        last_kept.append((ranked_L / ranked_LV[:, 0])[shows])
+        first_dropped.append((next_L / ranked_LV[:, 0])[shows])
     gap = Gap.of(torch.cat(left))
-    if torch.cat(mass).mean() > 0.999:  # almost all of the probability is kept: not truncated
+    if not torch.cat(count).numel() or torch.cat(all_mass).mean() > 0.999:  # almost all of the probability is kept: not truncated
         return None
     if edge(count, OUTLIERS) == edge(count, 1 - OUTLIERS):
         return f"top-k {edge(count, 0.5):.0f}", gap

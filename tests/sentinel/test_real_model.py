@@ -82,8 +82,12 @@ def ladder(recipe: Path, *overrides: str) -> tuple[list[Rung], bool]:
 def test_healthy_and_packed(recipe: Path, engine: str, dtype: str) -> None:
     rungs, packed = ladder(recipe, engine, WARM, f"model.dtype={dtype}", "rollout.max_completion_tokens=48")
     assert packed and [rung.number for rung in rungs] == list(range(7))
-    assert {rung.verdict for rung in rungs} <= {Verdict.OK, Verdict.NOT_NEEDED}
-    assert all(rung.power > POWER * rung.bound for rung in rungs if rung.power is not None and rung.bound is not None)
+    for rung in rungs:
+        assert rung.verdict is not Verdict.FAILED, rung
+        blind = rung.power is not None and rung.bound is not None and rung.power <= POWER * rung.bound
+        assert blind == (rung.verdict is Verdict.NOT_MEASURABLE) == ("blind" in rung.sentence)
+        # In bfloat16 raw log-probs at temperature 0.7 differ by two and a half bounds.
+        assert not blind or (dtype == "bfloat16" and rung.number == 2)
     first = rungs[1]
     assert first.noise is not None and first.measured["mean_delta"] < 1.6 * first.noise.mean, "three times is enough by far"
 
