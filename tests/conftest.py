@@ -12,7 +12,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-import real_model as real
 import torch
 from helpers import paths
 from helpers.slow import slow_but
@@ -212,7 +211,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     """The folder of a pretrained chat model, which is downloaded and converted once."""
-    return real.real_model()
+    from real_model import real_model  # of scripts/: programs that tests start import this file, and have no path to it
+
+    return real_model()
 
 
 @pytest.fixture

@@ -110,8 +110,8 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
 
 
 def numbers(rung: "Rung") -> str:
-    """Returns `mean 9.1e-06 (bound 3.1e-05), 99.9th percentile 5.1e-05 (bound 2.1e-04)`; empty without a measurement."""
-    names = {"mean_delta": "mean", "p999_delta": "99.9th percentile", "max_delta": "max", "relative_distance": "distance"}
+    """Returns `mean 9.1e-06 (bound 3.1e-05), RMS 1.4e-05 (bound 4.8e-05)`; empty without a measurement."""
+    names = {"mean_delta": "mean", "rms_delta": "RMS", "max_delta": "max", "relative_distance": "distance"}
     return ", ".join(f"{names[name]} {rung.measured[name]:.1e} (bound {bound:.1e})" for name, bound in rung.bounds.items())
 
 

@@ -81,14 +81,14 @@ def computed_in(model: PreTrainedModel, held: torch.dtype, dtype: torch.dtype) -
 
 
 @contextmanager
-def nudged(model: PreTrainedModel) -> Iterator[None]:
-    """Changes every second number of the input embeddings in its last place inside the block, so that all later sums round
-    otherwise.
+def nudged(model: PreTrainedModel, first: int, step: int) -> Iterator[None]:
+    """Changes each `step`-th number of the input embeddings in its last place inside the block, from the one at `first` on, so
+    that all later sums round otherwise.
     """
 
     def nudge(_module: nn.Module, _given: Any, embedded: Tensor) -> Tensor:
         ones = torch.ones(embedded.shape[-1], device=embedded.device, dtype=embedded.dtype)
-        ones[::2] += torch.finfo(embedded.dtype).eps
+        ones[first::step] += torch.finfo(embedded.dtype).eps
         return embedded * ones
 
     hook = model.get_input_embeddings().register_forward_hook(nudge)

@@ -78,7 +78,7 @@ def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Gradient:
         window = Window.of(table, samples, signal, 0.0, budget, pair.processes)
         if algorithm.reference == "loss":
             window.frozen["ref_logp"] = torch.from_numpy(window.samples.sampler_logp.values)
-        with nudged(pair.learner.policy.model) if other_rounding else nullcontext():
+        with nudged(pair.learner.policy.model, 0, 2) if other_rounding else nullcontext():
             return update.gradient(window)
 
     return gradient

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlgen.losses.order import Total, alone, kth_smallest
+from rlgen.losses.order import Total, alone
 from rlgen.types import Sample
 
 
@@ -17,7 +17,7 @@ class Gap:
 
     max_delta: float
     mean_delta: float
-    p999_delta: float  # nearest rank
+    rms_delta: float  # root of the mean square
 
     @classmethod
     def of(cls, delta: Tensor, total: Total = alone) -> "Gap":
@@ -26,13 +26,13 @@ class Gap:
         All three values are NaN if there is no difference at all, or one is not finite.
         """
         size = delta.double().abs().flatten()
-        count, finite, added = total(
-            torch.tensor([len(size), size.isfinite().sum(), size.sum()], dtype=torch.float64), "sum"
+        count, finite, added, squares = total(
+            torch.tensor([len(size), size.isfinite().sum(), size.sum(), size.square().sum()], dtype=torch.float64), "sum"
         ).tolist()
         if not count or finite < count:
             return cls(math.nan, math.nan, math.nan)
         largest = total(size.max() if len(size) else torch.tensor(0.0, dtype=torch.float64), "max").item()
-        return cls(largest, added / count, kth_smallest(size, [math.ceil(0.999 * count) - 1], total)[0])
+        return cls(largest, added / count, math.sqrt(squares / count))
 
 
 def sampler_logp(samples: Sequence[Sample]) -> list[Tensor]:

@@ -47,7 +47,7 @@ def after_check_1(probe: Probe, rungs: Sequence[Rung]) -> Probe:
     for rung in rungs:
         if rung.number == 1:
             gap = rung.measured
-            return replace(probe, noise=rung.noise or Noise.least(gap["mean_delta"], gap["p999_delta"]))
+            return replace(probe, noise=rung.noise or Noise(gap["mean_delta"], gap["rms_delta"]))
     return probe
 
 

@@ -8,14 +8,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine, Settings
-from rlgen.models.other_dtype import FP8, WIDER
+from rlgen.models.other_dtype import FP8, WIDER, nudged
 from rlgen.models.policy import Policy
 from rlgen.out_of_memory import is_out_of_memory
 from rlgen.processes import EngineShare, Processes
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score, score_at, score_in
-from rlgen.sentinel.bounds import Bounds, Noise
+from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Noise
 from rlgen.sentinel.gap import Gap, compare
 from rlgen.types import Prompt, Sample, Samples, Sampling
 
@@ -73,6 +73,16 @@ class TrainerSide:
             noise = Noise.of(torch.cat(rounded)).or_more(noise)
         return noise
 
+    def noise_of_roundings(self, samples: Sequence[Sample], temperature: float) -> Noise:
+        """Returns the distance of log-probs on these samples from those that `ROUNDINGS` other roundings give, which are as right:
+        for each token the root of the mean square.
+        """
+        logp, squares = torch.cat(self.logp(samples, temperature)).double(), []
+        for first in range(ROUNDINGS):
+            with nudged(self.policy.model, first, ROUNDINGS):
+                squares.append((torch.cat(self.logp(samples, temperature)).double() - logp).square())
+        return Noise.of(torch.stack(squares).mean(0).sqrt())
+
     @torch.no_grad()
     def distributions(self, sample: Sample, temperature: float) -> Tensor:
         """Returns the log-probs of all V ids at each of the L sampled positions, [L, V] float64 on the CPU."""
@@ -107,6 +117,15 @@ class Probe:
         """Returns a copy whose noise is also that of `samples` under the current weights, if it was smaller before."""
         found = None if self.given else self.trainer.noise(samples, temperatures)
         return self if found is None else replace(self, noise=found.or_more(self.noise))
+
+    def looked_closer(self, gap: Gap, samples: Sequence[Sample], temperature: float) -> "Probe":
+        """Returns a copy whose noise is also that of `samples`, closely measured, if their `gap` exceeds the bounds by now."""
+        if self.given or (self.noise and self.bounds.hold(gap)):
+            return self
+        probe = self.measured(samples, temperature)
+        if probe.noise is None:
+            return probe
+        return replace(probe, noise=probe.noise.or_more(self.trainer.noise_of_roundings(samples, temperature)))
 
     @property
     def policy(self) -> Policy:

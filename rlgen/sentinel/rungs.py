@@ -93,11 +93,13 @@ def numerics(probe: Probe) -> Rung:
     samples = probe.sample(1.0, TOKENS)
     probe = probe.measured(samples, 1.0, probe.sampling.logp_temperature)
     unmeasured = "" if probe.given or probe.noise else " Rounding cannot be measured on this model: bounds are wide."
+    gap = probe.trainer.gap(samples, 1.0)
+    probe = probe.looked_closer(gap, samples, 1.0)
     return judged(
         1,
         "same weights",
         probe,
-        probe.trainer.gap(samples, 1.0),
+        gap,
         f"Both sides give the sampled tokens the same log-probs.{unmeasured}",
         lambda: explain(probe.trainer, samples, 1.0, probe.bounds),
         (
@@ -115,13 +117,15 @@ def recipe_sampling(probe: Probe) -> Rung:
         return Rung(number=2, name="recipe's temperature", verdict=Verdict.NOT_NEEDED, sentence=sentence)
     samples = probe.sample(temperature, FEWER_TOKENS)
     own = probe.trainer.logp(samples, scored_at)
+    gap = between(own, sampler_logp(samples))
+    probe = probe.looked_closer(gap, samples, scored_at)
     # What a faulty engine would report: raw log-probs or, with greedy sampling, 0.
     faulty = [torch.zeros_like(logp) for logp in own] if temperature == 0 else probe.trainer.logp(samples, 1.0)
     return judged(
         2,
         "recipe's temperature",
         probe,
-        between(own, sampler_logp(samples)),
+        gap,
         f"Both sides mean log-probs at temperature {scored_at:g}.",
         lambda: explain(probe.trainer, samples, scored_at, probe.bounds),
         power=between(own, faulty),
@@ -141,11 +145,12 @@ def changed_sync(probe: Probe) -> Rung:
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
         power, changed = enough(probe, change, before)
-        bounds = changed.bounds
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True, whole=True)
         samples = probe.sample(temperature, FEWER_TOKENS)
         gap = trainer.gap(samples, temperature)
+        changed = changed.looked_closer(gap, samples, temperature)
+        bounds = changed.bounds
         if not bounds.hold(gap):
             before, samples = worst_engine(changed, before, samples)
             if same_answers(before, samples):
@@ -218,7 +223,6 @@ def changed_adapter_sync(probe: Probe) -> Rung:
     cause: Cause | None = None
     with changed_adapter(probe.policy) as change:
         _, changed = enough(probe, change, probe.sample(temperature, FEWER_TOKENS))
-        bounds = changed.bounds
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True)
         samples = probe.sample(temperature, FEWER_TOKENS)
@@ -226,6 +230,8 @@ def changed_adapter_sync(probe: Probe) -> Rung:
         with without_adapter(probe.policy.model):
             base = trainer.logp(samples, temperature)
         gap, effect, in_engine = between(own, sampler_logp(samples)), between(own, base), between(sampler_logp(samples), base)
+        changed = changed.looked_closer(gap, samples, temperature)
+        bounds = changed.bounds
         if not bounds.hold(gap):
             cause = cached_only(changed, samples) or explain_adapter(trainer, samples, temperature, bounds)
     probe.engine.sleep()
@@ -287,6 +293,7 @@ def prefix_cache(probe: Probe) -> Rung:
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, whole=True)
         after = probe.sample(temperature, tokens, [prompt])
         gap = probe.trainer.gap(after, temperature)
+        probe = probe.looked_closer(gap, after, temperature)
     probe.engine.sleep()
     send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
     reused = max(sample.cached_tokens for sample in after)
@@ -321,6 +328,7 @@ def paths(probe: Probe) -> Rung:
 
     gaps = probe.processes.together(prefilled, waits_for_others=probe.engine_share.shared, patient=True)
     gap = probe.bounds.worst(*gaps)  # of all engines, so that all processes reach the same verdict
+    probe = probe.looked_closer(gap, samples, 1.0)
     fault: Cause = (Fault.DECODE_PREFILL, "decoding and prefilling the same ids give different log-probs")
     if probe.bounds.hold(gap):
         deltas = [alone(probe, row, sample) for row, sample in list(enumerate(samples))[:4]]

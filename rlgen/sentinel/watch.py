@@ -129,10 +129,9 @@ class Watch:
         if (probe.given or probe.noise) and probe.bounds.hold(gap):
             return False
         samples, temperature = worst(), probe.sampling.logp_temperature
-        if not probe.given:
-            probe = probe.measured(samples[:MEASURED], temperature)
-            if probe.bounds.hold(gap):
-                return False
+        probe = probe.looked_closer(gap, samples[:MEASURED], temperature)
+        if not probe.given and probe.bounds.hold(gap):
+            return False
         words = probe.bounds.words(gap)
         cause = explain(probe.trainer, samples, temperature, probe.bounds)
         if self.on_drift == "warn":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -492,7 +492,8 @@ def test_a_server_that_finds_no_memory_says_what_helps(tmp_path: Path, proof: Pr
     log.write_text("(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] torch.OutOfMemoryError: CUDA out of memory. Tried to\n")
     with open(tmp_path / "lock", "w") as lock, subprocess.Popen([sys.executable, "-c", "exit(1)"]) as process:
         process.wait()
-        server = ServerProcess(process, PLAN, TOKEN, log, tmp_path, lock.fileno())
+        plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3"))))
+        server = ServerProcess(process, plan, TOKEN, log, tmp_path, lock.fileno())
         with pytest.raises(EngineError, match=r"ended with exit code 1: torch.OutOfMemoryError: CUDA out of memory") as caught:
             server.wait_ready(5)
     assert "; what helps most: --set engine.kv_cache_gib=0.05 (" in str(caught.value) and "engine.max_num_seqs=4 (" in str(

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlgen.models import lora
 from rlgen.models.policy import Policy
-from rlgen.models.sharding import shard
+from rlgen.models.sharding import mesh_of, shard
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run import writing
@@ -39,7 +39,7 @@ def parts(sharded: bool = False) -> tuple[Any, Any, Any]:
     policy = Policy(tiny_model("qwen3"), torch.float32, True)
     if sharded:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        shard(policy, ALONE)
+        shard(policy, mesh_of(ALONE, None))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     return policy.model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
 

@@ -23,34 +23,34 @@ from rlgen.types import Sample
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def gap(mean: float, p999: float = 0.0, largest: float = 0.0) -> Gap:
-    return Gap(max_delta=largest, mean_delta=mean, p999_delta=p999)
+def gap(mean: float, rms: float = 0.0, largest: float = 0.0) -> Gap:
+    return Gap(max_delta=largest, mean_delta=mean, rms_delta=rms)
 
 
-def test_the_tail_of_a_probe_is_that_of_many_tokens() -> None:
-    """Sizes that fall off exponentially with a mean of 0.01: one in a thousand is above 0.01 ln 1000 = 0.0691."""
-    many = -0.01 * torch.rand(400_000, generator=torch.Generator().manual_seed(0)).log()
-    found = [Noise.of(part) for part in many.view(-1, 400)]
-    tails = torch.tensor([one.tail for one in found])
-    assert tails.mean() == pytest.approx(0.0691, rel=0.06) and tails.min() > 0.05
-    assert Noise.of(many).mean == pytest.approx(0.01, rel=0.01)
-    # Ten of a hundred tokens are 1, the others 0: above 0 the mean excess is 1, and a tail of ln 100 follows.
-    heavy = Noise.of(torch.tensor([1.0] * 10 + [0.0] * 90))
-    assert heavy.mean == pytest.approx(0.1) and heavy.tail > heavy.mean * math.log(1000) - 1e-9
+def test_a_row_moves_the_rms_and_a_token_does_not() -> None:
+    """Of 64 rows of 24 tokens with a noise of 0.03: one row off by 2 nats, or one token, which the model is undecided at."""
+    usual = 0.03 * torch.randn(64, 24, generator=torch.Generator().manual_seed(0))
+    noise, row, token = Noise.of(usual), usual.clone(), usual.clone()
+    row[7] += 2.0
+    token[7, 7] += 2.0
+    assert noise.mean == pytest.approx(0.03 * math.sqrt(2 / math.pi), rel=0.05) and noise.rms == pytest.approx(0.03, rel=0.05)
+    bounds = Bounds.by_noise(noise, MOST["bfloat16"])
+    assert bounds.excess(Gap.of(row)).name == "rms_delta" and Gap.of(row).rms_delta == pytest.approx(0.25, rel=0.05)
+    assert not bounds.hold(Gap.of(row)) and bounds.hold(Gap.of(token))
 
 
 def test_bounds_are_three_times_the_noise_between_a_floor_and_what_no_healthy_engine_shows() -> None:
     most = MOST["bfloat16"]
-    bounds = Bounds.by_noise(Noise(0.02, 0.15), most)
-    assert bounds.as_json == pytest.approx({"mean_delta": 0.06, "p999_delta": 0.45})
+    bounds = Bounds.by_noise(Noise(0.02, 0.03), most)
+    assert bounds.as_json == pytest.approx({"mean_delta": 0.06, "rms_delta": 0.09})
     assert Bounds.by_noise(Noise(0.5, 9.0), most) == most and most.mean_delta == 0.2
-    assert Bounds.by_noise(Noise(0.0, 0.0), most) == Bounds(mean_delta=FLOOR, p999_delta=FLOOR)
-    assert bounds.hold(gap(0.0599, 0.4499, 40.0)), "no bound of the maximum: it grows with the number of tokens"
-    assert not bounds.hold(gap(0.0601)) and not bounds.hold(gap(0.01, 0.46))
+    assert Bounds.by_noise(Noise(0.0, 0.0), most) == Bounds(mean_delta=FLOOR, rms_delta=FLOOR)
+    assert bounds.hold(gap(0.0599, 0.0899, 40.0)), "no bound of the maximum: it grows with the number of tokens"
+    assert not bounds.hold(gap(0.0601)) and not bounds.hold(gap(0.01, 0.091))
     assert not bounds.hold(gap(math.nan)) and not bounds.see(gap(math.nan))
     assert bounds.see(gap(POWER * 0.06 + 1e-6)) and not bounds.see(gap(POWER * 0.06 - 1e-6))
-    assert "mean |Δ log-prob| is 0.1 nats, the bound is 0.06" in bounds.words(gap(0.1, 0.46))
-    assert "99.9th percentile of |Δ log-prob| is 2 nats, the bound is 0.45" in bounds.words(gap(0.1, 2.0))
+    assert "mean |Δ log-prob| is 0.1 nats, the bound is 0.06" in bounds.words(gap(0.1, 0.1))
+    assert "RMS of |Δ log-prob| is 2 nats, the bound is 0.09" in bounds.words(gap(0.1, 2.0))
 
 
 def test_bounds_of_a_recipe_are_as_it_says() -> None:
@@ -102,6 +102,15 @@ def test_noise_is_the_distance_from_the_same_model_in_a_wider_dtype(name: str, d
     expected = (before.double() - exact).abs() + (by_torch - exact).abs()
     assert noise.mean == pytest.approx(expected.mean().item(), rel=0.05)
     assert 1e-7 < noise.mean < 2e-6 if dtype == torch.float32 else 1e-3 < noise.mean < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_other_roundings_of_the_same_model_are_as_far_apart_as_a_wider_dtype(dtype: torch.dtype) -> None:
+    one, samples = side("qwen3", dtype), rows()
+    before, wider = torch.cat(one.logp(samples, 1.0)), one.noise(samples, (1.0,))
+    found = one.noise_of_roundings(samples, 1.0)
+    assert wider is not None and 0.5 * wider.mean < found.mean < 2.5 * wider.mean and found.mean < found.rms < 2 * found.mean
+    assert torch.equal(torch.cat(one.logp(samples, 1.0)), before), "nothing is left changed"
 
 
 def test_packed_rows_have_the_noise_of_padded_ones() -> None:

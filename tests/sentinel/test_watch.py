@@ -276,31 +276,36 @@ def test_what_is_under_way_ends_before_new_samples_are_compared() -> None:
     watch = Watch(
         probe=probe, on_drift="stop", sleeps=False, probe_every=None, rest=lambda: calls.append("rest"), say=calls.append
     )
-    fault, _ = watch.look_again(probe, Gap(max_delta=0.5, mean_delta=0.1, p999_delta=0.5))
+    fault, _ = watch.look_again(probe, Gap(max_delta=0.5, mean_delta=0.1, rms_delta=0.5))
     assert fault is Fault.STALE_ROLLOUTS and calls == ["rest", "sample"]
-    fault, why = watch.look_again(probe, Gap(max_delta=1e-3, mean_delta=9e-6, p999_delta=1e-3))
+    fault, why = watch.look_again(probe, Gap(max_delta=1e-3, mean_delta=9e-6, rms_delta=1e-3))
     assert fault is Fault.DRIFT and "on most tokens, but not on a few" in why, "weights are not named for a few tokens"
 
 
-@pytest.mark.parametrize(("grown", "found"), [(4.0, False), (1.0, True)])
-def test_a_gap_that_rounding_has_come_to_explain_is_no_drift(monkeypatch: pytest.MonkeyPatch, grown: float, found: bool) -> None:
+@pytest.mark.parametrize(("grown", "closely", "found"), [(4.0, 1.0, False), (1.0, 4.0, False), (1.0, 1.0, True)])
+def test_a_gap_that_rounding_has_come_to_explain_is_no_drift(
+    monkeypatch: pytest.MonkeyPatch, grown: float, closely: float, found: bool
+) -> None:
     """The gap is four times what rounding explained when the run opened, so beyond the bounds of then; weights are others now."""
-    opened, said = Noise(mean=1e-5, tail=7e-5), list[str]()
-    gap = Gap(max_delta=4e-4, mean_delta=4e-5, p999_delta=2.8e-4)
+    opened, said = Noise(mean=1e-5, rms=2e-5), list[str]()
+    gap = Gap(max_delta=4e-4, mean_delta=4e-5, rms_delta=8e-5)
     looked: list[int] = []
 
     def noise(samples: Sequence[Sample], temperatures: tuple[float, ...]) -> Noise:
         looked.append(len(samples))
-        return Noise(mean=grown * opened.mean, tail=grown * opened.tail)
+        return Noise(mean=grown * opened.mean, rms=grown * opened.rms)
 
-    side: Any = SimpleNamespace(processes=Processes.alone(), noise=noise)
+    def of_roundings(samples: Sequence[Sample], temperature: float) -> Noise:
+        return Noise(mean=closely * opened.mean, rms=closely * opened.rms)
+
+    side: Any = SimpleNamespace(processes=Processes.alone(), noise=noise, noise_of_roundings=of_roundings)
     monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda *_: None)
     probe = probe_of_nothing(side, given=None, noise=opened)
     watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, rest=lambda: None, say=said.append)
     rows = [make_sample(group_id=row) for row in range(20)]
     assert watch.drifted(gap, lambda: rows, 3, "batch of step 3") is found and looked == [8]
     assert bool(said) is found and (not found or "mean |Δ log-prob| is 4e-05 nats, the bound is 3e-05" in said[0])
-    within = Gap(max_delta=1.0, mean_delta=2.9e-5, p999_delta=2e-4)
+    within = Gap(max_delta=1.0, mean_delta=2.9e-5, rms_delta=5.9e-5)
     assert not watch.drifted(within, lambda: rows, 4, "batch of step 4") and looked == [8], "nothing is measured without need"
 
 
