@@ -10,6 +10,7 @@ import ci_slow
 import conftest
 import pytest
 from conftest import ROOT
+from helpers.slow import slow_but
 from helpers.waiting import HANGS
 
 FILES = {
@@ -111,7 +112,7 @@ def test_what_was_run_and_left_out_is_read_from_the_report(tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize("passes", [True, False])
+@pytest.mark.parametrize("passes", slow_but([True, False], False))
 def test_a_slow_test_that_fails_fails_all_and_timed_ones_are_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
 ) -> None:

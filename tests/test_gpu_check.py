@@ -22,7 +22,6 @@ from gpu_rows.record import Finding, Place, Row, Value, judged, skipped
 from gpu_rows.rows import POLICY, ROWS
 from gpu_rows.running import Runner, absent, dependencies, report, table
 from gpu_rows.update import Shape, flops, parameters
-from helpers.slow import slow_but
 
 from rlgen.models import packed_attention
 from rlgen.models.policy import Policy
@@ -177,7 +176,8 @@ def test_shards_are_opened_as_a_run_opens_them_and_packed(tmp_path: Path, monkey
     assert found.status == "failed" and "float32: policies that pack otherwise than a run does is 2" in found.sentence
 
 
-@pytest.mark.parametrize("lost", slow_but([False, True], False))
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_compared_with_one_that_never_stopped(
     lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

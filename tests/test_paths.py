@@ -14,6 +14,7 @@ import yaml
 from conftest import ROOT, read_jsonl
 from helpers import paths
 from helpers.paths import AXES, Way
+from helpers.rollouts import rollout_rows
 from helpers.runs import bare_run
 from helpers.waiting import HANGS
 
@@ -65,17 +66,17 @@ def ways_of(request: pytest.FixtureRequest) -> list[Way]:
     return [marker.args for marker in request.node.iter_markers("path")]
 
 
-@pytest.mark.path("rloo", "transformers", "one process", "float32", "padded", "full")
+@pytest.mark.path("rloo", "transformers", "one process", "float32", "padded", "lora")
 def test_rloo_on_transformers(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     alone(request, tmp_path)
 
 
-@pytest.mark.path("online_dpo", "transformers", "one process", "bfloat16", "packed", "lora")
-def test_online_dpo_on_transformers(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.path("grpo", "transformers", "one process", "bfloat16", "padded", "full")
+def test_grpo_on_transformers(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     alone(request, tmp_path)
 
 
-@pytest.mark.path("online_dpo", "colocated", "one process", "float32", "padded", "full")
+@pytest.mark.path("online_dpo", "colocated", "one process", "float32", "padded", "lora")
 @pytest.mark.vllm
 def test_online_dpo_on_vllm(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     alone(request, tmp_path)
@@ -87,19 +88,16 @@ def test_grpo_on_a_server(request: pytest.FixtureRequest, tmp_path: Path) -> Non
     alone(request, tmp_path)
 
 
-@pytest.mark.path("rloo", "server", "one process", "bfloat16", "packed", "lora")
-@pytest.mark.vllm
-def test_rloo_on_a_server(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    alone(request, tmp_path)
-
-
-@pytest.mark.path("rloo", "colocated", "ddp", "float32", "packed", "lora")
-@pytest.mark.path("online_dpo", "server", "fsdp", "float32", "padded", "full")
-@pytest.mark.path("online_dpo", "server", "ddp", "float32", "padded", "full")
-@pytest.mark.path("grpo", "transformers", "ddp", "bfloat16", "padded", "lora")
+@pytest.mark.path("grpo", "colocated", "ddp", "float32", "packed", "full")
+@pytest.mark.path("online_dpo", "server", "fsdp", "bfloat16", "padded", "full")
+@pytest.mark.path("rloo", "server", "ddp", "bfloat16", "padded", "lora")
+@pytest.mark.path("online_dpo", "transformers", "ddp", "bfloat16", "packed", "full")
 @pytest.mark.vllm
 def test_two_processes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """All in one start of them, from the last line up: what they import takes longer than the steps."""
+    """All in one start of them, from the last line up: what they import takes longer than the steps.
+
+    Two with vLLM learn what one learns: the same samples, and the same gradient of these.
+    """
     recipes = [recipe_of(way, tmp_path) for way in ways_of(request)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(ROOT / "tests" / "path_worker.py"), *map(str, recipes)]
@@ -107,6 +105,14 @@ def test_two_processes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
     for recipe in recipes:
         learned(recipe.with_suffix(""))
+    two, one = recipes[-1].with_suffix(""), tmp_path / "one"
+    train_command(recipes[-1], [], False, False, None, one)
+    for key in ("prompt_ids", "completion_ids", "reward"):
+        ours, theirs = ([row[key] for row in rollout_rows(run, 1)] for run in (two, one))
+        assert ours == theirs, key
+    for ours, theirs in zip(read_jsonl(two / "metrics.jsonl"), read_jsonl(one / "metrics.jsonl"), strict=True):
+        for key in ("loss", "grad_norm", "reward/mean", "tokens/trained"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), (ours["step"], key)
 
 
 def test_every_two_values_meet() -> None:

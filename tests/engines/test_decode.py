@@ -188,6 +188,7 @@ def test_what_depends_on_the_number_of_tokens_changes_in_steady_steps(roomy: Pai
     assert all(20 + place < len(ids) < 40 + place for place, ids in enumerate(found[0]))
 
 
+@pytest.mark.slow
 def test_a_version_that_it_was_not_compared_with_keeps_its_own() -> None:
     ours = {"scheduler_cls": "rlgen.engines.decode.DecodeScheduler", "worker_cls": "rlgen.engines.decode_worker.DecodeWorker"}
     assert vllm_compat.arguments(plan_of("qwen3")).items() >= ours.items()

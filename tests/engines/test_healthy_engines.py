@@ -143,6 +143,7 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_more_samples_than_files_may_be_open() -> None:
     """A server that cannot be connected to would be restarted."""
     asks = """

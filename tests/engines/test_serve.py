@@ -142,6 +142,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 # --- what it says and takes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_server_says_what_it_is(serving: Serving) -> None:
     facts = serving.rpc("rlgen_facts")
     assert facts["engine"].startswith("vllm 0.") and facts["model"] == str(build_tiny("qwen3"))
@@ -179,6 +180,7 @@ def logp(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
     return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
 
 
+@pytest.mark.slow
 def test_weights_that_are_loaded_are_those_it_samples_from(serving: Serving, tmp_path: Path) -> None:
     model, tensors = changed(1)
     receipt = serving.rpc("rlgen_load", path=str(write(tmp_path / "v1", tensors, 1)), version=1, hashed=True)
@@ -192,6 +194,7 @@ def test_weights_that_are_loaded_are_those_it_samples_from(serving: Serving, tmp
     assert ":" not in "".join(serving.rpc("rlgen_load", path=str(tmp_path / "v1"), version=1, hashed=False)["received"].values())
 
 
+@pytest.mark.slow
 def test_what_is_not_whole_is_refused_before_anything_is_loaded(serving: Serving, tmp_path: Path) -> None:
     before = serving.sample([1, 2, 3])
     _, tensors = changed(2)
@@ -225,6 +228,7 @@ def test_what_is_not_whole_is_refused_before_anything_is_loaded(serving: Serving
     assert serving.sample([1, 2, 3]) == before
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_half_way_says_so_and_the_next_one_heals_it(serving: Serving, tmp_path: Path) -> None:
     model, tensors = changed(3)
     wrong = {**tensors, "model.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}
@@ -236,6 +240,7 @@ def test_a_load_that_fails_half_way_says_so_and_the_next_one_heals_it(serving: S
     assert max(abs(a - b) for a, b in zip(values, logp(model, [7, 8], ids), strict=True)) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_unknown_method_does_not_end_the_server(serving: Serving) -> None:
     # uvicorn closes a connection after such an answer, and the client would use it again
     headers = {"Connection": "close"}
@@ -244,6 +249,7 @@ def test_an_unknown_method_does_not_end_the_server(serving: Serving) -> None:
     serving.sample([1])
 
 
+@pytest.mark.slow
 def test_arrays_and_json_are_the_same_answers(serving: Serving) -> None:
     url, token = str(serving.client.base_url).rstrip("/"), serving.token_file.read_text()
     server, sampling = Server(url, token, 60.0), Sampling(max_tokens=10, temperature=1.0, stop_ids=tuple(range(230, 260)))
@@ -268,6 +274,7 @@ def test_arrays_and_json_are_the_same_answers(serving: Serving) -> None:
     assert len({len(one.token_ids) for one in as_arrays}) > 3 and {one.finish_reason for one in as_arrays} == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_the_route_of_arrays_refuses_what_it_cannot_answer(serving: Serving) -> None:
     asked = {"token_ids": [3, 4], "sampling_params": {"max_tokens": 4, "logprobs": 0, "detokenize": False}, "cache_salt": "a"}
     wrong = [
@@ -287,6 +294,7 @@ def test_the_route_of_arrays_refuses_what_it_cannot_answer(serving: Serving) -> 
 
 
 @pytest.mark.fault(85, 86)
+@pytest.mark.slow
 def test_no_route_answers_without_the_token(serving: Serving, proof: Proof) -> None:
     paths = serving.client.get("/openapi.json").json()["paths"]
     routes = [(method, path) for path, methods in paths.items() for method in methods]
@@ -344,6 +352,7 @@ def test_the_gate_holds_for_websockets_and_needs_a_token(monkeypatch: pytest.Mon
 
 
 @pytest.mark.fault(84)
+@pytest.mark.slow
 def test_nothing_listens_beyond_loopback(serving: Serving, proof: Proof) -> None:
     addresses = listening(tree(serving.process.pid))
     assert len(addresses) > 1 and set(addresses) == {"127.0.0.1"}
@@ -360,6 +369,7 @@ def test_an_engine_in_this_process_listens_on_loopback_alone(monkeypatch: pytest
         engine.close()
 
 
+@pytest.mark.slow
 def test_the_token_stands_in_no_command_line_and_in_a_file_for_its_owner(serving: Serving) -> None:
     token = serving.token_file.read_text()
     assert len(token) >= 32 and serving.token_file.stat().st_mode & 0o777 == 0o600
@@ -420,6 +430,7 @@ def test_the_reason_is_the_first_cause() -> None:
     assert reason("") == "it said nothing"
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_refused_at_once(serving: Serving) -> None:
     port = httpx.URL(serving.client.base_url).port
     assert port is not None
@@ -429,6 +440,7 @@ def test_a_port_that_is_taken_is_refused_at_once(serving: Serving) -> None:
         claim("192.0.2.77", 0)
 
 
+@pytest.mark.slow
 def test_asked_to_stop_it_leaves_nothing(serving: Serving) -> None:
     """The last test of the served model."""
     family = tree(serving.process.pid)

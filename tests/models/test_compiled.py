@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import CPU, read_jsonl, tiny_model
 from helpers.samples import make_sample
-from helpers.slow import slow_but
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -82,7 +81,8 @@ def compiled_policy(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Poli
 
 
 @pytest.mark.usefixtures("no_code_written")
-@pytest.mark.parametrize("kind", slow_but(["plain", "again", "lora"], "plain"))
+@pytest.mark.parametrize("kind", ["plain", "again", "lora"])
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same_in_batches_of_all_sizes(kind: str) -> None:
     policy, plain = compiled_policy(kind)
     graphs = []

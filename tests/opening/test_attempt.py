@@ -145,6 +145,7 @@ def test_a_failed_start_leaves_only_what_was_there(recipe_file: Path, tmp_path: 
     assert (tmp_path / "runs" / "other").is_dir() and place.exists() == there
 
 
+@pytest.mark.slow
 def test_collections_leave_out_what_was_imported_and_nothing_later() -> None:
     script = """
 import gc

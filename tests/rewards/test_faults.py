@@ -364,7 +364,11 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
         ("import sys\nsys.exit(0)\n", ["SystemExit", "rewards.py:2"]),
         ("x = 1\ndef f(:\n", ["SyntaxError", "rewards.py:2"]),
         ("import no_such_module\n", ["no_such_module", "rewards.py:1"]),
-        ("import time\n\ntime.sleep(100_000)\n", ["did not end within 10 s", "rewards.py:3", "scoring.import_timeout"]),
+        pytest.param(
+            "import time\n\ntime.sleep(100_000)\n",
+            ["did not end within 10 s", "rewards.py:3", "scoring.import_timeout"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("x = 1\nx = 9**9**9**9\n", ["did not end within 10 s", "rewards.py:2"], marks=pytest.mark.slow),
         ("import os\nos._exit(0)\n", ["ended with exit code 0"]),
         ("import ctypes\nctypes.string_at(0)\n", ["SIGSEGV", "rewards.py:2"]),

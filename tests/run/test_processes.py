@@ -17,7 +17,6 @@ import pytest
 import torch
 from conftest import read_jsonl, save
 from helpers.rollouts import rollout_rows
-from helpers.slow import slow_but
 from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
@@ -129,29 +128,28 @@ def first_of(directory: Path, steps: int) -> list[list[Any]]:
 # --- the same training -----------------------------------------------------------------------------------------------
 
 
-QUICK = ["grpo"]
 LAYOUTS = {"one": ([sys.executable], 1), "two": (TORCHRUN, 1), "tensor parallel": (TORCHRUN, 2)}
 
 
 @pytest.fixture(scope="module")
-def on_vllm(recipe: Path, pytestconfig: pytest.Config) -> Callable[[str], Path]:
+def on_vllm(recipe: Path) -> Callable[[str], Path]:
     """A step of each trainer with vLLM: in one process, in two with an engine each, or in two that share one."""
     own = recipe.with_name("vllm.yaml")
     own.write_text(RECIPE.replace("engine: {kind: transformers}\n", ""))
-    trainers = TRAINERS if pytestconfig.getoption("slow") else QUICK
 
     @cache
     def trained(layout: str) -> Path:
         (launcher, size), folder = LAYOUTS[layout], recipe.parent / layout
-        ended = launch(HERE / "process_worker.py", own, folder, size, *trainers, launcher=launcher, timeout=200)
+        ended = launch(HERE / "process_worker.py", own, folder, size, *TRAINERS, launcher=launcher, timeout=200)
         assert ended.returncode == 0, ended.stderr[-3000:]
         return folder
 
     return trained
 
 
-@pytest.mark.parametrize("trainer", slow_but(TRAINERS, *QUICK))
-@pytest.mark.parametrize("layout", slow_but(["two", "tensor parallel"], "two"))
+@pytest.mark.slow  # two processes, GRPO: tests/test_paths.py
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("layout", ["two", "tensor parallel"])
 def test_processes_with_vllm_learn_what_one_learns(on_vllm: Callable[[str], Path], layout: str, trainer: str) -> None:
     one, several = on_vllm("one") / trainer, on_vllm(layout) / trainer
     assert same_rollouts(several, one)

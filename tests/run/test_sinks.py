@@ -78,11 +78,13 @@ def tables(run: Path) -> dict[int, Table]:
     return {step: table for step, table in found.items() if table is not None}
 
 
+@pytest.mark.slow
 def test_a_run_with_sinks_is_the_run_without(plain: Path, sent: Path) -> None:
     assert first_difference(plain, sent) is None
     assert sorted(path.name for path in (sent / "sinks").glob("*.json")) == sorted(f"{kind}.json" for kind in KINDS)
 
 
+@pytest.mark.slow
 def test_wandb_has_it(sent: Path) -> None:
     files = sorted((sent / "sinks" / "wandb").glob("offline-run-*/run-*.wandb"))
     records = [read_wandb(file) for file in files]
@@ -105,6 +107,7 @@ def test_wandb_has_it(sent: Path) -> None:
     assert ends == [0, 0]
 
 
+@pytest.mark.slow
 def test_trackio_has_it(sent: Path) -> None:
     folder = sent.parent / "trackio"
     script = """
@@ -164,6 +167,7 @@ def scalars(read: Any) -> dict[int, dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_tensorboard_has_it(sent: Path) -> None:
     from tensorboard.plugins.text.text_plugin import text_array_to_html
     from tensorboard.util.tensor_util import make_ndarray
@@ -183,6 +187,7 @@ def test_tensorboard_has_it(sent: Path) -> None:
     assert b"done, exit code 0" in make_ndarray(read.Tensors("state")[-1].tensor_proto)[0][0]
 
 
+@pytest.mark.slow
 def test_mlflow_has_it(sent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -46,13 +46,14 @@ def namespaces() -> bool:
     return subprocess.run([sys.executable, "-c", ENTER, "-c", ""], capture_output=True).returncode == 0
 
 
-ENGINES = ["{kind: transformers}", pytest.param("{kind: colocated}", marks=[pytest.mark.slow, pytest.mark.vllm])]
-ENGINES += [pytest.param("{kind: server, launch: true}", marks=[pytest.mark.slow, pytest.mark.vllm])]
+ENGINES = ["{kind: transformers}", "{kind: colocated}", "{kind: server, launch: true}"]
 
 
 @pytest.mark.fault(15, 92)
 @pytest.mark.skipif(not namespaces(), reason="may not make a network namespace")
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_a_run_needs_no_network_and_asks_for_none(tmp_path: Path, engine: str, proof: Proof) -> None:
     watch, calls, recipe = tmp_path / "watch", tmp_path / "calls", tmp_path / "recipe.yaml"
     watch.mkdir()

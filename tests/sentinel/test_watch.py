@@ -184,13 +184,6 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
 }
 
 
-QUICK = ("a tensor is lost",)
-
-
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    return [*([pytest.mark.fault(57)] if "sleep" in name else []), *([] if name in QUICK else [pytest.mark.slow])]
-
-
 SETTINGS = ["run.steps=5", "rollout.group_size=8"]
 
 
@@ -202,8 +195,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(recipe, *SETTINGS, TRANSFORMERS)
 
 
+@pytest.mark.slow  # a drift in a run: the tests below
 @pytest.mark.fault(54)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in EVENTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.fault(57)] if "sleep" in name else []) for name in EVENTS]
+)
 def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
     recipe_file: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, proof: Proof
 ) -> None:
