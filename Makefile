@@ -5,6 +5,8 @@
 VENV := .venv/bin
 TIER := 1
 READY := .venv/.ready
+# Tests start a hundred processes: what they import is compiled once, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 
 help:     ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22

@@ -9,8 +9,8 @@ more on peaked distributions over many ids. Engines use it and the trainer does 
 
 The bounds are `FACTOR` times the noise in two statistics. The mean moves when most tokens are wrong. The root of the mean square
 (RMS) moves when a few rows are wrong: one row of 64, off by 2 nats, moves it by 0.25. The maximum has no bound, nor has any
-quantile: single tokens, at which the model is undecided, round many times more than others. On tiny trained models the largest gap
-of a batch is up to eight times the noise of that very token, where the RMS of the batch is at most 2.3 times the noise.
+quantile: single tokens, at which the model is undecided, round many times more than others. On tiny trained models the largest
+gap of a batch is up to eight times the noise of that very token, where the RMS of the batch is at most 2.3 times the noise.
 
 A gap beyond its bounds is held against a closer measurement on the same rows: the trainer computes them under `ROUNDINGS` equally
 right roundings, so that the noise of a token does not depend on one that came out small by chance.
@@ -28,6 +28,8 @@ POWER = 5.0  # a check counts only if the fault would move the gap by more than 
 FACTOR = 3.0  # bounds by the noise; healthy engines measure 0.9 to 1.2 of the mean
 FLOOR = 1e-6  # nats; a float32 log-prob of -8 has steps of this size, in which engines report it
 ROUNDINGS = 4  # of the closer measurement
+
+
 @dataclass(frozen=True, slots=True)
 class Noise:
     """What rounding explains of a gap, in nats. Noise(mean=1.0e-05, rms=1.6e-05)"""

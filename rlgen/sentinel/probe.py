@@ -74,8 +74,9 @@ class TrainerSide:
         return noise
 
     def noise_of_roundings(self, samples: Sequence[Sample], temperature: float) -> Noise:
-        """Returns the distance of log-probs on these samples from those that `ROUNDINGS` other roundings give, which are as right:
-        for each token the root of the mean square.
+        """Returns how far log-probs on these samples are from those of `ROUNDINGS` other roundings, which are as right.
+
+        For each token this is the root of the mean square over the roundings.
         """
         logp, squares = torch.cat(self.logp(samples, temperature)).double(), []
         for first in range(ROUNDINGS):

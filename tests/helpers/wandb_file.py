@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record
-
 BLOCK, HEADER, START = 1 << 15, 7, 7  # bytes of a block, of the header of a chunk, and of that of the file
 WHOLE, LAST = 1, 4  # kinds of a chunk: a record, and the end of one
 
 
-def read_wandb(path: Path) -> list[Record]:
+def read_wandb(path: Path) -> list[Any]:
     """The records of a `.wandb` file, which has the form of LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record  # takes seconds
+
     return [Record.FromString(record) for record in chunks(path.read_bytes())]
 
 
@@ -30,7 +30,7 @@ def chunks(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def rows_of(records: list[Record]) -> list[dict[str, Any]]:
+def rows_of(records: list[Any]) -> list[dict[str, Any]]:
     """What was logged, a row each."""
     kept = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items} for items in kept]

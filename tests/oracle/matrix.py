@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter
-from replay import PATTERNS, ROWS, Outcome, Rollout, random_rollout, rlgen_outcome
+from replay import PATTERNS, ROWS, Outcome, Rollout, oracle, random_rollout, rlgen_outcome
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from trl_oracle import GRPO, RLOO, Offline, OnlineDPO
 
 from rlgen.recipe.trainers import TrainerRecipe
 
@@ -55,7 +54,7 @@ class Cell:
     row: str  # of the printed table
     column: str
     name: str  # within both
-    oracle: type[Offline]
+    oracle: str  # as `replay.oracle` takes it
     words: Words
     rollout: str  # pattern
 
@@ -155,17 +154,17 @@ def grpo_cells() -> Iterator[Cell]:
         kls = {name: words for name, words in KLS.items() if name != "k3_is" or loss not in OF_SEQUENCES}
         for bound, estimator, pattern in ((b, k, p) for b in bounds for k in kls for p in PATTERNS):
             words = choice + bounds[bound] + kls[estimator] + OFF_POLICY
-            yield Cell(loss, mode, f"off policy, {bound}, {estimator}", GRPO, words, pattern)
+            yield Cell(loss, mode, f"off policy, {bound}, {estimator}", "GRPO", words, pattern)
         for estimator, pattern in ((k, p) for k in kls for p in PATTERNS):
             words = choice + bounds[first] + kls[estimator] + ON_POLICY
-            yield Cell(loss, mode, f"on policy, {estimator}", GRPO, words, pattern)
+            yield Cell(loss, mode, f"on policy, {estimator}", "GRPO", words, pattern)
         for option, words in OPTIONS.items():
             if option == "scale other":
                 words = same(scale_rewards="group" if loss == "dr_grpo" else "none")
             if loss == "gspo_token" and "top entropy" in option:
                 continue
             words = choice + bounds[first] + KLS["k3"] + OFF_POLICY + words
-            yield Cell(loss, mode, f"off policy, {first}, k3, {option}", GRPO, words, "holes")
+            yield Cell(loss, mode, f"off policy, {first}, k3, {option}", "GRPO", words, "holes")
 
 
 def rloo_cells() -> Iterator[Cell]:
@@ -183,7 +182,7 @@ def rloo_cells() -> Iterator[Cell]:
             continue
         for estimator, change, pattern in ((k, c, p) for k in kls for c in changes for p in ("full", "ragged")):
             both = choice + words + bounds[bound] + kls[estimator] + changes[change]
-            yield Cell("rloo", "none", f"{updates}, {bound}, {estimator}, {change}", RLOO, both, f"{pattern}, engine exact")
+            yield Cell("rloo", "none", f"{updates}, {bound}, {estimator}, {change}", "RLOO", both, f"{pattern}, engine exact")
 
 
 def online_dpo_cells() -> Iterator[Cell]:
@@ -192,7 +191,9 @@ def online_dpo_cells() -> Iterator[Cell]:
             name = f"{loss}, beta {beta}, EOS penalty {penalty}"
             choice = Words({"kind": "online_dpo", "ties": "first"}, {})
             words = choice + Words({"loss": loss}, {"loss_type": loss}) + same(beta=beta, missing_eos_penalty=penalty)
-            yield Cell("online_dpo", "none", name, OnlineDPO, words + Words({"updates_per_rollout": 2}, {}), f"{pattern}, pairs")
+            yield Cell(
+                "online_dpo", "none", name, "OnlineDPO", words + Words({"updates_per_rollout": 2}, {}), f"{pattern}, pairs"
+            )
 
 
 CELLS = [*grpo_cells(), *rloo_cells(), *online_dpo_cells()]
@@ -216,7 +217,7 @@ def outcomes(cell: Cell, dtype: torch.dtype) -> tuple[Outcome, Outcome]:
     """rlgen's and TRL's."""
     recipe = RECIPES.validate_python(cell.words.rlgen)
     rollout = rollout_of(cell.rollout, recipe.updates_per_rollout, dtype)
-    return rlgen_outcome(recipe, rollout), cell.oracle(rollout, **cell.words.trl).outcome()
+    return rlgen_outcome(recipe, rollout), oracle(cell.oracle)(rollout, **cell.words.trl).outcome()
 
 
 def relative_error(ours: Outcome, oracle: Outcome) -> float:

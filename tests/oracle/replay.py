@@ -31,6 +31,13 @@ TOKEN, STOP, PADDING = 5, 2, 0
 WEIGHTS = {"first": 1.0, "second": 0.5}  # of the rewards
 
 
+def oracle(name: str) -> type[Any]:
+    """The class of `trl_oracle` of that name. TRL imports vLLM and trackers, for ten seconds: only where one is asked for."""
+    import trl_oracle
+
+    return getattr(trl_oracle, name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """What was sampled, what the models say about it, and what it earned. Hashable: what follows from one can be cached."""

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from matrix import relative_error
-from replay import ROWS, OfflineWindows, Outcome, Rollout, random_rollout, rlgen_outcome
+from replay import ROWS, OfflineWindows, Outcome, Rollout, oracle, random_rollout, rlgen_outcome
 from torch import Tensor
 from torch.testing import assert_close
-from trl_oracle import GRPO, RLOO, OnlineDPO
 
 from rlgen.losses.advantages import zero_variance
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe, TrainerRecipe
@@ -44,8 +43,8 @@ def grpo(**fields: Any) -> GRPORecipe:
     return GRPORecipe(**{"updates_per_rollout": 2, "clip_low": 0.2, "clip_high": 0.28, "correction": UNCORRECTED, **fields})
 
 
-def trl(of: Rollout, **settings: Any) -> GRPO:
-    return GRPO(of, **{"num_iterations": 2, "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0, **settings})
+def trl(of: Rollout, **settings: Any) -> Any:
+    return oracle("GRPO")(of, **{"num_iterations": 2, "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0, **settings})
 
 
 def split(recipe: GRPORecipe, of: Rollout) -> float:
@@ -96,7 +95,7 @@ def test_7_cispo_inherits_a_clip_range_as_its_cap() -> None:
     # On policy r = 1 is capped at epsilon = .2: a fifth of the policy gradient is left.
     of = on_policy()
     policy_gradient = trl(of, loss_type="dapo").outcome().policy_gradient
-    assert_close(GRPO(of, loss_type="cispo").outcome().policy_gradient, 0.2 * policy_gradient)
+    assert_close(oracle("GRPO")(of, loss_type="cispo").outcome().policy_gradient, 0.2 * policy_gradient)
     assert_close(rlgen_outcome(GRPORecipe(loss="cispo", correction=UNCORRECTED), of).policy_gradient, policy_gradient)
 
 
@@ -124,7 +123,9 @@ def test_11_trl_takes_a_reward_that_does_not_apply_for_0() -> None:
 
 def test_14_a_masked_truncated_row_loses_its_kl_and_stays_in_the_baseline() -> None:
     of = rollout()
-    kept, masked = (RLOO(of, beta=0.1, mask_truncated_completions=masks).scored()["advantages"] for masks in (False, True))
+    kept, masked = (
+        oracle("RLOO")(of, beta=0.1, mask_truncated_completions=masks).scored()["advantages"] for masks in (False, True)
+    )
     assert (kept - masked).abs().max() > 0.01
     ours = [advantages(RLOORecipe(kind="rloo", beta=0.1, mask_truncated=masks), of) for masks in (False, True)]
     assert_close(ours[0], ours[1], rtol=0, atol=0)
@@ -162,15 +163,15 @@ def pairs(**changes: Any) -> Rollout:
 
 def test_17_trl_prefers_the_first_of_equal_completions() -> None:
     equal = pairs(rewards=rewards(1.0))
-    assert OnlineDPO(equal).outcome().policy_gradient.any()
+    assert oracle("OnlineDPO")(equal).outcome().policy_gradient.any()
     assert not rlgen_outcome(OnlineDPORecipe(kind="online_dpo"), equal).policy_gradient.any()
 
 
 def test_17_trl_takes_no_beta_for_each_epoch() -> None:
-    oracle = OnlineDPO(pairs(), beta=[0.2, 0.1])
-    oracle.state = type("State", (), {"epoch": 0.5})()
+    theirs = oracle("OnlineDPO")(pairs(), beta=[0.2, 0.1])
+    theirs.state = type("State", (), {"epoch": 0.5})()
     with pytest.raises(TypeError, match="list indices must be integers"):
-        oracle.outcome()
+        theirs.outcome()
     of = pairs(rewards=rewards(1.0, 2.0, 0.0, 3.0, 4.0))
     ours, first = (rlgen_outcome(OnlineDPORecipe(kind="online_dpo", beta=beta), of) for beta in ([0.2, 0.1], 0.2))
     assert first.policy_gradient.any()

@@ -4,8 +4,7 @@ import pytest
 import torch
 from helpers.slow import slow_but
 from matrix import CELLS, check, outcomes, relative_error
-from replay import random_rollout, rlgen_outcome
-from trl_oracle import RLOO
+from replay import oracle, random_rollout, rlgen_outcome
 
 from rlgen.cli.docs import page_text
 from rlgen.recipe.trainers import RLOORecipe
@@ -26,8 +25,8 @@ def test_rloo_of_tokens_has_the_gradient_of_sequences_on_policy() -> None:
     # Not a cell: a sum over tokens has another value than one ratio for all of them.
     rollout = random_rollout("ragged", torch.float64, policy_logp=random_rollout("ragged", torch.float64).old_logp)
     ours = rlgen_outcome(RLOORecipe(kind="rloo", ratio="token", correction={"mode": "none"}), rollout)
-    oracle = RLOO(rollout, beta=0.0, num_iterations=1).outcome()
-    torch.testing.assert_close(ours.policy_gradient, oracle.policy_gradient, rtol=1e-9, atol=1e-12)
+    theirs = oracle("RLOO")(rollout, beta=0.0, num_iterations=1).outcome()
+    torch.testing.assert_close(ours.policy_gradient, theirs.policy_gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_cells_have_names_of_their_own() -> None:
