@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgen.cli.output import echo
+from rlgen.cli.validate import can_open
 from rlgen.errors import SetupError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, EngineRecipe, ModelRecipe, ServerEngineRecipe, VllmRecipe
@@ -25,14 +26,28 @@ NO_CACHE: dict[str, Any] = {"cache_gib": None, "share": None, "tensor_parallel":
 def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as_json: bool) -> None:
     """Prints the table, whether it fits, and which settings to change.
 
+    Where tokenizer and data are on this machine, prompts are as long as they are there.
+
     Raises:
         RecipeError: the recipe is wrong.
+        DataError: the rows of the data cannot be prompts.
         SetupError: the model's config cannot be read.
     """
     recipe = load_recipe(path, overrides).recipe
+    if can_open(recipe) and has_tokenizer(recipe):
+        from rlgen.opening.data import open_data
+
+        recipe = open_data(recipe).recipe
     device = int(gpu_gib * GIB) if gpu_gib else memory_of_gpu()
     report = estimate(recipe, device)
     echo(json.dumps(report, indent=2)) if as_json else show(report)
+
+
+def has_tokenizer(recipe: Recipe) -> bool:
+    """Returns whether the model's folder has a tokenizer: a config alone is enough for an estimate."""
+    from rlgen.models.load import locate
+
+    return (Path(locate(recipe.model.path)) / "tokenizer_config.json").exists()
 
 
 def memory_of_gpu() -> int | None:
@@ -103,13 +118,10 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
     engine = recipe.engine
     processes, strategy = processes_of(recipe)
     servers = engine.servers if isinstance(engine, ServerEngineRecipe) else 1
-    longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
-    rows = min(max(1, budget // longest), -(-recipe.samples_per_step // processes))
-    # A full micro-batch has as many tokens as the budget allows, whether its rows are many and short or few and long.
-    full = rows < -(-recipe.samples_per_step // processes)
+    rows, length = micro_batch(recipe, -(-recipe.samples_per_step // processes), device)
     return Plan(
         rows=rows,
-        length=budget // rows if full else longest,
+        length=length,
         trainer_bytes=getattr(torch, recipe.model.dtype).itemsize,
         fp32_head=recipe.model.fp32_head,
         checkpointing=recipe.model.gradient_checkpointing,
@@ -128,6 +140,22 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         device=device,
         **(cache_of(engine, device) if place_of(engine) != "elsewhere" else NO_CACHE),
     )
+
+
+def micro_batch(recipe: Recipe, samples: int, device: int | None) -> tuple[int, int]:
+    """Returns the rows of the largest micro-batch of a process with `samples` rows, and the tokens of each.
+
+    A full micro-batch has as many tokens as the budget allows, whether its rows are many and short or few and long. Packed rows
+    share the prompt of their group.
+    """
+    longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
+    kernels = device is None or recipe.model.dtype == "bfloat16"  # as `can_pack`
+    plain = not recipe.model.compile and recipe.model.attention == "sdpa" and recipe.data.columns.images is None
+    if recipe.optim.packing or (recipe.optim.packing is None and kernels and plain):
+        completion = recipe.rollout.max_completion_tokens
+        longest = completion + -(-(longest - completion) // recipe.rollout.group_size)
+    rows = min(max(1, budget // longest), samples)
+    return rows, budget // rows if rows < samples else longest
 
 
 def place_of(engine: EngineRecipe) -> str:

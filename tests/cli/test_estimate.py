@@ -36,12 +36,23 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_table_from_a_config_alone(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     estimate_command(recipe, SIZES, 80, as_json=False)
     said = capsys.readouterr().out
-    assert "596,049,920 parameters; micro-batches of 21 rows of 1560 tokens" in said
+    assert "596,049,920 parameters; micro-batches of 30 rows of 1092 tokens" in said
     # 4 and 8 bytes a parameter, and 45 % of the GPU for the engine
     weights = "trainer weights      2.22      2.22     2.22      2.22       2.22   2.22"
     moments = "Adam moments                   4.44     4.44      4.44       4.44   4.44"
     assert weights in said and moments in said and "KV cache                      34.89" in said
     assert "does not fit" in said and "--set model.gradient_checkpointing=true" in said and "--set engine.sleep=true" in said
+
+
+def test_prompts_are_as_long_as_the_data_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The longest has 30 tokens, and a group of 4 shares it: 12 + 8 a row. Padded, each row has its own."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace(", max_prompt_tokens: 64", ""))
+    found = {}
+    for packing in ("null", "false"):
+        estimate_command(path, [f"optim.packing={packing}"], None, as_json=True)
+        found[packing] = json.loads(capsys.readouterr().out)["micro_batch"]
+    assert found == {"null": {"rows": 16, "tokens_a_row": 20}, "false": {"rows": 16, "tokens_a_row": 42}}
 
 
 def test_json_says_all_and_the_settings_help(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,8 +80,8 @@ def test_the_plan_follows_the_recipe(recipe: Path) -> None:
     assert (plan.cache_gib, plan.share, plan.sleeps, plan.sequences, plan.model_len) == (2.0, None, True, 64, 1536)
     assert plan.reference and (plan.trainer_bytes, plan.engine_bytes) == (2, 2)
     small = plan_of(load_recipe(recipe, ["rollout.group_size=2", "engine={kind: transformers, dtype: bfloat16}"]).recipe, None)
-    # a micro-batch is never more than a step has: 4 prompts of 2 completions of at most 64 + 12 tokens
-    assert (small.rows, small.length, small.sequences) == (8, 76, 8)
+    # a micro-batch is never more than a step has: 4 prompts of 2 completions of at most 64 / 2 + 12 tokens, the prompt shared
+    assert (small.rows, small.length, small.sequences) == (8, 44, 8)
     assert (small.engine, small.trainer_bytes, small.engine_bytes, small.share) == ("transformers", 4, 2, None)
     assert plan_of(load_recipe(recipe, ["trainer={kind: online_dpo}"]).recipe, None).reference
 
