@@ -3,17 +3,18 @@
 Rounding is measured. On the tokens that are compared, the trainer computes log-probs a second time in a wider dtype (float32
 beside bfloat16, float64 beside float32), from weights that are rounded as the engine holds them. The distance of the two, token
 by token, is the *noise*. An engine that computes the same model in the same dtype rounds as often, in another order. So it is as
-far from the wider result as the trainer is, and at most √2 times as far from the trainer. Healthy engines measured 0.9 to 1.2
-times the noise: SmolLM2-135M in both dtypes, and 20 tiny architectures. torch's float32 softmax errs by itself, by 1e-5 nats and
-more on peaked distributions over many ids. Engines use it and the trainer does not, so its error on the same logits is added.
+far from the wider result as the trainer is, and √2 times as far from the trainer, if their errors are independent. The mean gap
+of healthy engines was 0.7 to 1.2 times the noise: SmolLM2-135M in both dtypes, and 20 tiny random models. torch's float32 softmax
+errs by itself, by 1e-5 nats and more on peaked distributions over many ids. Engines use it and the trainer does not, so its error
+on the same logits is added.
 
 The bounds are `FACTOR` times the noise in two statistics. The mean moves when most tokens are wrong. The root of the mean square
 (RMS) moves when a few rows are wrong: one row of 64, off by 2 nats, moves it by 0.25. The maximum has no bound, nor has any
 quantile: single tokens, at which the model is undecided, round many times more than others. On tiny trained models the largest
-gap of a batch is up to eight times the noise of that very token, where the RMS of the batch is at most 2.3 times the noise.
+gap of a batch is up to eight times the noise of that very token, where the RMS of the batch is at most 2.2 times the noise.
 
-A gap beyond its bounds is held against a closer measurement on the same rows: the trainer computes them under `ROUNDINGS` equally
-right roundings, so that the noise of a token does not depend on one that came out small by chance.
+A gap beyond its bounds is held against a closer measurement on the same rows: the trainer computes them under `ROUNDINGS` other
+roundings, which are as right. A single error can be small by chance, and would make the noise of its token too small.
 """
 
 import math
@@ -25,7 +26,7 @@ from torch import Tensor
 from rlgen.sentinel.gap import Gap
 
 POWER = 5.0  # a check counts only if the fault would move the gap by more than this many bounds
-FACTOR = 3.0  # bounds by the noise; healthy engines measure 0.9 to 1.2 of the mean
+FACTOR = 3.0  # bounds by the noise
 FLOOR = 1e-6  # nats; a float32 log-prob of -8 has steps of this size, in which engines report it
 ROUNDINGS = 4  # of the closer measurement
 
