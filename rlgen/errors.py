@@ -16,14 +16,14 @@ class RlgenError(Exception):
     """Base of all expected failures. `str(error)` is the whole message for the user, with secrets redacted."""
 
     exit_code = 70
-    told = False  # true: another process of the run prints it
+    told = False  # True: another process of the run prints the message
 
     def __str__(self) -> str:
         return redacted(super().__str__())
 
 
 class UsageError(RlgenError):
-    """A wrong command line: an option, a run directory that is taken."""
+    """The command line is wrong: an option, or a run directory that is in use."""
 
     exit_code = 2
 
@@ -63,35 +63,41 @@ class SetupError(RlgenError):
 
 
 class DataError(RlgenError):
-    """The data set cannot serve: a missing column, no rows left."""
+    """The data set cannot be used: a column is missing, or no rows are left."""
 
     exit_code = 4
 
 
 class RewardError(RlgenError):
-    """A reward function cannot be found, called, or it failed."""
+    """A reward function cannot be found or called, or it failed."""
 
     exit_code = 5
 
 
 class ToolError(RlgenError):
-    """A tool cannot be found or described to the model. What a call of it raises is told to the model, and is no error."""
+    """A tool cannot be found or described to the model. An exception in a call of it goes to the model, and is no error."""
+
+    exit_code = 5
+
+
+class CodeError(RlgenError):
+    """Code of the user that is neither a reward nor a tool cannot be found, or failed: an algorithm, a callback."""
 
     exit_code = 5
 
 
 class EngineError(RlgenError):
-    """The engine failed, answered something else than it was asked, or did not take the weights."""
+    """The engine failed, gave answers that do not fit the requests, or did not take the weights."""
 
     exit_code = 6
 
 
 class ServerLost(EngineError):
-    """A server that cannot be reached, died or hangs. What it was asked can be asked again once it holds the weights again.
+    """A server cannot be reached, died or hangs. Its requests can be repeated once it holds the weights again.
 
     Args:
         url: of the server.
-        what: "closed the connection".
+        what: what it did, such as "closed the connection".
     """
 
     def __init__(self, url: str, what: str) -> None:
@@ -112,18 +118,22 @@ class Fault(StrEnum):
         member._value_, member.what = name, what
         return member
 
-    TEMPLATE_MISMATCH = "template_mismatch", "Trainer and engine make other prompt ids of one text."
-    SPECIAL_TOKENS = "special_tokens", "Trainer and engine have other EOS, BOS or pad ids."
-    ENGINE_SETTINGS = "engine_settings", "The engine has another dtype, head or vocabulary."
+    TEMPLATE_MISMATCH = "template_mismatch", "Trainer and engine turn the same text into different prompt ids."
+    SPECIAL_TOKENS = "special_tokens", "Trainer and engine use different EOS, BOS or pad ids."
+    ENGINE_SETTINGS = "engine_settings", "The engine uses another dtype, head or vocabulary than the trainer."
     FLATTENED_COMPLETIONS = "flattened_completions", "Every token came back as a completion of its own."
     MISSING_PROMPT = "missing_prompt", "A prompt was dropped, repeated or replaced."
-    COMPLETION_ORDER = "completion_order", "The answers stand in another order than the questions."
-    DROPPED_STOP_TOKEN = "dropped_stop_token", "The id that ended a completion is not in it."
-    MISSING_LOGPROBS = "missing_logprobs", "There are fewer log-probs than ids, or none."
-    FOREIGN_TOKENS = "foreign_tokens", "A rollout of the user calls ids sampled that the engine did not sample there."
+    COMPLETION_ORDER = "completion_order", "The completions are in another order than the prompts."
+    DROPPED_STOP_TOKEN = "dropped_stop_token", "A completion lacks the id that ended it."
+    UNKNOWN_IDS = "unknown_ids", "A completion has ids that the vocabulary lacks."
+    MISSING_LOGPROBS = (
+        "missing_logprobs",
+        "An id has no log-prob, or an impossible one: above 0, infinite or NaN.",
+    )
+    FOREIGN_TOKENS = "foreign_tokens", "Rollout code of the user marks ids as sampled that the engine did not sample there."
     SHIFTED_LOGPROBS = "shifted_logprobs", "A token has the log-prob of its neighbour."
-    NUMERICS = "numerics", "The ids and weights are the same, and the log-probs differ from the start."
-    RAW_LOGPROBS = "raw_logprobs", "The log-probs are of the logits before the temperature."
+    NUMERICS = "numerics", "Ids and weights are the same, but the log-probs differ from the start."
+    RAW_LOGPROBS = "raw_logprobs", "The log-probs are those of the logits before the temperature is applied."
     WRONG_TEMPERATURE = "wrong_temperature", "Trainer and engine compute at different temperatures."
     TRUNCATED_SUPPORT = "truncated_support", "The engine restricts sampling by top-p, top-k or min-p."
     INCOMPLETE_SYNC = "incomplete_sync", "Tensors did not arrive, or were not loaded."
@@ -131,13 +141,13 @@ class Fault(StrEnum):
     STALE_HEAD = "stale_head", "The head's copy of a tied embedding is of an earlier version."
     STALE_WEIGHTS = "stale_weights", "All weights are of an earlier version."
     SWAPPED_TENSORS = "swapped_tensors", "Two tensors of equal shape have changed places."
-    ADAPTER_IGNORED = "adapter_ignored", "The engine computes with the base model, without the adapter."
-    BASE_CHANGED = "base_changed", "Frozen weights under an adapter are not what they were."
+    ADAPTER_IGNORED = "adapter_ignored", "The engine uses the base model without the adapter."
+    BASE_CHANGED = "base_changed", "Frozen weights under an adapter have changed."
     STALE_PREFIX_CACHE = "stale_prefix_cache", "The prefix cache reuses activations of earlier weights."
-    DECODE_PREFILL = "decode_prefill", "Decoding computes otherwise than prefilling."
-    BATCH_DEPENDENCE = "batch_dependence", "The other completions of a batch change an answer."
+    DECODE_PREFILL = "decode_prefill", "Decoding and prefilling give different log-probs."
+    BATCH_DEPENDENCE = "batch_dependence", "The other completions of a batch change a completion."
     SPLIT_DEPENDENCE = "split_dependence", "The split into micro-batches changes the gradient."
-    STALE_ROLLOUTS = "stale_rollouts", "Samples are of earlier weights than the loop takes them for."
+    STALE_ROLLOUTS = "stale_rollouts", "Samples come from older weights than the training loop assumes."
     BLIND_BOUNDS = "blind_bounds", "The recipe's bounds would hide every fault."
     DRIFT = "drift", "A gap appeared during training, and no known cause fits."
     UNEXPLAINED = "unexplained", "No known cause explains the gap."
@@ -161,7 +171,7 @@ class SentinelError(EngineError):
 
 
 class DivergedError(RlgenError):
-    """Too many updates in a row were not finite, weights are not, or a rule of `health` ends the run."""
+    """Too many updates in a row were not finite, weights are not finite, or a rule of `health` ended the run."""
 
     exit_code = 7
 
@@ -173,7 +183,7 @@ class CheckpointError(RlgenError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not what was written, or was never finished: one before it may be good."""
+    """A checkpoint differs from what was written, or was never finished. An earlier one may be good."""
 
 
 class ProcessError(RlgenError):
@@ -204,8 +214,8 @@ EXIT_CODES = {
     0: "done",
     2: "a mistake on the command line or in the recipe",
     3: "the machine or the model lacks something",
-    4: "the data cannot serve",
-    5: "a reward failed, or a tool cannot be found",
+    4: "the data cannot be used",
+    5: "a reward, a callback or an algorithm of yours failed, or a tool cannot be found",
     6: "the engine failed, or engine and trainer disagree",
     7: "the run diverged",
     8: "a checkpoint cannot be written or read",

@@ -43,7 +43,7 @@ def written(path: Path) -> Iterator[None]:
 def unwritable(path: Path, error: BaseException) -> CheckpointError:
     """Returns the CheckpointError to raise for a file or folder that could not be written."""
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
-        return CheckpointError(f"{path} is a link, and rlgen opens none where it keeps its own files; remove it")
+        return CheckpointError(f"{path} is a link, and rlgen follows no links to its own files; remove it")
     return CheckpointError(f"{path} cannot be written: {error}; free space or change run.dir")
 
 

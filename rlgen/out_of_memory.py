@@ -21,12 +21,12 @@ def reason(error: Exception, what: str, helps: Sequence[str]) -> str:
     said = " ".join(str(error).partition(ADVICE)[0].split()).rstrip(".") or type(error).__name__
     return (
         f"the memory does not suffice for {what}: {said}; {peak()}. What helps most: {' or '.join(helps)};"
-        " `rlgen estimate` has the whole table"
+        " `rlgen estimate` shows the whole table"
     )
 
 
 def one_line(error: BaseException) -> str:
-    """Returns class and message of a library's error on one line, at most 300 characters; of one without a message the code."""
+    """Returns class and message of a library's error on one line, at most 300 characters; without a message, its line of code."""
     said = " ".join(str(error).split()) or next((frame.line for frame in extract_tb(error.__traceback__)[-1:] if frame.line), "")
     return f"{type(error).__name__}: {said}".rstrip(": ")[:300]
 

@@ -1,7 +1,7 @@
 """Holds the process group of a run: collectives that time out, and the report of the first error.
 
 Three rules keep the processes from deadlocking. Every rank makes the same calls in the same order: a value that decides the
-order, such as a verdict or a request to stop, is gathered first. Work that may fail in one process runs inside `together`, so
+order, such as a verdict or a request to stop, is gathered first. Work that may fail in one process runs inside `gather_all`, so
 that its error is raised in every process. Every wait for another process ends after `timeout` seconds at most.
 """
 
@@ -91,7 +91,11 @@ class Processes:
             opened = cls(rank=rank, world=world, device=device, timeout=timeout, group=group, store=store)
             return replace(opened, peers=tuple(opened.gather([(socket.gethostname(), os.getpid(), born(psutil.Process()))])))
         except (RuntimeError, ValueError, KeyError) as error:
-            raise ProcessError(f"process {rank} of {world} did not find the others within {timeout:g} s: {error}") from error
+            first, *_ = str(error).splitlines() or [""]  # torch adds a stack of its C++ code
+            raise ProcessError(
+                f"process {rank} of {world} did not find the others within {timeout:g} s: {first}. If no launcher started this"
+                " process, run `unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT` first"
+            ) from error
 
     @property
     def is_main(self) -> bool:
@@ -110,7 +114,7 @@ class Processes:
         if len({place for place, _ in sent}) > 1:
             ways = ", ".join(f"process {rank} at {place}" for rank, (place, _) in enumerate(sent))
             raise ProcessError(
-                f"the processes have gone different ways ({ways}): something decides by rank, or differs from machine to machine."
+                f"the processes execute different code ({ways}): something depends on the rank or differs between machines."
                 " Nothing more was trained; if all run the same rlgen on the same recipe, this is a bug in rlgen"
             )
         return [item for _, of_rank in sent for item in of_rank]
@@ -158,25 +162,25 @@ class Processes:
         found[self.rank] = parts[self.rank]
         return found
 
-    def together(self, work: Callable[[], T], waits_for_others: bool = False, patient: bool = False) -> list[T]:
+    def gather_all(self, work: Callable[[], T], has_collectives: bool = False, keepalive: bool = False) -> list[T]:
         """Runs `work` in every process and returns all results in order of rank; raises the first rank's error in every process.
 
         Args:
-            waits_for_others: `work` itself waits for other processes, which would wait in vain for one that failed. An error then
+            has_collectives: `work` itself waits for other processes, which would wait in vain for one that failed. An error then
                 leaves this process at once without a gather, and the other processes fail on the lost connection. A SentinelError
                 is still gathered: it is raised by a comparison after all waiting is over.
-            patient: `work` may take longer than `timeout`: while it runs, the processes exchange keep-alive messages.
+            keepalive: `work` may take longer than `timeout`: while it runs, the processes exchange keep-alive messages.
         """
         if self.world == 1:
             return [work()]
         own: Exception | None = None
         outcome: tuple[Any, RlgenError | None]
         try:
-            with self._heard_of() if patient else nullcontext():
+            with self._heard_of() if keepalive else nullcontext():
                 try:
                     outcome = work(), None
                 except Exception as error:  # of any class: the other processes wait for the outcome
-                    if waits_for_others and not isinstance(error, SentinelError):
+                    if has_collectives and not isinstance(error, SentinelError):
                         raise
                     own, outcome = error, (None, sendable(error, self.rank))
             outcomes = self.gather([outcome])
@@ -192,15 +196,15 @@ class Processes:
         results: list[Any] = [value for value, _ in outcomes]
         return results
 
-    def agreed(self, work: Callable[[], T], waits_for_others: bool = False, patient: bool = False) -> T:
-        """Runs `work` in every process as `together` does, but returns only this process's result: only errors are sent."""
+    def run_all(self, work: Callable[[], T], has_collectives: bool = False, keepalive: bool = False) -> T:
+        """Runs `work` in every process as `gather_all` does, but returns only this process's result: only errors are sent."""
         kept: list[T] = []
-        self.together(lambda: kept.append(work()), waits_for_others, patient)
+        self.gather_all(lambda: kept.append(work()), has_collectives, keepalive)
         return kept[0]
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Runs `work` in the main process and returns its result, or raises its error, in every process."""
-        box = [self.agreed(lambda: work() if self.is_main else None)]
+        box = [self.run_all(lambda: work() if self.is_main else None)]
         if self.world > 1:  # a gather would give each process `world` copies, and a journal is large
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
@@ -261,8 +265,8 @@ class Processes:
         """
         if self.world == 1:
             return work()
-        first = self.agreed(lambda: work() if self.is_main else None)
-        rest = self.agreed(lambda: None if self.is_main else work())
+        first = self.run_all(lambda: work() if self.is_main else None)
+        rest = self.run_all(lambda: None if self.is_main else work())
         return first if self.is_main else rest  # type: ignore[return-value]
 
     def any(self, flag: bool) -> bool:

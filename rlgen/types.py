@@ -64,7 +64,7 @@ class Image:
     """One image of a prompt, as its file has it. Image(sha256="9f86d0...", data=b"\\x89PNG...", start=17, stop=51)"""
 
     sha256: str  # of `data`; names the image in caches and records
-    data: bytes = field(repr=False)  # the encoded file: nobody holds the pixels of more images than are computed at a time
+    data: bytes = field(repr=False)  # the encoded file: pixels are held only of the images that are being computed
     start: int  # its ids in the prompt, as the model's processor writes them for one placeholder: prompt_ids[start:stop]
     stop: int
 
@@ -96,23 +96,60 @@ class Request(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """What a token is sampled from, and what its log-prob is of: softmax(logits / temperature) over the ids that are kept.
+
+    In this order, as in vLLM: `min_p` keeps ids with at least that share of the highest probability, `top_k` the most probable
+    ones, and `top_p` the fewest of these that together have this share of the probability that is left.
+    """
+
+    temperature: float = 1.0  # above 0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def truncated(self) -> bool:
+        return self != self.whole
+
+    @property
+    def whole(self) -> "Distribution":
+        """Returns the distribution over all ids, at the same temperature."""
+        return Distribution(temperature=self.temperature)
+
+    def __str__(self) -> str:
+        """Returns `temperature 0.7, top_p 0.95`."""
+        other = [one for one in fields(self) if one.name == "temperature" or getattr(self, one.name) != one.default]
+        return ", ".join(f"{one.name} {getattr(self, one.name):g}" for one in other)
+
+
+WHOLE = Distribution()  # the model's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Settings shared by all requests of one call. Sampling(max_tokens=64, temperature=1.0, stop_ids=(257,))"""
 
     max_tokens: int
     temperature: float  # 0: greedy, the most probable id, or the lowest of equally probable ones; the seed then has no effect
     stop_ids: tuple[int, ...]  # every id that ends a completion; the sampled one is kept
-    top_p: float = 1.0  # below 1: only the fewest most probable ids with this share; log-probs are then of what is left
+    top_k: int = 0  # 0: all ids. This one and the next two have no effect on greedy completions; see `Distribution`
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()  # texts that end a completion, too; the token that completes one is kept
     regex: str | None = None  # restricts the completions; log-probs are then those of the restricted distribution
+    vocab_size: int | None = field(default=None, repr=False)  # every id is below it; None: not checked. No part of `digest`
 
     def limit_of(self, request: Request) -> int:
         """Returns the most tokens of the completion of a request."""
         return self.max_tokens if request.max_tokens is None else request.max_tokens
 
     @property
-    def logp_temperature(self) -> float:
-        """Returns the temperature of the log-probs that engine and trainer compare: the sampling temperature, or 1 for greedy."""
-        return self.temperature or 1.0
+    def distribution(self) -> Distribution:
+        """Returns what log-probs are of, on both sides: what is sampled from; for greedy completions, the model's own."""
+        if self.temperature == 0:
+            return WHOLE
+        return Distribution(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
 
 class Span(NamedTuple):
@@ -165,7 +202,7 @@ class Completion(_Record):
     """
 
     token_ids: Ids  # [L] includes the sampled stop token: stopping is an action
-    logp: LogProbs  # [L] log-probability of each sampled token, at `Sampling.logp_temperature`; NaN where not sampled
+    logp: LogProbs  # [L] log-probability of each sampled token, under `Sampling.distribution`; NaN where not sampled
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # the weight version of each range of sampled tokens
     prompt_ids: Ids  # the prompt that the engine reports it answered

@@ -34,8 +34,8 @@ from rich.table import Table
 from safetensors.numpy import load_file
 from torch.profiler import ProfilerActivity, profile
 
-from rlgen.look.charts import Chart, Line
-from rlgen.look.png import write_png
+from rlgen.analysis.charts import Chart, Line
+from rlgen.analysis.png import write_png
 from rlgen.trainers.update import Updater
 
 ROOT = Path(__file__).parent.parent

@@ -36,7 +36,7 @@ MEASURED = ROOT / "scripts" / "gpu_measured"  # what `make gpu-check` found, one
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SAID = 240  # characters of an error message in a table
 # These read metrics; every other file that names one writes it.
-READERS = ("metrics.py", "run/health.py", "run/console.py", "run/live.py", "run/sinks/", "opening/", "look/", "cli/")
+READERS = ("metrics.py", "run/health.py", "run/console.py", "run/live.py", "run/sinks/", "setup/", "analysis/", "cli/")
 
 Schema = Mapping[str, Any]
 Labelled = Sequence[tuple[str, type[BaseModel]]]

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from rlgen.engines.base import model_shape
-from rlgen.engines.fleet import Fleet, Member
+from rlgen.engines.fleet import Member, ServerPool
 from rlgen.engines.open import open_servers
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.transfer import FileTransfer
 from rlgen.models.load import load_config, load_model, locate
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.recipe import Recipe
@@ -47,12 +47,12 @@ def measured(model: str, rounds: int) -> dict[int, list[float]]:
     took: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as logs:
         both = open_servers(recipe, recipe.engine, location, Path(logs), print)
-        one = Fleet(
+        one = ServerPool(
             members=[Member(both.servers[0], None)],
             shape=model_shape(load_config(location, None)),
             in_flight=False,
             restarts=0,
-            carrier=Outbox(None),
+            carrier=FileTransfer(None),
             say=print,
         )
         try:

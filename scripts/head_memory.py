@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlgen.losses.logp import EntropyUse, HeadScores, head_scores
+from rlgen.types import WHOLE
 
 ENTROPIES: tuple[EntropyUse, ...] = ("none", "value", "gradient")
 MOST = 1 / 8
@@ -62,7 +63,7 @@ def forward_and_backward(hidden: Tensor, weight: Tensor, ids: Tensor, mode: str,
     if mode == "full":
         scores = full_scores(hidden, weight, ids, entropy)
     else:
-        scores = head_scores(hidden, weight, ids, (1.0,), entropy=entropy, chunk=chunk or None)
+        scores = head_scores(hidden, weight, ids, (WHOLE,), entropy=entropy, chunk=chunk or None)
     loss = scores.logp.mean() if entropy != "gradient" else scores.logp.mean() + scores.entropy.mean()
     loss.backward()
 

@@ -94,7 +94,7 @@ COMMON = (
     ("inside of backward", f"half:{UPDATE}:Updater._backward:1@4"),
     ("between backward and optimizer", f"before:{UPDATE}:Updater._step:1@5"),
     ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@4"),
-    ("in mid-sync", "half:rlgen.engines.base:Ledger.record:1@3"),
+    ("in mid-sync", "half:rlgen.engines.base:SyncRecorder.record:1@3"),
     ("in half a line of metrics", f"half:{FILES}:RunDirectory.write_metrics:1@4"),
     ("between metrics and save", f"after:{FILES}:RunDirectory.write_metrics:1@6"),
     ("in the first write of a save", SAVE.format(at=0.0)),
@@ -135,9 +135,9 @@ KILLS = [
             ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@3"),  # others have nothing to learn
             ("after the sync", f"after:{LOOP}:send_weights:1@3"),
             ("between metrics and save", f"after:{FILES}:RunDirectory.write_metrics:1@4"),
-            ("between journal and save", f"before:{LOOP}:Checkpoints.save:1@4"),
+            ("between journal and save", f"before:rlgen.run.checkpoint:Checkpoints.save:1@4"),
             ("at 60 % of a save", SAVE.format(at=0.6)),
-            ("while a save is written", f"after:{LOOP}:Checkpoints.save:1@4"),
+            ("while a save is written", f"after:rlgen.run.checkpoint:Checkpoints.save:1@4"),
         )
     ),
     *(
@@ -151,8 +151,8 @@ KILLS = [
             ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@5"),
             ("before the sync", f"before:{LOOP}:send_weights:1@7"),
             ("after the sync", f"after:{LOOP}:send_weights:1@3"),
-            ("between journal and save", f"before:{LOOP}:Checkpoints.save:1@4"),
-            ("while a save is written", f"after:{LOOP}:Checkpoints.save:1@6"),
+            ("between journal and save", f"before:rlgen.run.checkpoint:Checkpoints.save:1@4"),
+            ("while a save is written", f"after:rlgen.run.checkpoint:Checkpoints.save:1@6"),
         )
     ),
     *OF_STREAMING,

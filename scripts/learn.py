@@ -20,10 +20,10 @@ from statistics import fmean
 import numpy as np
 from learn_cells import ROOT, TINY, TOOLS, TRAINERS, Cell, Learned, Size, run_cell, warm
 
-from rlgen.look.aligned import BAND, band, present
-from rlgen.look.charts import Chart, Line
-from rlgen.look.comparison import Verdict, estimate
-from rlgen.look.png import write_png
+from rlgen.analysis.aligned import BAND, band, present
+from rlgen.analysis.charts import Chart, Line
+from rlgen.analysis.comparison import Verdict, estimate
+from rlgen.analysis.png import write_png
 from rlgen.metrics import Metric
 
 SMOOTHED = 5  # steps: a point of a curve is the mean of so many

@@ -32,14 +32,14 @@ from trl_side import logged_rewards, trainer_of
 from rlgen.data.tasks import Row, generate
 from rlgen.files import write_text
 from rlgen.metrics import Metric
-from rlgen.opening.attempt import train
-from rlgen.opening.options import TrainOptions
-from rlgen.opening.warm import TRAIN_SEED, warm_start
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions, WordProblemsOptions
 from rlgen.rewards.builtin import BUILTIN
 from rlgen.rewards.load import REWARDS
-from rlgen.workers.find import find
+from rlgen.setup.attempt import train
+from rlgen.setup.options import TrainOptions
+from rlgen.setup.warm import TRAIN_SEED, warm_start
+from rlgen.worker_pool.find import find
 
 ROOT = Path(__file__).parent.parent
 MODEL = "tiny:qwen3"

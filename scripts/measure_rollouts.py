@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlgen.engines.base import Facts, Settings
+from rlgen.engines.base import EngineInfo, Settings
 from rlgen.processes import Processes
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
@@ -26,7 +26,7 @@ VOCABULARY, ROW, GROUP = 150_000, 2000, 16
 LOGITS = 128  # of which one is sampled; enough for log-probs that look like those of a model
 SAMPLING = Sampling(max_tokens=ROW, temperature=1.0, stop_ids=(VOCABULARY - 1,))
 SETTINGS = Settings(dtype="bfloat16", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=VOCABULARY)
-FACTS = Facts(
+FACTS = EngineInfo(
     engine="e 1", model="m", revision=None, settings=SETTINGS, stop_ids=(), max_model_len=None, cache_block=None, plan="p"
 )
 

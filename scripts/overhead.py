@@ -43,9 +43,10 @@ def toggle(laps: Laps) -> None:
     """Takes checkpoints, journal and reward processes out of rlgen, in this process, while `laps.has` is false."""
     from rlgen.rollout.journal import Journal
     from rlgen.trainers import loop
-    from rlgen.workers.pool import CallOutcome, Pool
-    from rlgen.workers.source import Loaded
-    from rlgen.workers.worker import WorkerCall
+    from rlgen.trainers.saving import Saver
+    from rlgen.worker_pool.pool import CallOutcome, Pool
+    from rlgen.worker_pool.source import Loaded
+    from rlgen.worker_pool.worker import WorkerCall
 
     loaded: list[Loaded] = []
 
@@ -73,20 +74,20 @@ def toggle(laps: Laps) -> None:
         (Journal, "append", lambda *_: None),
         (Journal, "score", lambda journal, step, groups, scorer: scorer(list(groups))),
         (loop, "bits", lambda *_: ""),
-        (loop.Trainer, "save", lambda *_: None),
+        (Saver, "__call__", lambda *_, **__: None),
     ]
     for place, name, instead in replaced:
         setattr(place, name, either(laps, getattr(place, name), instead))
 
 
 def either(laps: Laps, real: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments: (real if laps.has else instead)(*arguments)
+    return lambda *arguments, **named: (real if laps.has else instead)(*arguments, **named)
 
 
 def child(first: str, directory: str, steps: str) -> None:
     """One run; prints the seconds that opening the rewards took, and of each step; the last are those after the last step."""
     from rlgen.cli.train import train_command
-    from rlgen.opening import trainer as opening_room
+    from rlgen.setup import trainer as opening_room
     from rlgen.trainers.loop import Trainer
     from rlgen.trainers.report import Reporter
 

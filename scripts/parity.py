@@ -105,7 +105,7 @@ def measure(name: str) -> Parity:
         return [sample for group in groups for sample in group.samples]
 
     def scored(samples: Sequence[Sample]) -> Tensor:
-        return torch.cat(score(policy, samples, sampling.temperature, 4096, Processes.alone()))
+        return torch.cat(score(policy, samples, sampling.distribution, 4096, Processes.alone()))
 
     def gap(samples: Sequence[Sample]) -> float:
         reported = torch.cat([torch.from_numpy(sample.sampler_logp) for sample in samples])

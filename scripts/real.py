@@ -31,10 +31,10 @@ from learn import aligned, charts_of
 from learn_cells import ROOT, TOOLS, Cell, Learned, Size, Tool, config_of, held_out, recipe_of, right, write_recipe
 from real_model import real_model
 
+from rlgen.analysis.interval import of_mean
+from rlgen.analysis.png import write_png
 from rlgen.cli.export import export_command
 from rlgen.files import write_text
-from rlgen.look.interval import of_mean
-from rlgen.look.png import write_png
 
 TASK = "word_problems"
 ROWS, SAMPLES = 64, 4  # held-out prompts, and answers to each at temperature 1
@@ -72,8 +72,10 @@ class Plan:
     def config(self) -> dict[str, Any]:
         """Returns the settings of TRL's config that are what `recipe` says."""
         prompts, completions, tokens = self.shape
-        batch = {"per_device_train_batch_size": prompts * completions, "num_generations": completions}
-        others = {"max_completion_length": tokens, "save_strategy": "steps", "save_steps": SAVED, "save_total_limit": 1}
+        # A whole step at once takes TRL more than 17 GiB.
+        batch = {"per_device_train_batch_size": prompts * completions // 2, "gradient_accumulation_steps": 2}
+        batch |= {"num_generations": completions, "max_completion_length": tokens}
+        others = {"save_strategy": "steps", "save_steps": SAVED, "save_total_limit": 1}
         others |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
         # As in rlgen; TRL's RLOO has none.
         correction = {"vllm_importance_sampling_correction": False} if self.cell.trainer == "grpo" else {}

@@ -170,9 +170,7 @@ def step(table: Table, servers: bool) -> None:
     processes = Many(rank=0, world=WORLD, device=CPU, timeout=0.0, group=None, store=None)
     answers_to_arrays(table, answers, servers)
     table.stage("answers compared with their requests", lambda: check_answers(requests, answers, sampling, 0), tokens)
-    groups = table.stage(
-        "groups, with their texts", lambda: groups_of(prompts, requests, answers, sampling.stop_ids, tokenizer), tokens
-    )
+    groups = table.stage("groups, with their texts", lambda: groups_of(prompts, requests, answers, sampling, tokenizer), tokens)
     learn(table, groups, processes)
 
 
@@ -216,7 +214,7 @@ def learn(table: Table, groups: Sequence[Group], processes: Processes) -> None:
         on_drift="warn",
         sleeps=False,
         probe_every=None,
-        rest=lambda: None,
+        drain=lambda: None,
         say=print,
     )
     window.frozen["old_at_sampling"] = torch.from_numpy(window.samples.sampler_logp.values) + 1e-6

@@ -33,15 +33,15 @@ from transformers import AutoModelForCausalLM
 from rlgen.engines import vllm_compat
 from rlgen.errors import RlgenError
 from rlgen.models.tiny import END_OF_TEXT, TURN_END, byte_tokenizer, save_random
-from rlgen.opening.data import open_data
-from rlgen.opening.pair import open_pair
-from rlgen.opening.probe import probe_of, toy_gradient
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.probe import FEWER_TOKENS
 from rlgen.sentinel.verdict import failed
-from rlgen.types import Sample
+from rlgen.setup.data import open_data
+from rlgen.setup.pair import open_pair
+from rlgen.setup.probe import probe_of, toy_gradient
+from rlgen.types import WHOLE, Sample
 
 TABLE = Path(__file__).parent / "sweep.json"
 ENGINES = ("transformers", "colocated")
@@ -105,7 +105,7 @@ def examine(folder: Path, engine: str, attention: str = "eager") -> Result:
         wrong = failed(rungs)
         if wrong is not None:
             raise wrong.error()
-        samples = probe.sample(1.0, FEWER_TOKENS)
+        samples = probe.sample(WHOLE, FEWER_TOKENS)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     plain = max(apart(model, sample) for sample in samples)
     changed = next(rung for rung in rungs if rung.number == 3)

@@ -6,12 +6,12 @@ With vLLM in the process only the last one may: vLLM closes the process groups w
 import sys
 from pathlib import Path
 
-from rlgen.opening.trainer import Attempt, open_trainer
 from rlgen.processes import Processes
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
+from rlgen.setup.trainer import RunContext, open_trainer
 
 if __name__ == "__main__":
     processes = Processes.open(300)
@@ -22,7 +22,7 @@ if __name__ == "__main__":
         processes.gather([None])
         console = Console(2, quiet=not processes.is_main)
         directory = RunDirectory.join(path.with_suffix(""))
-        trainer, done = open_trainer(Attempt(recipe=loaded.recipe, directory=directory, console=console, processes=processes))
+        trainer, done = open_trainer(RunContext(recipe=loaded.recipe, directory=directory, console=console, processes=processes))
         trainer.run(done, StopRequest(launched=True))
         trainer.close()
     processes.close()

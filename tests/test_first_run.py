@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_jsonl
 
+from rlgen.analysis.run import tenth
 from rlgen.cli.init import STARTER
 from rlgen.files import read_json
-from rlgen.look.run import tenth
 
 PAGE = (ROOT / "rlgen" / "docs" / "first-run.md").read_text()
 BLOCKS = re.findall(r"^```(sh|diff)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

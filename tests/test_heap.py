@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from rlgen.heap import importing
+from rlgen.heap import collecting_once, importing
 
 STEPS = """
 import os, resource, sys, torch
@@ -91,7 +91,7 @@ def test_a_pause_ends_with_an_error() -> None:
 ENDS = """
 import atexit, gc
 atexit.register(lambda: print(gc.get_freeze_count()))  # runs last
-from rlgen.heap import importing
+from rlgen.heap import collecting_once, importing
 with importing():
     import json
 """
@@ -101,3 +101,18 @@ def test_nothing_is_left_out_when_the_process_ends() -> None:
     """Extension modules (nanobind's) count what is left then, and would report it as leaked."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"
+
+
+def test_a_block_collects_once_at_its_end() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    with collecting_once():
+        gc.unfreeze()  # as vLLM does
+        gone, before = weakref.ref(Cycle()), collections()
+        gc.collect()
+        gc.collect()
+        assert collections() == before and gone() is not None
+    assert gone() is None and len(gc.get_objects()) < 1000, "what is alive is left out of later collections"
+    gc.unfreeze()

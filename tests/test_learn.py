@@ -15,8 +15,8 @@ from learn_rewards import near
 from trl_side import for_trl
 
 from rlgen.models.tiny import build_tiny
-from rlgen.opening.warm import TRAIN_SEED
 from rlgen.recipe import load_recipe
+from rlgen.setup.warm import TRAIN_SEED
 
 TINY = Size(steps=2, samples=16, warmup_steps=1)
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from rlgen.cli.app import app
 from rlgen.metrics import Family, Metric
-from rlgen.opening import data
-from rlgen.opening import trainer as opening
 from rlgen.recipe.models import HealthRecipe, HealthRule
+from rlgen.setup import data
+from rlgen.setup import trainer as opening
 
 REWARDS = """\
 def half(completion_ids):

@@ -17,9 +17,9 @@ from recipe.mistakes import REWARDS
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
-from rlgen.opening.attempt import train
-from rlgen.opening.options import TrainOptions
 from rlgen.recipe import load_recipe
+from rlgen.setup.attempt import train
+from rlgen.setup.options import TrainOptions
 
 PAGES = {path.stem: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "rlgen" / "docs").glob("*.md"))]}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -28,6 +28,7 @@ OWN_TESTS = {
     "environments": "tests/tools/test_environments_page.py",
     "first-run": "tests/test_first_run.py",
     "judges": "tests/rewards/test_judges_page.py",
+    "python": "tests/test_python.py",
     "rewards": "tests/rewards/test_page.py",
     "rollouts": "tests/rollout/test_custom.py",
     "tools": "tests/tools/test_tools_page.py",
@@ -36,7 +37,7 @@ OWN_TESTS = {
 # Commands that no test types as they stand, with the reason.
 NOT_RUN = {
     "rlgen train recipe.yaml --progress plain": "tests/run/test_console.py looks at its lines",
-    "torchrun --nproc-per-node 2 -m rlgen replay mine --step 17": "two processes; tests/opening/test_replay.py runs them",
+    "torchrun --nproc-per-node 2 -m rlgen replay mine --step 17": "two processes; tests/setup/test_replay.py runs them",
     "rlgen eval Qwen/Qwen3-0.6B recipe.yaml": "the hub; the other lines of the block are run",
     "torchrun --nproc-per-node 4 -m rlgen train recipe.yaml": "four processes; tests/run/test_processes.py runs two",
     "accelerate launch --num_processes 4 -m rlgen train recipe.yaml": "four processes; tests/run/test_processes.py runs two",
@@ -158,6 +159,7 @@ def test_every_block_is_run_or_there_is_a_reason() -> None:
     assert {page for page, kind, _ in blocks() if kind == "python"} == {
         "README",
         "environments",
+        "python",
         "rewards",
         "rollouts",
         "tools",

@@ -19,16 +19,21 @@ from helpers.runs import bare_run
 from helpers.waiting import HANGS
 
 from rlgen.cli.train import train_command
+from rlgen.engines.launch import new_token, start_servers
+from rlgen.engines.open import server_plans
+from rlgen.models.load import locate
+from rlgen.recipe import load_recipe
 
 DECLARED = list(paths.declared(ROOT / "tests"))
 
 
-def recipe_of(way: Way, folder: Path) -> Path:
+def recipe_of(way: Way, folder: Path, **server: Any) -> Path:
+    """Writes the recipe of a way. `server`: instead of the one that it launches."""
     trainer, engine, processes, dtype, rows, trained = way
     settings: dict[str, dict[str, Any]] = {
         "colocated": {},
         "transformers": {},
-        "server": {"launch": True, "max_model_len": 128, "max_num_seqs": 8},
+        "server": server or {"launch": True, "max_model_len": 128, "max_num_seqs": 8},
     }
     recipe = {
         "run": {"name": "run", "steps": 2},
@@ -94,15 +99,19 @@ def test_grpo_on_a_server(request: pytest.FixtureRequest, tmp_path: Path) -> Non
 @pytest.mark.path("online_dpo", "transformers", "ddp", "bfloat16", "packed", "full")
 @pytest.mark.vllm
 def test_two_processes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """All in one start of them, from the last line up: what they import takes longer than the steps.
+    """All in one start of them, from the last line up, and with one server: to start either takes longer than the steps.
 
     Two with vLLM learn what one learns: the same samples, and the same gradient of these.
     """
-    recipes = [recipe_of(way, tmp_path) for way in ways_of(request)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "tests" / "path_worker.py"), *map(str, recipes)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ways = ways_of(request)
+    launches = load_recipe(recipe_of(next(way for way in ways if "server" in way), tmp_path)).recipe
+    token = new_token()
+    (server,) = start_servers(server_plans(launches, locate("tiny:qwen3")), token, [tmp_path / "server.log"], HANGS)
+    try:
+        recipes = [recipe_of(way, tmp_path, url=server.url) for way in ways]
+        train_together(recipes, RLGEN_SERVER_TOKEN=token)
+    finally:
+        server.stop()
     for recipe in recipes:
         learned(recipe.with_suffix(""))
     two, one = recipes[-1].with_suffix(""), tmp_path / "one"
@@ -113,6 +122,15 @@ def test_two_processes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     for ours, theirs in zip(read_jsonl(two / "metrics.jsonl"), read_jsonl(one / "metrics.jsonl"), strict=True):
         for key in ("loss", "grad_norm", "reward/mean", "tokens/trained"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), (ours["step"], key)
+
+
+def train_together(recipes: list[Path], **environment: str) -> None:
+    """Trains recipes one after another in two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(ROOT / "tests" / "path_worker.py"), *map(str, recipes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 def test_every_two_values_meet() -> None:

@@ -46,7 +46,7 @@ def test_both_sides_are_told_the_same(name: str, tmp_path: Path) -> None:
     assert (recipe.optim.learning_rate, recipe.optim.schedule) == (config["learning_rate"], config["lr_scheduler_type"])
     assert recipe.optim.warmup_steps == config["warmup_steps"] == 0 and recipe.optim.learning_rate == 5e-6
     assert recipe.rollout.group_size == config["num_generations"] == 8
-    assert recipe.samples_per_step == config["per_device_train_batch_size"] == 64
+    assert recipe.samples_per_step == config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == 64
     assert recipe.rollout.max_completion_tokens == config["max_completion_length"] == 24
     assert recipe.trainer.correction.mode == "none" and not config.get("vllm_importance_sampling_correction")
     theirs = Training(plan, "TRL", tmp_path, tmp_path).folder

@@ -10,6 +10,7 @@ from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.kl import KL
 from rlgen.recipe.trainers import CorrectionRecipe, PolicyRecipe
+from rlgen.types import Distribution
 
 Denominator: TypeAlias = Literal["sequences", "tokens", "prompts", "pairs"]
 
@@ -51,6 +52,11 @@ class Signal:
         return cls(advantages=advantages, counted=counted, trained=trained, pair_id=alone)
 
 
+def loss_distribution(algorithm: "Algorithm", sampled: Distribution) -> Distribution:
+    """Returns the distribution whose log-probs the loss takes, for samples of the distribution `sampled`."""
+    return sampled if algorithm.loss_temperature is None else Distribution(temperature=algorithm.loss_temperature)
+
+
 class Algorithm(Protocol):
     """The two functions of an algorithm, and properties that say which inputs to compute for them."""
 
@@ -64,7 +70,7 @@ class Algorithm(Protocol):
 
     @property
     def loss_temperature(self) -> float | None:
-        """Returns the temperature of the log-probs in the loss; None: that of sampling."""
+        """Returns the temperature of the log-probs in the loss, which are then over all ids; None: as sampled."""
         ...
 
     @property

@@ -1,15 +1,22 @@
 """Maps `trainer.kind` of a recipe to its algorithm."""
 
+from collections.abc import Callable
+
 from rlgen.algorithms.base import Algorithm
 from rlgen.algorithms.grpo import GRPO
 from rlgen.algorithms.online_dpo import OnlineDPO
+from rlgen.algorithms.own import OwnAlgorithm
 from rlgen.algorithms.rloo import RLOO
-from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
+from rlgen.recipe.trainers import TrainerRecipe
 
-TRAINERS: dict[str, type] = {"grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO}
+TRAINERS: dict[str, Callable[..., Algorithm]] = {
+    "grpo": GRPO,
+    "rloo": RLOO,
+    "online_dpo": OnlineDPO,
+    "own": OwnAlgorithm.load,
+}
 
 
-def build_algorithm(recipe: GRPORecipe | RLOORecipe | OnlineDPORecipe) -> Algorithm:
-    """Builds the algorithm of a recipe."""
-    algorithm: Algorithm = TRAINERS[recipe.kind](recipe)
-    return algorithm
+def build_algorithm(recipe: TrainerRecipe) -> Algorithm:
+    """Builds the algorithm of a recipe. Raises CodeError if it is the user's, and cannot be loaded."""
+    return TRAINERS[recipe.kind](recipe)

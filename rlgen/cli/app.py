@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 import rlgen
+from rlgen.cli.guesses import understood
 from rlgen.cli.output import echo, prepare
 from rlgen.errors import RecipeError, RlgenError, Stopped, UsageError, redacted
 from rlgen.metrics import Metric
@@ -23,7 +24,6 @@ app = typer.Typer(
     help="Online RL for language models from one recipe: `rlgen train recipe.yaml`.",
     epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -46,12 +46,16 @@ app.add_typer(rewards, name="rewards")
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="section.key=value", help="Change a value; a YAML value, repeatable, the last wins."),
+    typer.Option(
+        "--set",
+        metavar="section.key=value",
+        help="Override a value of the recipe, written as YAML; repeatable, the last one wins.",
+    ),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/.")]
 CheckpointStep = Annotated[
     str | None,
-    typer.Option(metavar="STEP", help="Of a run's checkpoint: a number, best (by evaluation) or last. last unless said."),
+    typer.Option(metavar="STEP", help="Step of a run's checkpoint: a number, best (by evaluation) or last. Default: last."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -68,7 +72,7 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
     show_version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=version, is_eager=True)] = False,
 ) -> None:
-    # `main` reads it: it runs outside of Typer's call.
+    # `run_command` reads the variable, outside of Typer's call.
     os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
 
 
@@ -88,23 +92,29 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
     resume_step: Annotated[
-        int | None, typer.Option(min=1, metavar="STEP", help="Go on from that checkpoint; later ones are set aside.")
+        int | None, typer.Option(min=1, metavar="STEP", help="Go on from the checkpoint of this step; later ones are set aside.")
     ] = None,
     allow_changed_rewards: Annotated[
         bool,
         typer.Option("--allow-changed-rewards", help="Go on although the code of a reward, a tool or an environment was edited."),
     ] = False,
-    clean: Annotated[bool, typer.Option("--clean", help="Delete what this run left before, and start it anew.")] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Delete what an earlier run left in the run directory, and start anew.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
     max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
     probe_max: Annotated[bool, typer.Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
     progress: Annotated[
         Literal["auto", "live", "plain", "json"],
-        typer.Option(help="A live view, plain lines, or a JSON object a step; auto: live on a terminal, plain elsewhere."),
+        typer.Option(help="A live view, plain lines, or a JSON object for each step; auto: live on a terminal, plain elsewhere."),
     ] = "auto",
     prove_resume: Annotated[
-        bool, typer.Option("--prove-resume", help="Train a few steps, kill, resume, compare; beside the run, which is untouched.")
+        bool,
+        typer.Option(
+            "--prove-resume",
+            help="Train a few steps, kill, resume and compare, in a folder of its own; the run stays untouched.",
+        ),
     ] = False,
 ) -> None:
     """Train a model as the recipe says."""
@@ -128,7 +138,9 @@ def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    store_baseline: Annotated[bool, typer.Option("--store-baseline", help="Keep the numbers, to compare with later.")] = False,
+    store_baseline: Annotated[
+        bool, typer.Option("--store-baseline", help="Store the numbers; later calls compare with them.")
+    ] = False,
 ) -> None:
     """Check that trainer and engine agree, rung by rung; name what is wrong. Trains nothing."""
     from rlgen.cli.doctor import doctor_command
@@ -140,8 +152,8 @@ def doctor(
 def serve(
     recipe: RecipePath,
     overrides: Overrides = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. 127.0.0.1 unless said.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0: a free one. 8000 unless said.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one. Default: 8000.")] = None,
 ) -> None:
     """Start a vLLM server for a recipe's model; training then connects to it. Ctrl-C stops it."""
     from rlgen.cli.serve import serve_command
@@ -173,34 +185,49 @@ def status(
     as_json: AsJson = False,
     follow: Annotated[bool, typer.Option("--follow", help="Print each new step until the run ends.")] = False,
 ) -> None:
-    """Say how a run stands or how it ended; also of one that was killed and could not say it."""
+    """Say how a run stands or how it ended; it works for killed runs too."""
     from rlgen.cli.status import status_command
 
     status_command(run, as_json, follow)
 
 
+@app.command(epilog="Example: rlgen runs")
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs of a folder: state, step, reward, evaluation, age."""
+    from rlgen.cli.runs import runs_command
+
+    runs_command(folder, as_json)
+
+
 @app.command(epilog="Example: rlgen rollouts mine --step last --reward-below 0.1 --sort -length")
 def rollouts(
     run: RunPath,
-    step: Annotated[str | None, typer.Option(metavar="RANGE", help="Of these steps: 12, 10:20, 10:, :20 or last.")] = None,
-    reward_below: Annotated[float | None, typer.Option(metavar="X", help="Of a reward below X.")] = None,
-    reward_above: Annotated[float | None, typer.Option(metavar="X", help="Of a reward above X.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="RANGE", help="Only these steps: 12, 10:20, 10:, :20 or last.")] = None,
+    reward_below: Annotated[float | None, typer.Option(metavar="X", help="Only rewards below X.")] = None,
+    reward_above: Annotated[float | None, typer.Option(metavar="X", help="Only rewards above X.")] = None,
     length: Annotated[
-        str | None, typer.Option(metavar="RANGE", help="Of that many completion tokens: 12, 10:20, 10: or :20.")
+        str | None, typer.Option(metavar="RANGE", help="Only completions of so many tokens: 12, 10:20, 10: or :20.")
     ] = None,
-    finish: Annotated[Literal["stop", "length"] | None, typer.Option(help="Ended by a stop token, or by the limit.")] = None,
-    text: Annotated[str | None, typer.Option(help="With this text in prompt or completion, whatever the case.")] = None,
+    finish: Annotated[
+        Literal["stop", "length"] | None, typer.Option(help="Only completions that ended by a stop token, or by the limit.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Only rollouts with this text in prompt or completion; case does not matter.")
+    ] = None,
     sort: Annotated[
         str, typer.Option(help="step, reward, advantage, length, or gap of engine and trainer; -reward: highest first.")
     ] = "step",
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Rollouts of a page.")] = 10,
-    page: Annotated[int, typer.Option(min=1, help="Which page.")] = 1,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Rollouts per page.")] = 10,
+    page: Annotated[int, typer.Option(min=1, help="Page to show.")] = 1,
     full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read the samples of a run. Prompts, completions and rewards, filtered and sorted."""
+    from rlgen.analysis.rows import Query, Range
     from rlgen.cli.rollouts import rollouts_command
-    from rlgen.look.rows import Query, Range
 
     query = Query(
         steps=None if step in (None, "last") else Range.of(step, "--step"),
@@ -222,7 +249,9 @@ def report(
     png: Annotated[
         bool, typer.Option("--png", help="Also draw the curves into report.png, for slides; needs rlgen[report].")
     ] = False,
-    rollouts: Annotated[int, typer.Option(min=0, help="Rollouts in the report; of more, every n-th step is taken.")] = 10_000,
+    rollouts: Annotated[
+        int, typer.Option(min=0, help="Most rollouts in the report; of a longer run, every n-th step is kept.")
+    ] = 10_000,
     as_json: AsJson = False,
 ) -> None:
     """Write the report of a run. Curves, health, recipe and rollouts in one HTML file, which needs no network."""
@@ -233,7 +262,7 @@ def report(
 
 @app.command(epilog="Example: rlgen compare grpo-0 grpo-1 rloo-0 rloo-1 --by tokens --html")
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Runs' directories, or names of some in runs/.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, or names of runs in runs/.")],
     metric: Annotated[
         str, typer.Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
     ] = Metric.REWARD_MEAN.value,
@@ -253,14 +282,16 @@ def compare(
     compare_command(runs, metric, by, html, png, out, as_json)
 
 
-@app.command(epilog="Example: rlgen replay mine --step 17 --set trainer.clip_high=0.4")
+@app.command(epilog="Example: rlgen replay mine --step 17 --set trainer.beta=0.05")
 def replay(
     run: RunPath,
     step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="section.key=value", help="Also compute it with this value, of trainer.* or optim.*; repeatable."
+            "--set",
+            metavar="section.key=value",
+            help="Also compute the step with this value of trainer.* or optim.*; repeatable.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -278,7 +309,7 @@ def export(
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
     step: CheckpointStep = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the written weights.")] = "float32",
     push_to_hub: Annotated[
         str | None,
         typer.Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
@@ -297,10 +328,12 @@ def export(
 def estimate(
     recipe: RecipePath,
     overrides: Overrides = None,
-    gpu_gib: Annotated[float | None, typer.Option(min=0.1, help="Memory of the GPU in GiB; this machine's unless said.")] = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="Memory of the GPU in GiB. Default: that of this machine's GPU.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate the GPU memory of each phase and name settings to turn. Loads no weights."""
+    """Estimate the GPU memory of each phase and list settings that reduce it. Loads no weights."""
     from rlgen.cli.estimate import estimate_command
 
     estimate_command(recipe, overrides or [], gpu_gib, as_json)
@@ -336,7 +369,7 @@ def show(
 
 @app.command(epilog="Example: rlgen schema --out recipe.schema.json")
 def schema(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write instead of printing.")] = None,
 ) -> None:
     """Print the JSON Schema of recipes. Editors complete keys and mark mistakes if this is a recipe's first line:
 
@@ -347,12 +380,17 @@ def schema(
     schema_command(out)
 
 
-@app.command(epilog="Example: rlgen docs first-run")
-def docs(page: Annotated[str | None, typer.Argument(help="Name of a page; without one they are listed.")] = None) -> None:
+@app.command(epilog="Example: rlgen docs --search truncated")
+def docs(
+    page: Annotated[str | None, typer.Argument(help="Name of a page; without it, the pages are listed.")] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", metavar="WORD", help="List the lines that contain WORD, of PAGE or of all pages.")
+    ] = None,
+) -> None:
     """Print a page of the documentation, or list the pages."""
     from rlgen.cli.docs import docs_command
 
-    docs_command(page)
+    docs_command(page, search)
 
 
 @app.command(epilog="Example: rlgen env > env.txt")
@@ -374,7 +412,7 @@ def list_recipes(as_json: AsJson = False) -> None:
 @recipes.command("copy", epilog="Example: rlgen recipes copy smoke && rlgen train smoke.yaml")
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="A name from `rlgen recipes list`.")],
-    path: Annotated[Path | None, typer.Argument(help="Where to; a file or a folder. The working directory unless said.")] = None,
+    path: Annotated[Path | None, typer.Argument(help="Target, a file or a folder. Default: the working directory.")] = None,
 ) -> None:
     """Copy a recipe to change it. Never overwrites a file."""
     from rlgen.cli.inspect import copy_command
@@ -385,11 +423,13 @@ def copy_recipe(
 @recipes.command("warm-start", epilog="Example: rlgen recipes warm-start demo-grpo.yaml")
 def warm_start(
     recipe: RecipePath,
-    model: Annotated[str, typer.Option(help="What to start from.")] = "tiny:qwen3",
-    out: Annotated[Path | None, typer.Option(help="Folder to write; the recipe's model.path unless said.")] = None,
-    accuracy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of sampled answers that are right at the end.")] = 0.35,
+    model: Annotated[str, typer.Option(help="Model to start from.")] = "tiny:qwen3",
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: the recipe's model.path.")] = None,
+    accuracy: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Train until this share of the sampled answers is right.")
+    ] = 0.35,
 ) -> None:
-    """Make the model that a demo recipe starts from: a tiny one that answers some prompts of its task right."""
+    """Make a tiny model that answers some prompts of a recipe right: it is trained on the answers of the data first."""
     from rlgen.cli.warm import warm_start_command
 
     warm_start_command(recipe, model, out, accuracy)
@@ -406,7 +446,7 @@ def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
 @checkpoints.command("verify", epilog="Example: rlgen checkpoints verify mine --step 40")
 def verify_checkpoints(
     run: RunPath,
-    step: Annotated[int | None, typer.Option(help="Of one checkpoint; all unless said.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of one checkpoint. Default: all checkpoints.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a run's checkpoints and compare it with what was written; exit 8 if one is damaged."""
@@ -418,10 +458,10 @@ def verify_checkpoints(
 @checkpoints.command("prune", epilog="Example: rlgen checkpoints prune mine --keep 2")
 def prune_checkpoints(
     run: RunPath,
-    keep: Annotated[int, typer.Option(min=1, help="Good ones that stay, the newest.")] = 1,
+    keep: Annotated[int, typer.Option(min=1, help="Newest good checkpoints to keep.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Delete all but the newest good checkpoints, and those that were set aside."""
+    """Delete old checkpoints and those that were set aside. The newest good ones and the best by evaluation stay."""
     from rlgen.cli.checkpoints import prune_command
 
     prune_command(run, keep, as_json)
@@ -449,7 +489,7 @@ def run_command() -> int:
     """Runs the command that the arguments of the process name. Prints an error as one message. Returns the exit code."""
     prepare()
     try:
-        app()
+        app(understood(sys.argv[1:]))
     except SystemExit as ended:  # Typer raises it on success too
         return ended.code if isinstance(ended.code, int) else 0
     except RlgenError as error:
@@ -474,13 +514,13 @@ def run_command() -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process with `code`, after its threads and exit functions, and without taking the interpreter apart.
+    """Ends the process with `code`, after its threads and exit functions, but without the interpreter's own cleanup.
 
-    Taking it apart frees everything that torch and vLLM hold, one object at a time: three seconds. And where processes train
-    together, threads of their groups, which other ranks are leaving, may abort it (SIGABRT): the launcher would see that instead
-    of the exit code. Destroying the groups could wait for a rank that hangs.
+    That cleanup takes three seconds, because it frees all objects of torch and vLLM one at a time. With several ranks it may also
+    abort (SIGABRT) in threads of process groups that other ranks are leaving, and the launcher would see that instead of the exit
+    code. Destroying the groups first could wait forever for a rank that hangs.
 
-    Output that cannot be written, such as to a closed pipe, is no error.
+    Output that cannot be written, such as to a closed pipe, is not an error.
     """
     flush()
     with suppress(KeyboardInterrupt):

@@ -33,7 +33,7 @@ def verify_command(name: Path, step: int | None, as_json: bool) -> None:
     if step is not None:
         found = [path for path in found if path == CheckpointFolder(run / "checkpoints").path(step)]
         if not found:
-            raise UsageError(f"--step: {run} has no checkpoint of step {step}")
+            raise UsageError(f"--step: {run} has no checkpoint of step {step}; `rlgen checkpoints list {run}` shows them")
     best = pinned_step(run)
     rows = [look(path, hashes=True, best=best) for path in found]
     say(run, rows, as_json)

@@ -10,17 +10,17 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from rlgen.analysis.aligned import BAND, By, other_charts
+from rlgen.analysis.comparison import Comparison, Verdict, compare
+from rlgen.analysis.comparison_page import title_of, write_comparison
+from rlgen.analysis.interval import Interval
+from rlgen.analysis.plot import STYLES, plot
+from rlgen.analysis.png import chosen, write_png
+from rlgen.analysis.run import Run, read_run
 from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.cli.rollouts import finite
 from rlgen.cli.status import status_of
 from rlgen.errors import UsageError
-from rlgen.look.aligned import BAND, By, other_charts
-from rlgen.look.comparison import Comparison, Verdict, compare
-from rlgen.look.comparison_page import title_of, write_comparison
-from rlgen.look.interval import Interval
-from rlgen.look.plot import STYLES, plot
-from rlgen.look.png import chosen, write_png
-from rlgen.look.run import Run, read_run
 from rlgen.redact import printable, printable_json
 from rlgen.run.find import find_run
 
@@ -40,7 +40,7 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
     comparison = compare(runs, metric, by)
     charts = [comparison.chart, *other_charts(comparison.groups, by)] if html or png else []
     files = {"html": str(out) if html else None, "png": str(out.with_suffix(".png")) if png else None}
-    if png:  # first: what it lacks is said before anything is written
+    if png:  # first: it fails without matplotlib, before anything is written
         write_png(out.with_suffix(".png"), title_of(comparison), [charts[0], *chosen(charts[1:])])
     if html:
         write_comparison(comparison, charts, by, out)
@@ -56,7 +56,7 @@ def runs_of(names: Sequence[Path]) -> list[Run]:
     """Returns the runs with their states, also of those that were killed and could not write it. Raises UsageError."""
     paths = [find_run(name) for name in names]
     if len(paths) < 2:
-        raise UsageError(f"compare: {names[0]} alone is nothing to compare; name two runs or more")
+        raise UsageError(f"compare: {names[0]} is the only run; name two or more")
     whole = [path.resolve() for path in paths]
     for place, path in enumerate(whole):
         if path in whole[:place]:
@@ -102,7 +102,7 @@ def bounds(value: Interval | float | None) -> dict[str, float | None]:
 
 
 def verdict_object(verdict: Verdict) -> dict[str, Any]:
-    """Returns a verdict: `difference` is `left` less `right`, with its interval."""
+    """Returns a verdict: `difference` is `left` minus `right`, with its interval."""
     estimate = verdict.estimate
     return {
         "left": verdict.left,

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -13,12 +14,15 @@ PAGES = Path(rlgen.__file__).parent / "docs"
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)  # markers of generated tables
 
 
-def docs_command(page: str | None) -> None:
-    """Lists the pages, or prints one: formatted in a terminal, as plain text elsewhere.
+def docs_command(page: str | None, search: str | None = None) -> None:
+    """Lists the pages, or lines that hold a word, or prints a page: formatted in a terminal, as plain text elsewhere.
 
     Raises:
-        UsageError: there is no such page.
+        UsageError: there is no such page, or no page has the word.
     """
+    if search is not None:
+        echo(found(search, page_names() if page is None else [page]))
+        return
     if page is None:
         echo(listing())
         return
@@ -47,7 +51,7 @@ def page_text(page: str) -> str:
     if page not in names:
         close = get_close_matches(page[:100], names, n=1, cutoff=0.5)
         hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(names)}"
-        raise UsageError(f"there is no page `{page}`; {hint}")
+        raise UsageError(f"there is no page `{page}`; {hint}; `rlgen docs --search {page[:100]}` looks into all pages")
     return COMMENT.sub("", (PAGES / f"{page}.md").read_text(encoding="utf-8"))
 
 
@@ -56,6 +60,19 @@ def listing() -> str:
     names = page_names()
     width = max(map(len, names))
     return "\n".join(f"{name:<{width}}  {summary(page_text(name))}" for name in names)
+
+
+def found(word: str, pages: Sequence[str]) -> str:
+    """Returns the lines of pages that hold a word, as `page: line`. Upper case does not matter.
+
+    Raises:
+        UsageError: there is no such page, or none of them has the word.
+    """
+    lines = [(page, line.strip()) for page in pages for line in page_text(page).splitlines()]
+    held = [f"{page}: {line}" for page, line in lines if word.strip().lower() in line.lower()]
+    if not held:
+        raise UsageError(f"no page has `{word}`; `rlgen docs` lists the pages")
+    return "\n".join(held)
 
 
 def summary(text: str) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlgen.cli.output import echo
-from rlgen.opening.attempt import meet
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.run.console import Terminal
 from rlgen.run.launch import Launch
 from rlgen.run.logs import log_to
+from rlgen.setup.attempt import meet
 
 if TYPE_CHECKING:
     from rlgen.processes import Processes
@@ -33,12 +33,12 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
     """
     launch, load = Launch.of(os.environ), partial(load_recipe, path, overrides)
     if launch.world == 1:
-        recipe = load().recipe  # mistakes in it are said before torch is imported
+        recipe = load().recipe  # its mistakes are reported before torch is imported
         from rlgen.processes import Processes
 
         processes, heading = Processes.alone(), None
         if recipe.processes.strategy == "fsdp":
-            heading = "one process holds all weights: `torchrun --nproc-per-node 2 -m rlgen doctor …` checks sharded ones (fsdp)"
+            heading = "one process holds all weights; for sharded ones (fsdp): `torchrun --nproc-per-node 2 -m rlgen doctor …`"
     else:
         processes, loaded = meet(load)
         recipe, heading = loaded.recipe, f"{launch.world} processes, {loaded.recipe.processes.strategy}"
@@ -57,7 +57,7 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
 
 
 def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, processes: "Processes") -> None:
-    """Runs the checks, compares them with the stored baseline, and prints both. Raises as `doctor_command` does."""
+    """Runs the checks, compares the results with the stored baseline, and prints both. Raises as `doctor_command` does."""
     from rlgen.models.tiny import cache_dir
     from rlgen.run.baseline import Baselines
     from rlgen.sentinel.verdict import failed
@@ -84,11 +84,11 @@ def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, pr
 
 def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tuple[Mapping[str, str], list[Rung]]":
     """Opens trainer and engine as a run does, runs the checks, and prints each result. Returns the versions and the results."""
-    from rlgen.opening.data import open_data
-    from rlgen.opening.pair import open_pair
-    from rlgen.opening.probe import probe_of, toy_gradient
     from rlgen.run.manifest import check_model_files
     from rlgen.sentinel.ladder import climb
+    from rlgen.setup.data import open_data
+    from rlgen.setup.pair import open_pair
+    from rlgen.setup.probe import probe_of, toy_gradient
 
     processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
     data = processes.main_first(lambda: open_data(recipe))

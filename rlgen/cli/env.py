@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def env_command(as_json: bool) -> None:
-    """Prints versions, machine and variables, secrets left out. What cannot be found out is said instead of its value."""
+    """Prints versions, machine and variables without secrets. Where a value cannot be found, the reason stands in its place."""
     facts = {**software(), **machine(), "variables": variables()}
     if as_json:
         echo(json.dumps(facts))
@@ -41,7 +41,7 @@ def machine() -> dict[str, Any]:
     found = {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / GIB, 1), "driver": driver()}
     try:
         return found | hardware()
-    except (ImportError, OSError) as error:  # OSError: a library that torch links is not there
+    except (ImportError, OSError) as error:  # OSError: a library that torch links is missing
         return found | {"torch_error": f"torch cannot be imported: {redacted(str(error))}"}
 
 

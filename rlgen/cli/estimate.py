@@ -1,6 +1,4 @@
-"""Estimates what a recipe needs of a GPU's memory in each phase, and which settings reduce it: `rlgen estimate`. Loads no
-weights.
-"""
+"""Estimates the GPU memory of a recipe in each phase, and which settings reduce it: `rlgen estimate`. Loads no weights."""
 
 import json
 import os
@@ -26,7 +24,7 @@ NO_CACHE: dict[str, Any] = {"cache_gib": None, "share": None, "tensor_parallel":
 def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as_json: bool) -> None:
     """Prints the table, whether it fits, and which settings to change.
 
-    Where tokenizer and data are on this machine, prompts are as long as they are there.
+    The prompts' true lengths are used if tokenizer and data are on this machine.
 
     Raises:
         RecipeError: the recipe is wrong.
@@ -35,7 +33,7 @@ def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as
     """
     recipe = load_recipe(path, overrides).recipe
     if can_open(recipe) and has_tokenizer(recipe):
-        from rlgen.opening.data import open_data
+        from rlgen.setup.data import open_data
 
         recipe = open_data(recipe).recipe
     device = int(gpu_gib * GIB) if gpu_gib else memory_of_gpu()
@@ -65,7 +63,7 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
     from rlgen.models.memory import HOW, cache_needed, count, engine_parts, hints, needs, peak, read_config
 
     if recipe.data.columns.images is not None:
-        raise SetupError("data.columns.images: `rlgen estimate` counts models of texts, and not their vision towers")
+        raise SetupError("data.columns.images: `rlgen estimate` cannot count a vision tower; it takes text models only")
     config = read_config(locate(recipe.model.path), recipe.model.revision)
     plan = plan_of(recipe, device)
 
@@ -182,7 +180,7 @@ def cache_of(engine: EngineRecipe, device: int | None) -> "dict[str, Any]":
 
 
 def processes_of(recipe: Recipe) -> tuple[int, str]:
-    """Returns the number of processes and the strategy. If the recipe leaves the number open, it is that of the launcher."""
+    """Returns the number of processes and the strategy. If the recipe sets no number, the launcher's counts."""
     return recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1")), recipe.processes.strategy
 
 
@@ -195,7 +193,7 @@ def show(report: dict[str, Any]) -> None:
     console = Terminal(quiet=False)
     console.say(
         f"{report['model']}: {report['parameters']:,} parameters; micro-batches of {batch['rows']} rows of"
-        f" {batch['tokens_a_row']} tokens; GiB on one GPU"
+        f" {batch['tokens_a_row']} tokens; GiB " + ("on one GPU" if report["device"] else "of this machine's memory")
     )
     table = Table("part", box=None, pad_edge=False)
     for phase in phases:
@@ -209,12 +207,12 @@ def show(report: dict[str, Any]) -> None:
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """Returns the lines under the table: the peak, whether it fits, and which settings to change."""
+    """Returns the lines under the table: the peak, whether it fits, and the settings to change."""
     most, phase, device = report["peak"]["bytes"], report["peak"]["phase"], report["device"]
     sequences = report["sequences"]
     lines = [f"peak: {gib(most)} GiB, in phase {phase}"]
     if device is None:
-        lines.append("no GPU here: say --gpu-gib N to see whether it fits; the KV cache is what all sequences together need")
+        lines.append("no GPU here: pass --gpu-gib N to see whether it fits; the KV cache is counted for all sequences at once")
     else:
         room = device - most
         lines.append(
@@ -225,16 +223,16 @@ def verdict(report: dict[str, Any]) -> list[str]:
         )
     if 0 < sequences["cache_holds"] < sequences["decoded_together"]:
         lines.append(
-            f"the KV cache holds {sequences['cache_holds']} of {sequences['decoded_together']} sequences of full length: where"
-            " completions are that long, they wait for each other"
+            f"the KV cache holds {sequences['cache_holds']} of {sequences['decoded_together']} sequences of full length;"
+            " longer completions wait for each other"
         )
     if servers := report["servers"]:
         each = gib(sum(servers["a_gpu"].values()))
         lines.append(
-            f"launched servers: {servers['count']}, on GPUs {', '.join(servers['gpus'])}, beside this table: {each} GiB on each"
+            f"launched servers: {servers['count']}, on GPUs {', '.join(servers['gpus'])}, not in this table: {each} GiB on each"
         )
     if report["hints"]:
-        lines.append("what to turn, by what it saves at the peak (and in that phase):")
+        lines.append("settings that reduce it, with the GiB that each saves at the peak (and in that phase):")
         lines += [
             f"  --set {hint['setting']:<36} {gib(hint['saves']):>6} ({gib(hint['of_phase'])})  {hint['why']}"
             for hint in report["hints"]

@@ -2,10 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlgen.cli.export import find
 from rlgen.cli.output import echo
@@ -19,6 +19,9 @@ from rlgen.run.launch import Launch
 from rlgen.run.logs import log_to
 from rlgen.run.manifest import NAME, read_manifest
 
+if TYPE_CHECKING:
+    from rlgen.setup.evaluation import Evaluated
+
 WIDTH = 24  # characters of the column of names
 
 
@@ -28,7 +31,7 @@ class Target:
 
     model: ModelRecipe
     step: int  # of a checkpoint; 0 for a model
-    adapter: Path | None  # checkpoint of an adapter, to be laid over the model
+    adapter: Path | None  # checkpoint of an adapter, which is applied to the model; None: the model alone
 
 
 def eval_command(name: Path, path: Path, overrides: list[str], step: str | None, out: Path | None, as_json: bool) -> None:
@@ -39,21 +42,7 @@ def eval_command(name: Path, path: Path, overrides: list[str], step: str | None,
         ProcessError: a launcher started several processes.
         RlgenError: the parts cannot be opened, or engine and trainer differ.
     """
-    recipe = load_recipe(path, overrides).recipe
-    if recipe.eval is None:
-        raise UsageError(f"{path} has no section `eval`; add one, such as --set 'eval={{source: heldout.jsonl}}'")
-    if (world := Launch.of(os.environ).world) > 1:
-        raise ProcessError(f"{world} processes run; `rlgen eval` takes one: start it alone")
-    target = target_of(recipe, name, step)
-    recipe = recipe.model_copy(update={"model": target.model})
-    from rlgen.models.tiny import cache_dir
-
-    logs = cache_dir() / "eval"  # kept after the command: error messages name a server's log
-    logs.mkdir(parents=True, exist_ok=True)
-    log_to(logs / "rlgen.log")  # keeps the libraries' log output out of the terminal
-    from rlgen.opening.evaluation import evaluate_model
-
-    found = evaluate_model(recipe, target.adapter, target.step, logs, out, Terminal(quiet=as_json).say)
+    target, found = evaluated(name, path, overrides, step, out, Terminal(quiet=as_json).say)
     held_out = found.data.held_out
     assert held_out is not None
     if as_json:
@@ -63,6 +52,27 @@ def eval_command(name: Path, path: Path, overrides: list[str], step: str | None,
     echo(f"{target.adapter or target.model.path}: {len(held_out.prompts)} prompts of {held_out.rows.source}")
     for line in table(found.metrics):
         echo(line)
+
+
+def evaluated(
+    name: Path, path: Path, overrides: Sequence[str], step: str | None, out: Path | None, say: Callable[[str], None]
+) -> "tuple[Target, Evaluated]":
+    """Evaluates. Returns what was evaluated, and the result. Raises as `eval_command` does."""
+    recipe = load_recipe(path, overrides).recipe
+    if recipe.eval is None:
+        raise UsageError(f"{path} has no section `eval`; add one, such as --set 'eval={{source: heldout.jsonl}}'")
+    if (world := Launch.of(os.environ).world) > 1:
+        raise ProcessError(f"{world} processes run, but `rlgen eval` takes one: start it without a launcher")
+    target = target_of(recipe, name, step)
+    recipe = recipe.model_copy(update={"model": target.model})
+    from rlgen.models.tiny import cache_dir
+
+    logs = cache_dir() / "eval"  # kept after the command: error messages name a server's log
+    logs.mkdir(parents=True, exist_ok=True)
+    log_to(logs / "rlgen.log")  # keeps the libraries' log output out of the terminal
+    from rlgen.setup.evaluation import evaluate_model
+
+    return target, evaluate_model(recipe, target.adapter, target.step, logs, out, say)
 
 
 def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
@@ -79,11 +89,11 @@ def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
             raise UsageError(f"--step: {name} is one checkpoint; name the run to choose among several")
         return checkpoint_of(recipe, place.resolve())
     if step is not None:
-        raise UsageError(f"--step: {name} is no run; leave it out")
+        raise UsageError(f"--step: {name} is not a run; leave --step out")
     if place.is_dir() and not (place / "config.json").is_file():
         raise UsageError(f"{name} holds neither a model (config.json) nor a run; name another folder")
     if not place.exists() and str(name).count("/") != 1 and not str(name).startswith("tiny:"):
-        find_run(name)  # says what there is
+        find_run(name)  # raises the error that lists the runs
     location = str(place.resolve()) if place.is_dir() else str(name)
     return Target(model=whole_model(recipe, location), step=0, adapter=None)
 
@@ -92,14 +102,14 @@ def checkpoint_of(recipe: Recipe, checkpoint: Path) -> Target:
     """Returns a checkpoint as what is to be evaluated. An adapter needs the model section of its run, which names its base.
 
     Raises:
-        UsageError: it is an adapter, and its run is not there.
+        UsageError: it is an adapter, and its run is missing.
     """
     step = read_manifest(checkpoint).step
     if (checkpoint / "config.json").is_file():
         return Target(model=whole_model(recipe, str(checkpoint)), step=step, adapter=None)
     resolved = checkpoint.parent.parent / "resolved.yaml"
     if not resolved.is_file():
-        raise UsageError(f"{checkpoint} is an adapter, and {resolved} is not there to name its base; `rlgen export` merges both")
+        raise UsageError(f"{checkpoint} is an adapter, but {resolved} with its base is missing; merge it with `rlgen export`")
     return Target(model=load_recipe(resolved).recipe.model, step=step, adapter=checkpoint)
 
 

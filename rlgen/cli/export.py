@@ -30,7 +30,7 @@ def export_command(
 
     Args:
         step: as `find` takes it.
-        repo: of the hub, which gets what was written.
+        repo: repository of the hub to send the written folder to; None: send nothing.
 
     Raises:
         UsageError: `source` holds no checkpoint, `out` exists, or `repo` cannot be a name of the hub.
@@ -71,23 +71,23 @@ def summary(report: dict[str, Any]) -> str:
     rounding = f"; rounding to {report['dtype']} moves them by {report['rounding_mean_delta']:.1e} on average"
     return (
         f"{report['out']} written: {merged}, step {report['step']}, {report['parameters']:,} parameters in {report['dtype']}\n"
-        f"opened again and compared: log-probs are the policy's within {report['max_delta']:.1e} nats"
+        f"opened again and compared: log-probs equal the policy's within {report['max_delta']:.1e} nats"
         f"{'' if report['dtype'] == 'float32' else rounding}\n"
-        f"model card: {report['card'] or 'none, for the checkpoint lies in no run that this version of rlgen can read'}"
+        f"model card: {report['card'] or 'none, since the checkpoint is not in a run that this version of rlgen can read'}"
     )
 
 
 def write_card(checkpoint: Path, folder: Path, dtype: str) -> str | None:
     """Writes the model card beside the model, and returns its name; None if the checkpoint lies in no run that can be read."""
-    from rlgen.look.card import model_card
-    from rlgen.look.run import read_run
+    from rlgen.analysis.card import model_card
+    from rlgen.analysis.run import read_run
 
     run = checkpoint.parent.parent
     if not holds_run(run):
         return None
     try:
         write_text(folder / CARD, model_card(read_run(run), step_of(checkpoint), dtype))
-    except RecipeError:  # of another version of rlgen; the model is whole without it
+    except RecipeError:  # a run of another version of rlgen; the model is complete without a card
         return None
     return CARD
 
@@ -105,7 +105,7 @@ def hub(repo: str) -> "HfApi":
 
 
 def push(api: "HfApi", folder: Path, repo: str, message: str) -> str:
-    """Sends a folder to a repository of the hub, which is made, private, unless it is there. Returns its address.
+    """Sends a folder to a repository of the hub, and creates it as a private one if it does not exist. Returns its URL.
 
     Raises:
         SetupError: the hub does not take it.
@@ -117,8 +117,8 @@ def push(api: "HfApi", folder: Path, repo: str, message: str) -> str:
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
     except Exception as error:  # whatever the client's HTTP library raises
         raise SetupError(
-            f"--push-to-hub: {repo} was not sent: {bottom(error)}; log in with `hf auth login` and check name and network:"
-            f" `hf upload {repo} {folder}` sends what was written"
+            f"--push-to-hub: {repo} was not sent: {bottom(error)}; log in with `hf auth login`, check name and network, and send"
+            f" the written folder: `hf upload {repo} {folder}`"
         ) from error
     return str(url)
 

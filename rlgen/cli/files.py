@@ -17,13 +17,15 @@ from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN, TASK_COLUMNS
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
+HUB = "name a folder that save_pretrained wrote; a model of the hub is written as owner/name, such as Qwen/Qwen3-0.6B"
+
 if TYPE_CHECKING:
-    from rlgen.workers.source import FunctionFacts
+    from rlgen.worker_pool.source import FunctionFacts
 
 
 def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
-    """Returns a recipe whose data and rewards are those of the evaluations, so that they are looked at in the same way; None if
-    nothing is evaluated.
+    """Returns a recipe whose data and rewards are those of the evaluations, so that the same checks apply to them; None without
+    evaluations.
     """
     recipe, held = loaded.recipe, loaded.recipe.eval
     if held is None:
@@ -46,7 +48,8 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
     model, source = loaded.recipe.model.path, loaded.recipe.data.source
     if is_local_model(model) and not Path(model).is_dir():
         made = f"`rlgen recipes warm-start {loaded.path}` makes a small one" if loaded.recipe.task else None
-        problems.append(Problem(loaded.origins["model.path"], f"model.path: there is no folder {model}", like(model) or made))
+        what = f"model.path: there is no folder {model}"
+        problems.append(Problem(loaded.origins["model.path"], what, like(model) or made or HUB))
     if is_local_source(source) and not glob.glob(source, recursive=True):
         problems.append(Problem(loaded.origins["data.source"], f"data.source: {source} does not exist", like(source)))
     template = loaded.recipe.data.chat_template
@@ -76,7 +79,19 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
             close = get_close_matches(function, names, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"it defines {', '.join(names) or 'nothing'}"
             problems.append(Problem(where, f"{file} defines no `{function}`", hint))
+        elif key.startswith("rewards.") and returns_nothing(tree, function):
+            problems.append(Problem(where, f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
     return problems
+
+
+def returns_nothing(tree: ast.Module, function: str) -> bool:
+    """Returns whether a function that a file defines plainly has no `return` with a value."""
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]
+    if not found or found[-1].decorator_list:
+        return False
+    body = [inner for statement in found[-1].body for inner in ast.walk(statement)]
+    ends = any(isinstance(node, ast.Raise) for node in found[-1].body)  # a stub that raises reports itself when it is called
+    return not ends and not any(isinstance(node, ast.Return) and node.value is not None for node in body)
 
 
 def unusable_models(loaded: LoadedRecipe) -> list[Problem]:
@@ -102,20 +117,20 @@ def unusable_models(loaded: LoadedRecipe) -> list[Problem]:
 def not_a_reward_model(folder: Path) -> str | None:
     """Returns why a folder holds no model with one score, as far as its config says; None: it may."""
     if not folder.is_dir():
-        return "is no folder"
+        return "is not a folder"
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kinds = [str(name) for name in config.get("architectures") or ()]
-        labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # two where transformers is told nothing
+        labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # two is the default of transformers
     except (OSError, ValueError, AttributeError, TypeError) as error:
         return f"has no config.json that can be read: {error}"
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        return f"is a {' '.join(kinds) or 'model of an unknown kind'}, not one for sequence classification, which has a score"
+        return f"is a {' '.join(kinds) or 'model of an unknown kind'}, but a reward model is one for sequence classification"
     return None if labels == 1 else f"has {labels} labels; a reward model has one, which is its score"
 
 
 def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
-    """Returns a problem for each column that the recipe names and the data have not, as far as `known_columns` knows them."""
+    """Returns a problem for each column that the recipe names and the data lack, as far as `known_columns` knows them."""
     named = loaded.recipe.data.columns
     if columns is None or loaded.recipe.task is not None:
         return []
@@ -125,6 +140,8 @@ def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Prob
             continue
         close = get_close_matches(column, there, n=1, cutoff=0.7)
         hint = f"did you mean `{close[0]}`? " if close else ""
+        if "conversations" in there:
+            hint = "rows of ShareGPT hold the answers too: write the messages before the last answer into a column of their own; "
         where = loaded.origins[f"data.columns.{key}"]
         where = loaded.origins["data.source"] if where == "default" else where
         what = f"data.columns.{key}: {loaded.recipe.data.source} has no column `{column}`"
@@ -138,7 +155,7 @@ def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
     if all(reward.use in shipped for reward in loaded.recipe.rewards):
         return []
     from rlgen.rewards.load import RewardSource
-    from rlgen.workers.pool import Pool, WorkerLimits
+    from rlgen.worker_pool.pool import Pool, WorkerLimits
 
     problems, scoring = [], loaded.recipe.scoring
     limits = WorkerLimits(workers=1, memory=int(scoring.memory_gib * 2**30), import_timeout=scoring.import_timeout, concurrency=1)
@@ -231,7 +248,7 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
 
 def facts_of_source(source: str, function: str) -> "FunctionFacts | None":
     """Returns the facts of a function that a file defines at its top level. None: it is decorated, imported or computed."""
-    from rlgen.workers.source import FunctionFacts
+    from rlgen.worker_pool.source import FunctionFacts
 
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     node = next((node for node in reversed(nodes) if node.name == function), None)

@@ -1,5 +1,6 @@
 """Writes a folder to start from: `rlgen init`."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ SCHEMA = "recipe.schema.json"  # as the first line of the recipe names it
 
 
 def init_command(folder: Path) -> None:
-    """Writes recipe, rewards, data and the schema of recipes into a folder, which is made unless it is there and empty.
+    """Writes recipe, rewards, data and the schema of recipes into a folder, which is new or empty.
 
     Raises:
         UsageError: the folder is a file, or not empty.
@@ -23,7 +24,7 @@ def init_command(folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file; name a folder")
         if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty, and nothing in it is written over; name a new folder")
+            raise UsageError(f"{folder} is not empty; name a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
             shutil.copyfile(STARTER / name, folder / name)
@@ -31,4 +32,5 @@ def init_command(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}; name another folder") from error
     echo(f"{folder} written: {', '.join([*names, SCHEMA])}")
-    echo(f"next: {f'cd {folder} && ' if folder.resolve() != Path.cwd() else ''}rlgen train recipe.yaml")
+    goes = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
+    echo(f"next: {goes}rlgen train recipe.yaml")

@@ -1,6 +1,7 @@
 """Answers quick questions about recipes, without torch: `rlgen show`, `rlgen schema`, `rlgen recipes list` and `copy`."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -20,7 +21,7 @@ OF_CHECKOUT, OF_COPY = "../runs/", "runs/"  # folder of runs, as a shipped recip
 
 
 def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool) -> None:
-    """Prints every value of a recipe with its origin and its sentence, or with `resolved` the resolved recipe as YAML."""
+    """Prints every value of a recipe with its origin and description, or with `resolved` the resolved recipe as YAML."""
     loaded = load_recipe(path, overrides)
     if resolved:
         echo(dump_recipe(loaded.recipe), nl=False, exact=True)
@@ -49,7 +50,7 @@ def folded(text: str, first: str, rest: str) -> str:
 
 
 def sentences_of(recipe: Recipe) -> dict[str, str]:
-    """Returns the sentence of every key by its dotted path, the options of a task: source among them."""
+    """Returns the description of every key by its dotted path, with the options of a `task:` source."""
     found = sentences(recipe)
     if recipe.task is not None:
         options = TASKS[recipe.task].model_validate(recipe.data.options or {})
@@ -61,14 +62,14 @@ def schema_command(out: Path | None) -> None:
     """Prints the JSON Schema of recipes, or writes it into a file.
 
     Raises:
-        UsageError: the file is not named as JSON: it may be the recipe.
+        UsageError: the file does not end in .json, and may be the recipe.
         CheckpointError: it cannot be written.
     """
     if out is None:
         echo(schema_text(), nl=False, exact=True)
         return
     if out.suffix != ".json":
-        raise UsageError(f"--out: {out} would be written over with JSON; name a file that ends in .json")
+        raise UsageError(f"--out: {out} does not end in .json, and JSON would overwrite it; name a file that does")
     write_text(out, schema_text())
     echo(f"{out} written; first line of a recipe beside it: {HEADER}{out.name}")
 
@@ -91,7 +92,7 @@ def recipes_folder() -> Path:
 
 
 def list_command(as_json: bool) -> None:
-    """Lists the shipped recipes with their first comment."""
+    """Lists the shipped recipes with their first comment, what each needs and how long it takes."""
     found = {path.stem: first_comment(path) for path in sorted(recipes_folder().glob("*.yaml"))}
     if as_json:
         echo(json.dumps(found))
@@ -99,6 +100,14 @@ def list_command(as_json: bool) -> None:
     width = max(map(len, found), default=0)
     for name, what in found.items():
         echo(folded(f"{name:<{width}}  {what}", "", " " * (width + 2)))
+        needs, time = (said_of(recipes_folder() / f"{name}.yaml", key) for key in ("Needs", "Time"))
+        echo(folded(f"needs {re.split('[;:.] ', needs)[0]}; time: {time}", " " * (width + 2), " " * (width + 2)))
+
+
+def said_of(path: Path, key: str) -> str:
+    """Returns what the comments at the top of a recipe say after `key`; "not said" if nothing."""
+    found = re.search(rf"^# {key}: *(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else "not said"
 
 
 def first_comment(path: Path) -> str:

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
 
 def prepare() -> None:
-    """Makes the output streams write characters that their encoding lacks as escapes, instead of raising an error."""
+    """Makes the output streams write characters that their encoding lacks as escapes, instead of raising an error.
+
+    A stream that the shell has closed (`>&-`), which Python leaves as None, becomes one that discards what it is given.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and hasattr(stream, "reconfigure"):
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
@@ -44,7 +50,7 @@ def page_for_terminal(whole_lines: bool) -> "Console":
     """Returns a console of the width and colours of standard output, which keeps what it is given for `echo_styled`.
 
     Args:
-        whole_lines: other programs get lines of any length; only a terminal wraps them.
+        whole_lines: only a terminal wraps lines; other programs get them whole.
     """
     from rich.console import Console
 
@@ -61,7 +67,7 @@ def page_for_terminal(whole_lines: bool) -> "Console":
 
 
 def echo_styled(page: "Console") -> None:
-    """Prints what a page holds, with colours of our own. Its author escapes what others wrote with `printable`, part by part.
+    """Prints what a page holds, with its colours. Text that others wrote must have passed through `printable` before.
 
     A terminal shows it through the user's pager, as git does: it ends at once if the text fits the screen.
     """

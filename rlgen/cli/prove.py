@@ -30,7 +30,8 @@ SLOWER, LEAST = 10.0, 60.0  # timeout of the killed run: SLOWER times the undist
 def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> None:
     """Trains a few steps twice, the second time with a SIGKILL during a step and `--resume`, and compares the two runs.
 
-    If it is interrupted, asked to stop or killed itself, it leaves no process behind; only if it is killed the folder remains.
+    It leaves no process behind, however it ends. The folder with both runs remains if they differ, if one fails, or if this
+    process is killed.
 
     Raises:
         UsageError: there are too few steps, or the recipe needs a launcher.
@@ -40,7 +41,7 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
     steps = STEPS if max_steps is None else max_steps
     every = max(1, steps // 2)
     if steps < 2:
-        raise UsageError(f"--max-steps {steps}: a run that is killed after a checkpoint and goes on has 2 steps or more")
+        raise UsageError(f"--max-steps {steps}: --prove-resume kills a run after a checkpoint and resumes it; give at least 2")
     if (loaded.recipe.processes.count or 1) > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("--prove-resume starts one process: add --set processes.count=1")
     beside = (run_dir or loaded.recipe.run_path).expanduser().resolve()
@@ -58,9 +59,7 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
 
 
 def prove(loaded: LoadedRecipe, recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path) -> str:
-    """Does both runs in `folder`, which is kept if they differ, and returns when the second was killed. Raises CheckpointError if
-    they differ.
-    """
+    """Trains both runs in `folder`, and returns when the second was killed, in words. Raises CheckpointError if they differ."""
     echo(f"1 of 3: {steps} steps undisturbed, in {folder}")
     began = time.monotonic()
     run(command(recipe, settings, steps, folder / "undisturbed"), folder / "undisturbed.log")
@@ -96,7 +95,7 @@ def run(words: Sequence[str], log: Path) -> None:
     if code:
         said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise CheckpointError(
-            f"--prove-resume: `rlgen train` ended with {code}: {said[-1] if said else 'nothing said'}; see {log}"
+            f"--prove-resume: `rlgen train` ended with exit code {code}: {said[-1] if said else 'no output'}; see {log}"
         )
 
 
@@ -136,8 +135,8 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
             while process.poll() is None and not (answers(journal) and (step <= every or before.exists())):
                 if time.monotonic() - began > patience:
                     raise CheckpointError(
-                        f"--prove-resume: the run to be killed in step {step} of {steps} has not come so far in"
-                        f" {patience:.0f} s, although the undisturbed one has ended; see {log}"
+                        f"--prove-resume: the run to be killed in step {step} of {steps} did not reach it in"
+                        f" {patience:.0f} s, although the undisturbed run ended; see {log}"
                     )
                 time.sleep(POLL)
         if process.returncode == -signal.SIGKILL:
@@ -153,10 +152,10 @@ def answers(journal: Path) -> int:
 
 
 def likely(loaded: LoadedRecipe) -> str:
-    """Returns the known reasons why two runs of this recipe may differ."""
+    """Returns the likely reason why two runs of this recipe differ."""
     if loaded.recipe.in_flight:
-        return "engine.in_flight (or rollout.ahead above 1) changes weights under answers, when is a matter of time."
+        return "With engine.in_flight (or rollout.ahead above 1) the weights change during sampling, when depends on timing."
     return (
-        "Two undisturbed runs differ too where a reward or a GPU kernel is not a function of its input: compare two of them with"
-        " other --run-dir."
+        "If a reward or a GPU kernel is not deterministic, undisturbed runs differ too: train two with different --run-dir and"
+        " compare them."
     )

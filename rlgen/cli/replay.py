@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlgen.analysis.run import read_run
 from rlgen.cli.output import echo
-from rlgen.look.run import read_run
 from rlgen.metrics import Metric
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.console import Terminal
@@ -15,8 +15,8 @@ from rlgen.run.find import find_run
 from rlgen.run.launch import Launch
 
 if TYPE_CHECKING:
-    from rlgen.opening.replay import Replay
     from rlgen.processes import Processes
+    from rlgen.setup.replay import Replay
 
 Changes = dict[str, tuple[Any, Any]]
 
@@ -33,7 +33,7 @@ def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -
     """
     launched = Launch.of(os.environ).world > 1
     if not launched:
-        find_run(name)  # what is not there is said before torch is imported
+        find_run(name)  # a missing run is reported before torch is imported
     from transformers.utils.logging import disable_progress_bar
 
     from rlgen.processes import Processes
@@ -50,12 +50,12 @@ def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -
 
 def replay_and_print(name: Path, step: int, overrides: list[str], as_json: bool, processes: "Processes") -> None:
     """Computes the step in all processes, and prints in the main one. Raises errors as `replay_command` does."""
-    from rlgen.opening.change import with_changes
-    from rlgen.opening.replay import Past, replay
+    from rlgen.setup.change import with_changes
+    from rlgen.setup.replay import Past, replay
 
-    run = processes.agreed(lambda: read_run(find_run(name)))
-    past = processes.agreed(lambda: Past.of(run.path, run.recipe, run.attempts, run.metrics))
-    recipe, changes = processes.agreed(
+    run = processes.run_all(lambda: read_run(find_run(name)))
+    past = processes.run_all(lambda: Past.of(run.path, run.recipe, run.attempts, run.metrics))
+    recipe, changes = processes.run_all(
         lambda: with_changes(run.path / "resolved.yaml", past.recipe, overrides) if overrides else (None, {})
     )
     found = replay(past, step, recipe, lambda text: echo(text, err=True) if processes.is_main else None, processes)
@@ -147,13 +147,13 @@ def print_table(console: Terminal, heads: tuple[str, str], rows: list[tuple[str,
 def verdict(found: "Replay") -> list[str]:
     """Returns the lines that say whether the replay is what was recorded."""
     if not found.differences:
-        return [f"the same to the last bit: all {len(found.metrics)} numbers that metrics.jsonl has of its update"]
+        return [f"the same to the last bit: all {len(found.metrics)} numbers of the update in metrics.jsonl"]
     lines = []
     numbers = [(was, now) for was, now in found.differences.values() if isinstance(was, float) and isinstance(now, float)]
     most = max((abs(now - was) / max(abs(was), 1e-300) for was, now in numbers), default=0.0)
     lines.append(f"{len(found.differences)} of {len(found.metrics)} numbers differ, by {most:.1e} of their size at most")
     if found.first_off is not None:
-        lines.append(f"the first step that differs on the way is step {found.first_off}")
+        lines.append(f"the first replayed step that differs is step {found.first_off}")
     if found.other:
         lines.append(f"not as it was in the run: {'; '.join(found.other)}")
     return lines
@@ -163,12 +163,12 @@ def effect(found: "Replay") -> list[str]:
     """Returns the lines about advantages and gradients under the table of a change."""
     change = found.change
     assert change is not None  # `show` calls this only if something was changed
-    same = "as they were" if not change.advantages_changed else f"other in {change.advantages_changed} of {change.rows} rows"
+    same = "unchanged" if not change.advantages_changed else f"changed in {change.advantages_changed} of {change.rows} rows"
     more = f", by {change.advantages_largest_change:.3g} at most" if change.advantages_changed else ""
-    sign = f"; of other sign in {change.advantages_flipped}" if change.advantages_flipped else ""
+    sign = f"; sign flipped in {change.advantages_flipped}" if change.advantages_flipped else ""
     lines = [f"advantages: {same}{more}{sign}"]
     if change.cosine is None:
-        return [*lines, "gradient: one side made no update"]
+        return [*lines, "gradient: none to compare, since one of the two made no update"]
     norm = "" if change.relative_norm is None else f", norm x {change.relative_norm:.4g}"
     lines.append(f"gradient of the last update: cosine {change.cosine:.6g}{norm}")
     if change.cosine_first != change.cosine:

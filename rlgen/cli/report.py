@@ -15,14 +15,14 @@ def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_js
         SetupError: `png`, and matplotlib is not installed.
         CheckpointError: a file of the run is damaged, or the report cannot be written.
     """
-    from rlgen.look.charts import charts_of
-    from rlgen.look.png import chosen, write_png
-    from rlgen.look.report import write_report
-    from rlgen.look.run import read_run
+    from rlgen.analysis.charts import charts_of
+    from rlgen.analysis.png import chosen, write_png
+    from rlgen.analysis.report import write_report
+    from rlgen.analysis.run import read_run
 
     run = read_run(find_run(name))
     path = out or run.path / "report.html"
-    if png:  # first: what it lacks is said before anything is written
+    if png:  # first: it fails without matplotlib, before anything is written
         write_png(path.with_suffix(".png"), run.name, chosen(charts_of(run)))
     packed = write_report(run, path, rollouts).facts
     size = path.stat().st_size

@@ -18,8 +18,8 @@ from rlgen.recipe.models import DataRecipe
 from rlgen.rewards.resolve import RewardFunction
 from rlgen.rewards.score import Ask, Scorer, open_scorer, place
 from rlgen.types import Group, Prompt, Sample, ids_of, logp_of, one_span
-from rlgen.workers.failures import Failed
-from rlgen.workers.worker import WorkerCall
+from rlgen.worker_pool.failures import Failed
+from rlgen.worker_pool.worker import WorkerCall
 
 if TYPE_CHECKING:
     from rlgen.data.source import Rows
@@ -70,8 +70,15 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
     longest, turns = recipe.rollout.max_completion_tokens, recipe.talks
     scorer = open_scorer(entries, columns, longest, recipe.scoring, turns=turns, group_size=len(KINDS))
     with closing(scorer):
-        table = tried(scorer, [group_of(prompt, recipe) for prompt in prompts])
+        groups = [group_of(prompt, recipe) for prompt in prompts]
+        table, unsteady = tried(scorer, groups), list[str]()
+        if not any(row.failed for row in table.values()):
+            unsteady = changing(tried(scorer, groups[:1]), tried(scorer, groups[:1]))
     problems, warnings = judged(scorer.rewards, table)
+    warnings += [
+        f"reward {label} gave the same answers other scores the second time: a resumed run will not be exact"
+        for label in unsteady
+    ]
     if as_json:
         found = {"rewards": [row.as_json() for row in table.values()], "problems": problems, "warnings": warnings}
         echo(json.dumps(found, indent=2))
@@ -157,6 +164,11 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]
                 else:
                     row.values.append(value)
     return table
+
+
+def changing(once: Mapping[tuple[str, str], Row], again: Mapping[tuple[str, str], Row]) -> list[str]:
+    """Returns the labels of rewards that gave other values the second time."""
+    return list(dict.fromkeys(label for (label, kind), row in once.items() if row.values != again[label, kind].values))
 
 
 def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Row]) -> tuple[list[str], list[str]]:

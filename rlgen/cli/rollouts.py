@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.text import Text
 
+from rlgen.analysis.rows import Found, Query, find, gap, read_rows
 from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.errors import UsageError
-from rlgen.look.rows import Found, Query, find, gap, read_rows
 from rlgen.redact import printable, printable_json
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns
 from rlgen.run.find import find_run
@@ -28,7 +28,7 @@ def rollouts_command(name: Path, query: Query, limit: int, page: int, full: bool
     found = find(run, query)
     pages = max(1, math.ceil(len(found) / limit))
     if page > pages:
-        raise UsageError(f"--page {page}: {len(found)} rollouts match, which are {pages} pages of {limit} (--limit)")
+        raise UsageError(f"--page {page}: {len(found)} rollouts match; the last page of {limit} (--limit) is {pages}")
     rows = read_rows(run, found, slice((page - 1) * limit, page * limit))
     if as_json:
         echo(printable_json(json.dumps(as_object(run, found, page, pages, rows))), exact=True)
@@ -98,7 +98,7 @@ def block(row: dict[str, Any], full: bool) -> Text:
 
 
 def spoken(messages: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns the turns of a conversation but its last one, and the replies to all of them, by what they are."""
+    """Returns the messages of a conversation without its last turn, by place and role: {"2: tool, not trained on": "4", ...}"""
     shown = {}
     last = end_of_talk(messages) - 1
     for place, message in enumerate(messages, 1):

@@ -35,8 +35,8 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
     if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.servers > 1:
         on = f" on GPU {settings.devices}" if settings.devices else ""
         echo(
-            f"one of engine.servers {recipe.engine.servers}{on}: start each of the others with its own --port and --set"
-            " engine.devices=..., and name all of them in engine.url"
+            f"one of {recipe.engine.servers} servers (engine.servers){on}: start each of the others with its own --port and"
+            " --set engine.devices=..., and list all of them in engine.url"
         )
     if not is_loopback(settings.host):
         echo(f"warning: {settings.host}: everyone who reaches this machine sees what is sent; for trusted networks only")
@@ -65,16 +65,16 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
 
 
 def with_sizes(recipe: Recipe) -> Recipe:
-    """Returns the recipe with the length of its rows, which the server must hold. What the recipe leaves open is in the data.
+    """Returns the recipe with the length of its longest row, which the server must hold. Reads the data unless the recipe sets
+    data.max_prompt_tokens, rollout.max_completion_tokens and, with evaluations, eval.max_prompt_tokens.
 
     Raises:
-        DataError: the data cannot be read on this machine; data.max_prompt_tokens, rollout.max_completion_tokens and, with an
-            evaluation, eval.max_prompt_tokens say as much.
+        DataError: the data cannot be read on this machine.
     """
     needed = ["data.max_prompt_tokens", "rollout.max_completion_tokens", *(["eval.max_prompt_tokens"] if recipe.eval else [])]
     if all(is_written(recipe, path) for path in needed):
         return recipe
-    from rlgen.opening.data import open_data
+    from rlgen.setup.data import open_data
 
     return open_data(recipe).recipe
 
@@ -83,7 +83,7 @@ def server_settings(recipe: Recipe, host: str | None, port: int | None) -> Serve
     """Returns the settings of the server to start, from the recipe's engine. Host and port of the command line take precedence.
 
     Raises:
-        UsageError: the recipe's engine is none of vLLM's.
+        UsageError: the recipe's engine is not a vLLM engine.
     """
     engine = recipe.engine
     if not isinstance(engine, VllmRecipe):

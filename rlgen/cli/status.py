@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlgen.analysis.run import number as number_of
+from rlgen.analysis.run import tenth
 from rlgen.cli.output import echo
 from rlgen.errors import EXIT_CODES, UsageError
-from rlgen.look.run import number as number_of
-from rlgen.look.run import tenth
 from rlgen.metrics import Family, Metric
 from rlgen.run.best import pinned_step
 from rlgen.run.console import evaluation_line, number, step_line
@@ -74,7 +74,7 @@ def follow_steps(path: Path, as_json: bool) -> None:
                 echo(step_line(record, found["steps"], left))
             if Metric.EVAL_REWARD_MEAN in record:
                 echo(evaluation_line(record, found["steps"]))
-        if not alive:  # asked before the steps were read: none is missed
+        if not alive:  # checked before the steps were read, so none is missed
             return
         time.sleep(FOLLOWS)
 
@@ -103,19 +103,23 @@ def print_status(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def status_of(path: Path) -> dict[str, Any]:
-    """Returns `status.json`, and what follows from the run's other files.
+    """Returns `status.json`, and what follows from the run's other files:
 
-    `alive`, whether a process trains it; `last`, the last complete record of the metrics; `evaluation`, the last one that was
-    evaluated; `best_checkpoint`, the step of the pinned one; `remaining`, the seconds that the rest may take, of a run that is
-    alive; `trend`, the mean reward of the `first` and of the `last` tenth of the steps; `rewards`, the last mean of each by name.
+    - `alive`: whether a process trains it
+    - `last`: the last complete record of the metrics
+    - `evaluation`: the last record with an evaluation
+    - `best_checkpoint`: the step of the checkpoint that is pinned as the best
+    - `remaining`: seconds that the rest may take; None if the run is not alive
+    - `trend`: mean reward of the `first` and of the `last` tenth of the steps
+    - `rewards`: the last mean of each reward by name
 
-    A run that was killed could not write so. The kernel releases its lock, and `state` is then "killed".
+    A killed run cannot write how it ended, but the kernel releases its lock: `state` is then "killed".
 
     Raises:
         UsageError: no run is there.
     """
     if not (path / "resolved.yaml").is_file():
-        raise UsageError(f"{path} holds no run; name its folder, run.dir/run.name of its recipe")
+        raise UsageError(f"{path} holds no run; name the folder of a run, run.dir/run.name of its recipe")
     alive = in_use(path)
     nothing = {"state": "starting", "step": 0, "steps": 0, "exit_code": None, "message": "", "pid": None, "time": None}
     found = {**nothing, "health": [], **RunDirectory.look(path)}
@@ -145,7 +149,7 @@ def rewards_by_name(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns the time of each step; an evaluation before step 1 is none."""
+    """Returns the seconds of each step, without the evaluation before step 1."""
     return [record[Metric.TIME_STEP] for record in records if record[Metric.STEP] and Metric.TIME_STEP in record]
 
 

@@ -1,4 +1,4 @@
-"""Runs `rlgen train`, in one process or in each process of a launcher. Says so before anything heavy is imported."""
+"""Runs `rlgen train`, in one process or in each process of a launcher. Prints its first line before heavy imports."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import rlgen
 from rlgen.cli.output import echo
-from rlgen.errors import Stopped, redacted
+from rlgen.errors import RlgenError, Stopped, redacted
 from rlgen.run.launch import Launch
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def train_command(
 
     if not dry_run:
         say(f"rlgen {rlgen.__version__}: {recipe}")
-    from rlgen.opening.attempt import train, write_resolved
-    from rlgen.opening.options import TrainOptions
+    from rlgen.setup.attempt import train, write_resolved
+    from rlgen.setup.options import TrainOptions
 
     options = TrainOptions(
         overrides=overrides,
@@ -79,10 +79,13 @@ def ending(path: Path, seconds: float, resumes: str | None = None) -> list[str]:
         seconds: since the command.
         resumes: the command that goes on; None: the run is done.
     """
-    from rlgen.look.ending import ending_of
-    from rlgen.look.run import read_run
+    from rlgen.analysis.ending import ending_of
+    from rlgen.analysis.run import read_run
     from rlgen.run.find import RUNS, holds_run
 
-    run = read_run(path)
+    try:
+        run = read_run(path)
+    except (RlgenError, OSError, ValueError):  # another command may take the folder as soon as this run has ended
+        return [f"the run has ended; another command uses {path} now"]
     name = run.name if (RUNS / run.name).resolve() == path.resolve() and holds_run(RUNS / run.name) else path
     return ending_of(run, seconds, resumes or f"rlgen report {shlex.quote(str(name))}")

@@ -1,7 +1,7 @@
 """Checks a recipe without running it: `rlgen validate`.
 
-Mistakes in the recipe itself are found without any heavy import. After that local files are opened: those of data, model and
-rewards, and the first prompts are shown as the model will see them.
+Mistakes in the recipe itself are found without heavy imports. Then the local files of data, model and rewards are opened, and the
+first prompts are shown as the model will see them.
 """
 
 import json
@@ -28,7 +28,7 @@ from rlgen.recipe.rules import is_local_model, is_local_source
 from rlgen.run.sinks.open import check_libraries
 
 if TYPE_CHECKING:
-    from rlgen.opening.data import Data, HeldOut
+    from rlgen.setup.data import Data, HeldOut
 
 IDS_SHOWN = 24  # ids of a prompt that are shown from its start; the last ones follow
 LAST_IDS = 4
@@ -53,7 +53,7 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     Raises:
         RecipeError: with everything that is wrong with the recipe and with the files that it names.
         DataError: the rows of the data cannot be prompts.
-        SetupError: the library of a sink is not installed; the model's tokenizer or config cannot be used.
+        SetupError: the library of a sink is not installed; the model's tokenizer, config or chat template cannot be used.
     """
     loaded = load_recipe(path, overrides)
     check_libraries(loaded.recipe)
@@ -63,12 +63,15 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     recipe, warnings = loaded.recipe, list(loaded.warnings)
     notices = [*loaded.notices, *unread(recipe, columns, path.resolve().parent)]
     if not as_json:
-        echo(f"{path}: valid")
         for kind, lines in (("warning", warnings), ("note", notices)):
             for line in lines:
                 echo(f"{kind}: {line}")
         echo(plan(recipe))
     data = opened(recipe) if count and can_open(recipe) else None
+    if data is not None and recipe.tools:
+        from rlgen.setup.dialogue import open_turns
+
+        open_turns(recipe, data.tokenizer, data.stop_ids, None).close()
     shown = [] if data is None else rendered(data, count)
     if as_json:
         report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": plan(recipe)}
@@ -77,7 +80,8 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     if data is not None:
         show(data, shown)
     looked = "the model's weights" if data is not None else "rows of the data, the model"
-    echo(f"not looked at: {looked}, the GPU; `rlgen doctor` opens all of them")
+    echo(f"not checked: {looked}, the GPU; `rlgen doctor` checks all of them")
+    echo(f"{path}: valid")
 
 
 def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
@@ -102,19 +106,27 @@ def look_at_evaluation(held: LoadedRecipe, imports: bool) -> None:
     try:
         looked_up(held, imports)
     except RecipeError as error:
-        problems = [replace(problem, what=problem.what.replace("data.", "eval.", 1)) for problem in error.problems]
+        problems = [
+            replace(problem, what=of_eval(problem.what), hint=problem.hint and of_eval(problem.hint))
+            for problem in error.problems
+        ]
         raise RecipeError(problems) from None
+
+
+def of_eval(text: str) -> str:
+    """Returns a message about a key of `data` as one about that key of `eval`."""
+    return text.replace("data.", "eval.", 1)
 
 
 def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> list[str]:
     """Returns a line for what is not opened here, and why. `folder`: of the recipe, where its relative paths start."""
     said = []
     if columns is None:
-        said.append(f"{recipe.data.source} is not read here; `rlgen rewards test` sees whether it has the columns of the rewards")
+        said.append(f"{recipe.data.source} was not read; `rlgen rewards test` checks its columns against the rewards")
     if not is_here(recipe.model.path):
         hint = like(str(folder / recipe.model.path)) if (folder / recipe.model.path).parent != folder else None
         said.append(
-            f"model.path {recipe.model.path} is taken as a name of the hub, which is not asked here: there is no such folder"
+            f"model.path {recipe.model.path} is not a folder, so it must be a name of the hub, which was not asked"
             + (f"; {hint}" if hint else "")
         )
     return said
@@ -135,7 +147,7 @@ def can_open(recipe: Recipe) -> bool:
 def opened(recipe: Recipe) -> "Data | None":
     """Returns data and tokenizer as a run opens them; None where their packages cannot be imported."""
     try:
-        from rlgen.opening.data import open_data
+        from rlgen.setup.data import open_data
     except ImportError as error:
         echo(f"note: prompts are not shown: {error}")
         return None

@@ -1,5 +1,6 @@
-"""Makes the model that a recipe of a built-in task starts from: `rlgen recipes warm-start`."""
+"""Makes a model that a recipe can start from, by training on answers first: `rlgen recipes warm-start`."""
 
+import shlex
 from pathlib import Path
 
 from rlgen.cli.output import echo
@@ -9,32 +10,33 @@ from rlgen.recipe.rules import is_local_model
 
 
 def warm_start_command(path: Path, model: str, out: Path | None, accuracy: float) -> None:
-    """Trains a small model on answers of the recipe's task, and writes it where the recipe's `model.path` is.
+    """Trains a small model on the answers of the recipe's data, and writes it where the recipe's `model.path` is.
 
     Args:
-        model: what to start from.
+        model: the model to start from.
         out: another folder to write.
         accuracy: share of sampled answers that are right at the end.
 
     Raises:
-        UsageError: the recipe has no task, names no folder, or the folder is there.
+        UsageError: the recipe names no column of answers or no folder, or the folder exists.
         SetupError: the model cannot be loaded, or does not learn it.
         CheckpointError: the folder cannot be written.
     """
     recipe = load_recipe(path).recipe
-    if recipe.task is None:
-        raise UsageError(f"{path}: data.source is no task:NAME, whose answers rlgen knows; start from a model that was trained")
+    if recipe.task is None and recipe.data.columns.answer is None:
+        raise UsageError(f"{path}: data.columns.answer names no column of answers to learn from; add `answer: COLUMN`")
     if out is None and not is_local_model(recipe.model.path):
-        raise UsageError(f"{path}: model.path {recipe.model.path} is no folder to write; name one with --out")
+        raise UsageError(f"{path}: model.path {recipe.model.path} is not a folder that can be written; name one with --out")
     folder = (out or Path(recipe.model.path)).expanduser().resolve()
     if folder.exists():
-        raise UsageError(f"{folder} exists already; it is not written over: name another folder with --out")
+        raise UsageError(f"{folder} exists already; name another folder with --out")
     started = load_recipe(path, [f"model.path={model}"]).recipe
 
     from transformers.utils.logging import disable_progress_bar
 
-    from rlgen.opening.warm import warm_start
+    from rlgen.setup.warm import warm_start
 
     disable_progress_bar()
     right = warm_start(started, folder, accuracy, echo)
-    echo(f"{folder} written: {right:.0%} of its sampled answers are right; next: rlgen train {path}")
+    elsewhere = "" if folder == Path(recipe.model.path) else f" --set model.path={shlex.quote(str(folder))}"
+    echo(f"{folder} written: {right:.0%} of its sampled answers are right; next: rlgen train {shlex.quote(str(path))}{elsewhere}")

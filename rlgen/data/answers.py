@@ -7,7 +7,7 @@ from typing import Any
 
 FINAL = re.compile(r"####\s*\S+\s*$")  # the final answer at the end of a text, in GSM8K and data made like it
 A_TEXT, A_FINAL_TEXT = "a text", "a text that ends in #### and the final answer"
-MOST = 0.9  # share of the texts from which on all of them are expected to end in a final answer
+MOST = 0.9  # if at least this share of the texts ends in a final answer, all of them must
 
 
 def usual_kinds(answers: Iterable[Any]) -> list[str]:

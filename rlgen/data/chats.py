@@ -24,23 +24,23 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
         raise DataError(f"{where}: the prompt is {type(prompt).__name__}, not a text or a list of messages")
     for message in prompt:
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            raise DataError(f"{where}: a message needs a role of {', '.join(ROLES)}: {str(message)[:80]}")
+            raise DataError(f"{where}: a message must have one of the roles {', '.join(ROLES)}: {str(message)[:80]}")
         if message.get("tool_calls"):
-            raise DataError(f"{where}: a message calls tools, which a prompt cannot; remove it from the data")
+            raise DataError(f"{where}: a message calls tools, which a prompt must not; remove it from the data")
         if isinstance(message.get("content"), list) and data.columns.images is not None:
             check_parts(message, where)
             continue
         if isinstance(message.get("content"), list):
             raise DataError(
                 f"{where}: the content of the {message['role']}'s message is a list of parts, but prompts are texts;"
-                " write the text itself, or name the column of their images in data.columns.images"
+                " write the text itself, or name the column of images in data.columns.images"
             )
         if not isinstance(message.get("content"), str) or not message["content"].strip():
-            raise DataError(f"{where}: the message of the {message['role']} has no text as content")
+            raise DataError(f"{where}: the message of the {message['role']} has no text")
     if prompt[-1]["role"] == "assistant":
         raise DataError(
-            f"{where}: the last message is the assistant's, but a prompt ends where the assistant is to begin; leave that"
-            " message out, and keep it as a column of its own if a reward needs it"
+            f"{where}: the last message is the assistant's, but a prompt must end before the assistant's turn; remove that"
+            " message, and keep it in a column of its own if a reward needs it"
         )
     if system and prompt[0]["role"] in ("system", "developer"):
         raise DataError(f"{where}: the row has a system message of its own beside data.system; remove one of them")
@@ -48,14 +48,14 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
 
 
 def check_parts(message: Mapping[str, Any], where: str) -> None:
-    """Raises DataError unless the content of a message is a list of texts and places of images, with a text among them."""
+    """Raises DataError unless the content of a message is a list of texts and places of images, and not empty."""
     kinds = []
     for part in message["content"]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "image") or (kind == "text" and not isinstance(part.get("text"), str)):
             raise DataError(
-                f"{where}: a part of a message is {{type: text, text: ...}} or {{type: image}}, whose image is in the column"
-                f" that data.columns.images names: {str(part)[:80]}"
+                f"{where}: a part of a message must be {{type: text, text: ...}}, or {{type: image}} with the image in the"
+                f" column that data.columns.images names: {str(part)[:80]}"
             )
         kinds.append(kind)
     if not kinds:
@@ -79,8 +79,8 @@ def render(
     """
     if not tokenizer.chat_template:
         raise DataError(
-            "data.chat: the tokenizer of model.path has no chat template; take an instruction-tuned model, or prompts as text"
-            " with `chat: false` and no `system`"
+            "data.chat: the tokenizer of model.path has no chat template; take an instruction-tuned model, or use texts as"
+            " prompts, with `chat: false` and no `system`"
         )
     try:
         text = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Reads the images of rows, and puts them into messages and ids. Files stay encoded: pixels are nobody's business here."""
+"""Reads the images of rows, and puts them into messages and ids. Files stay encoded: nothing here decodes pixels."""
 
 import base64
 import binascii
@@ -21,7 +21,7 @@ class Placeholder:
 
     token: str
     token_id: int
-    ids: Callable[[bytes], tuple[int, ...]]  # those that the model's processor writes for an image; raises DataError
+    ids: Callable[[bytes], tuple[int, ...]]  # ids that the model's processor writes for an image; raises DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def one(value: Any, rows: Rows, where: str) -> Encoded:
     if not path.is_absolute():
         folders = {Path(file).parent for file in rows.files}
         if len(folders) != 1:
-            raise DataError(f"{where}: {value} is relative, and the rows come from {len(folders)} folders; write absolute paths")
+            raise DataError(f"{where}: {value} is relative, but the rows come from {len(folders)} folders; write absolute paths")
         path = folders.pop() / path
     try:
         data = path.read_bytes()
@@ -86,7 +86,7 @@ def one(value: Any, rows: Rows, where: str) -> Encoded:
 def with_parts(messages: Sequence[Mapping[str, Any]] | None, count: int, where: str) -> list[dict[str, Any]] | None:
     """Returns messages whose contents are lists of parts, as chat templates of vision-language models read them.
 
-    Images stand before the text of the first message of the user, unless the messages say themselves where.
+    Images stand before the text of the first message of the user, unless the messages have places for them.
 
     Args:
         count: images of the row.
@@ -99,7 +99,7 @@ def with_parts(messages: Sequence[Mapping[str, Any]] | None, count: int, where: 
     said = [message for message in messages if isinstance(message["content"], list)]
     if places := sum(part["type"] == "image" for message in said for part in message["content"]):
         if places != count:
-            raise DataError(f"{where}: the messages have {places} places for images, and the row has {count} images")
+            raise DataError(f"{where}: the messages have {places} places for images, but the row has {count} images")
         count = 0
     made: list[dict[str, Any]] = []
     for message in messages:
@@ -109,7 +109,7 @@ def with_parts(messages: Sequence[Mapping[str, Any]] | None, count: int, where: 
             parts, count = [{"type": "image"}] * count + parts, 0
         made.append({**message, "content": parts})
     if count:
-        raise DataError(f"{where}: the row has {count} images, and no message of the user to hold them")
+        raise DataError(f"{where}: the row has {count} images, but no message of the user that could hold them")
     return made
 
 
@@ -119,11 +119,11 @@ def check_text(text: str, messages: Sequence[Mapping[str, Any]] | None, count: i
         for part in message["content"]:
             if part["type"] == "text" and part["text"].strip() not in text:
                 raise DataError(
-                    f"{where}: the chat template leaves out {part['text'][:60]!r}; take another with data.chat_template"
+                    f"{where}: the chat template leaves out {part['text'][:60]!r}; set another one in data.chat_template"
                 )
     if (places := text.count(token)) != count:
         raise DataError(
-            f"{where}: the prompt has {places} placeholders {token}, and the row has {count} images; write one for each image,"
+            f"{where}: the prompt has {places} placeholders {token}, but the row has {count} images; write one for each image,"
             " and none as text"
         )
 
@@ -142,7 +142,7 @@ def expanded(
     made: list[int] = []
     placed: list[Image] = []
     if (places := list(ids).count(token_id)) != len(images):
-        raise DataError(f"{where}: the prompt's ids have {places} placeholders, and the row has {len(images)} images")
+        raise DataError(f"{where}: the prompt's ids have {places} placeholders, but the row has {len(images)} images")
     left = iter(images)
     for token in ids:
         if token != token_id:

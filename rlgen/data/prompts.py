@@ -40,7 +40,7 @@ class PromptStream:
     longest: int  # tokens of the longest prompt
     over_long: tuple[int, ...]  # fewest and most tokens of the prompts that are too long; empty if there is none
     chats: int  # prompts that went through the chat template
-    counts: Mapping[str, int]  # rows read, left out by reason, used; duplicates among the used
+    counts: Mapping[str, int]  # rows that were read, that were left out (by reason) and that are used; duplicates among these
     prompt_ids: str
     seed: int
     shuffle: bool
@@ -96,7 +96,7 @@ class PromptStream:
         placed = self.table.column("images")[row].as_py()
         if [one["sha256"] for one in placed] != [image.sha256 for image in images]:
             named = ", ".join(image.path or image.sha256 for image in images)
-            raise DataError(f"{place(self.rows.source, row)}: {named} changed while the run goes on; bring it back, and resume")
+            raise DataError(f"{place(self.rows.source, row)}: {named} changed during the run; restore it, and resume")
         return tuple(Image(data=image.data, **one) for one, image in zip(placed, images, strict=True))
 
     def at(self, position: int) -> Prompt:
@@ -141,9 +141,8 @@ def build_prompts(
     """
     limit = limit or PromptLimit(data.max_prompt_tokens, f"data.max_prompt_tokens is {data.max_prompt_tokens}")
     make = partial(write_prompts, data, rows, tokenizer, limit, tools, images)
-    key = (
-        prompts_key(data, rows, tokenizer, limit, tools) if images is None else None
-    )  # files may change beside those of the rows
+    # With images there is no key: their files may change although those of the rows do not.
+    key = prompts_key(data, rows, tokenizer, limit, tools) if images is None else None
     made = cached("prompts", key, PROMPTS if images is None else WITH_IMAGES, make)
     counts, over_long = made.facts["counts"], tuple(made.facts["over_long"])
     refuse(data, rows, counts, made.facts["chats"], made.facts["usual"])
@@ -206,7 +205,7 @@ def warnings_of(data: DataRecipe, prompts: PromptStream, has_template: bool) -> 
     if has_template and not prompts.chats and "chat" not in data.model_fields_set:
         said.append(
             "model.path has a chat template, but prompts are texts and are used as they are; set data.chat to true, or to false"
-            " if that is meant"
+            " to keep this"
         )
     return said
 

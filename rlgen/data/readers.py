@@ -42,7 +42,7 @@ def read_csv(path: Path) -> Iterator[Row]:
         for row in lines:
             if None in row or None in row.values():
                 raise DataError(
-                    f"data.source: {path}:{lines.line_num}: the record has not {len(lines.fieldnames or ())} "
+                    f"data.source: {path}:{lines.line_num}: the record does not have {len(lines.fieldnames or ())} "
                     "values, one for each column; put values with a comma in double quotes"
                 )
             yield row

@@ -45,7 +45,7 @@ class Rows:
     columns: tuple[str, ...]
     kind: Literal["task", "file", "hub"]
     source: str
-    fingerprint: str  # sha256 of the local files or of the task's rows; of the hub its commit
+    fingerprint: str  # SHA-256 of the local files or of the task's rows; commit of a hub data set
     files: tuple[str, ...] = ()  # of a local source
 
     def at(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
@@ -118,7 +118,7 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
             close = get_close_matches(column, rows.columns, n=1)
             guess = f"did you mean `{close[0]}`? " if close else ""
             raise DataError(
-                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}It has {', '.join(rows.columns)};"
+                f"data.columns.{key}: {data.source} has no column `{column}`; {guess}it has {', '.join(rows.columns)};"
                 f" set data.columns.{key} to one of them"
             )
     if data.columns.images is not None and isinstance(rows.rows, datasets.Dataset):
@@ -166,7 +166,7 @@ def file_rows(data: DataRecipe) -> Rows:
         known = " ".join((*TEXT_READERS, *TABLE_FORMATS))
         raise DataError(
             f"data.source: {data.source} names files of {' '.join(sorted(suffixes)) or 'no known format'}; "
-            f"known are {known}, parquet and arrow not together with others"
+            f"known formats are {known}; parquet and arrow cannot be mixed with others"
         )
     return Rows(rows=rows, columns=columns, kind="file", source=data.source, fingerprint=digest, files=tuple(map(str, files)))
 
@@ -195,10 +195,10 @@ def write_texts(source: str, files: Sequence[Path], digest: str, write: Write) -
         try:
             texts = list(map(json.dumps, batch))
         except RecursionError as error:
-            raise DataError(f"data.source: {source}: a row has too many values within values") from error
+            raise DataError(f"data.source: {source}: a row is nested too deeply") from error
         write(pyarrow.record_batch([pyarrow.array(texts, pyarrow.large_string())], schema=TEXTS))
     if digest_of(files) != digest:
-        raise DataError(f"data.source: {source} changes while it is read; wait until it is written, and start again")
+        raise DataError(f"data.source: {source} changed while it was read; wait until it is complete, and start again")
     return {"columns": list(columns)}
 
 
@@ -252,7 +252,7 @@ def hub_rows(data: DataRecipe) -> Rows:
     except OSError as error:  # no network, no such repository or revision, no access, too many requests
         said = " ".join(str(error).split()).partition(" For more information check")[0]
         raise SetupError(
-            f"data.source: the hub gives no {name}: {said}. Check the name and the network; "
+            f"data.source: the hub did not provide {name}: {said}. Check the name and the network; "
             "for a gated data set accept its terms and log in with `hf auth login`"
         ) from error
     except RuntimeError as error:  # the data set is a script
@@ -276,7 +276,7 @@ def cached_rows(rows: Rows, revision: str | None) -> str | None:
     if rows.kind != "hub" or not datasets.config.HF_HUB_OFFLINE:
         return None
     # `datasets` takes the revision it read last, ignoring the requested one.
-    unsure = "" if revision in (None, rows.fingerprint) else f"; nobody can say whether that is data.revision {revision}"
+    unsure = "" if revision in (None, rows.fingerprint) else f"; it may differ from data.revision {revision}"
     return f"offline: data.source {rows.source} is taken from the cache, commit {rows.fingerprint}{unsure}"
 
 

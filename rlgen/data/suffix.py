@@ -1,9 +1,9 @@
 """Makes the ids between two turns of the model: the rest of its turn's end, the answers of tools or of an environment, the header
 of its next turn.
 
-The chat template renders them, as what it puts behind a turn in a conversation that stands for the real one. So no id that the
-model sampled is ever decoded and tokenised again. This works with templates that leave a turn as it is once messages follow it,
-and `Suffixes.open` refuses others.
+The chat template renders a conversation that stands for the real one; what it writes behind a turn there becomes the ids. So no
+id that the model sampled is ever decoded and tokenised again. This works with templates that do not change a turn when messages
+follow it; `Suffixes.open` refuses others.
 """
 
 import json
@@ -24,8 +24,8 @@ USER, SAID, THOUGHT, VALUE, HOLE = "rlgenuser", "rlgensaid", "rlgenthought", "rl
 ODD = 'a "b" \\ c\n{"d": [1, "é"]}'  # an answer that templates may escape
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 KINDS = ("call", "plain", "thinking", "thinking in the text")
-REMEDY = "data.chat_template takes the file of another template"
-BREAK = "\u200b"  # breaks the text of a special token where no other way is left
+REMEDY = "set data.chat_template to the file of another template"
+BREAK = "\u200b"  # breaks up the text of a special token if nothing else helps
 
 
 class Refused(Exception):
@@ -36,7 +36,7 @@ class Refused(Exception):
 class Between:
     """What the template writes behind a turn. Between(pieces=("\\n<|im_start|>tool\\n", ...), end="<|im_end|>", own=True)
 
-    The stop token that the model samples stands in the place of `end`.
+    The stop token that the model samples takes the place of `end`.
     """
 
     pieces: tuple[str, ...]  # [answers + 1] around the answers
@@ -77,7 +77,7 @@ class Suffixes:
 
         Raises:
             SetupError: the template changes a turn once an answer follows it, or does not show what tools answer; or the
-                tokenizer is none of the fast ones.
+                tokenizer is not a fast one.
         """
         if not tokenizer.is_fast:
             section = "tools" if tools else "environment"
@@ -127,7 +127,7 @@ class Suffixes:
         if self.special_of(found) != self._expected(woven(pieces, holes)):  # an answer has the text of a special token in it
             parts = zip(pieces, [*map(self.as_plain, shown), []], strict=True)
             found = [one for piece, answer in parts for one in (*self.encode(piece), *answer)]
-        if found[0] != stop_id:  # the tokenizer does not take it for a token where it stands before a text
+        if found[0] != stop_id:  # the tokenizer does not recognize it before a text
             found = [stop_id, *self.encode(woven([pieces[0].removeprefix(front), *pieces[1:]], shown))]
         return ids_of(found[1:])
 
@@ -160,7 +160,7 @@ class Suffixes:
         return self.core.encode(text, add_special_tokens=False).ids
 
     def as_plain(self, text: str) -> list[int]:
-        """Tokenises a text without any special token, also where it holds the text of one."""
+        """Tokenises a text without any special token, even if it contains the text of one."""
         found = self.plain.encode(text, add_special_tokens=False).ids
         if self.special_of(found):  # the vocabulary itself has it
             for token in sorted(self.special.values(), key=len, reverse=True):
@@ -212,8 +212,8 @@ class Suffixes:
             yield from ({"role": self.role, "content": answer} for answer in answers)
 
     def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str = "", ongoing: bool = True) -> str:
-        """Returns the text of a question, a turn of a kind, and answers. Some templates take arguments only as text, and some
-        one call of a turn at most, whatever the model does.
+        """Returns the text of a question, a turn of a kind, and answers. Some templates accept arguments only as text, and
+        some at most one call in a turn.
         """
         tried: Refused | None = None
         for calls in (names, names[:1]):
@@ -252,7 +252,7 @@ class Suffixes:
         return found
 
     def _shown(self, names: tuple[str, ...], place: int, answer: str) -> str:
-        """Returns an answer as the template shows it, escaped or trimmed; the answer itself if that cannot be told."""
+        """Returns an answer as the template shows it, escaped or trimmed; the answer itself if the text cannot be found."""
         holes = [f"{HOLE}{number}" for number in range(len(names))]
         before, _, after = self._whole(names, holes).partition(holes[place])
         text = self._whole(names, [*holes[:place], answer, *holes[place + 1 :]])
@@ -260,7 +260,7 @@ class Suffixes:
         return text[len(before) : len(text) - len(after)] if whole else answer
 
     def _check(self) -> None:
-        """Raises SetupError if what the template writes of a conversation changes as it goes on."""
+        """Raises SetupError if the template changes earlier turns as a conversation goes on."""
         names = (self._name(0),)
         section = "tools" if self.tools else "environment"
         where = f"{section}: the chat template of {self.data.chat_template or self.tokenizer.name_or_path}"
@@ -279,12 +279,12 @@ class Suffixes:
                 alone = self._whole(names, [], kind, ongoing=False)
             except Refused:
                 continue  # it takes no such turn
-            if found != usual and (kind != "plain" or not self.tools):  # what has no call is answered by no tool
-                raise SetupError(f"{where} continues a turn ({kind}) otherwise than others; {REMEDY}")
+            if found != usual and (kind != "plain" or not self.tools):  # without a call no tool answers
+                raise SetupError(f"{where} continues one kind of turn ({kind}) differently from the others; {REMEDY}")
             for later, when in ((whole, f"once {self._who} has answered"), (longer, "once the model has gone on")):
                 self._same_start(where, alone, later, kind, when)
             if kind.endswith("text") and SAID in whole and THOUGHT not in whole:
-                raise SetupError(f"{where} leaves out what the model thought, but the sampled ids have it; {REMEDY}")
+                raise SetupError(f"{where} leaves out the thinking of the model, but the sampled ids have it; {REMEDY}")
 
     @property
     def _who(self) -> str:
@@ -308,8 +308,8 @@ class Suffixes:
         if not other.startswith(one):
             at = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
             raise SetupError(
-                f"{where} changes what came before ({kind}) {when}: {one[max(0, at - 20) : at + 40]!r} becomes"
-                f" {other[max(0, at - 20) : at + 40]!r}, and the model would be trained on another text; {REMEDY}"
+                f"{where} changes an earlier turn ({kind}) {when}: {one[max(0, at - 20) : at + 40]!r} becomes"
+                f" {other[max(0, at - 20) : at + 40]!r}, so that the model would be trained on another text; {REMEDY}"
             )
 
 
@@ -319,7 +319,7 @@ def woven(pieces: Sequence[str], answers: Sequence[str]) -> str:
 
 
 def turn(names: Sequence[str], kind: str, as_text: bool) -> dict[str, Any]:
-    """Returns a turn of the model. `as_text`: arguments are JSON, and not an object."""
+    """Returns a turn of the model. `as_text`: arguments are JSON text instead of an object."""
     given = {"value": VALUE}
     message: dict[str, Any] = {"role": "assistant", "content": SAID}
     if kind == "thinking":
@@ -332,7 +332,7 @@ def turn(names: Sequence[str], kind: str, as_text: bool) -> dict[str, Any]:
 
 
 def calls_of(calls: Sequence[tuple[str, Mapping[str, Any]]], as_text: bool) -> Iterator[dict[str, Any]]:
-    """Yields calls as messages have them. `as_text`: arguments are JSON, and not an object."""
+    """Yields calls as messages have them. `as_text`: arguments are JSON text instead of an object."""
     for place, (name, given) in enumerate(calls):
         arguments: Any = json.dumps(given) if as_text else dict(given)
         yield {"type": "function", "id": identifier(place), "function": {"name": name, "arguments": arguments}}

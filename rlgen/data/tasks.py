@@ -218,7 +218,7 @@ def gym(options: GymOptions, seed: int) -> list[Row]:
     answer, metadata = rows[0]["answer"], json.loads(rows[0]["metadata"])
     if answer is not None and made.score_answer(answer, {"answer": answer, "metadata": metadata}) < 1:
         raise DataError(
-            f"data.options.dataset: {options.dataset} cannot be used: what its scorer compares does not survive as JSON;"
+            f"data.options.dataset: {options.dataset} cannot be used: its scorer compares values that JSON cannot hold;"
             " take another"
         )
     return rows

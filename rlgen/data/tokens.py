@@ -29,7 +29,7 @@ PROMPTS = pyarrow.schema(
 # The same with images: each one's digest, and the range of its ids.
 IMAGE = pyarrow.struct([("sha256", pyarrow.string()), ("start", pyarrow.int32()), ("stop", pyarrow.int32())])
 WITH_IMAGES = PROMPTS.append(pyarrow.field("images", pyarrow.large_list(IMAGE)))
-IMAGE_ROWS = 32  # whose images are held at a time
+IMAGE_ROWS = 32  # rows whose images are in memory at a time
 CACHED_ROWS = 2000  # rows from which on the prompts of a data set are cached
 CHATS_COMPARED = 8
 
@@ -172,7 +172,7 @@ def template(
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{where}: the prompt holds {error.object[error.start]!a}, half of a character; mend the data"
+                f"{where}: the prompt holds {error.object[error.start]!a}, half of a character; correct the data"
             ) from error
         yield Templated(row, text, messages, seen)
 
@@ -223,7 +223,7 @@ def write_batch(
             tally.longest = max(tally.longest, len(ids))
         elif data.overlong == "error":
             raise DataError(
-                f"{place(source, entry.row)}: {len(ids)} tokens, {limit.why}; raise it, or set data.overlong to filter"
+                f"{place(source, entry.row)}: {len(ids)} tokens, but {limit.why}; raise it, or set data.overlong to filter"
             )
         else:
             tally.over_long = [min([len(ids), *tally.over_long]), max([len(ids), *tally.over_long])]

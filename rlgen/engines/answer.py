@@ -96,8 +96,8 @@ def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], 
     """
     try:
         return from_arrays(raw, url, version_of) if arrays else from_json(raw, url, version_of)
-    except (msgspec.MsgspecError, ValueError, IndexError, struct.error) as error:
-        raise ServerLost(url, f"answered with something else than a completion ({error})") from error
+    except (msgspec.MsgspecError, ValueError, OverflowError, IndexError, struct.error) as error:
+        raise ServerLost(url, f"sent a response that is not a completion ({error})") from error
 
 
 def from_arrays(raw: bytes, url: str, version_of: Callable[[str], int]) -> Completion:
@@ -116,7 +116,7 @@ def from_arrays(raw: bytes, url: str, version_of: Callable[[str], int]) -> Compl
 
 
 def from_json(raw: bytes, url: str, version_of: Callable[[str], int]) -> Completion:
-    """Decodes a response of vLLM's route. Raises ValueError, IndexError or MsgspecError if the format is wrong."""
+    """Decodes a response of vLLM's route. Raises MsgspecError, ValueError, IndexError or OverflowError if it is not one."""
     answer = ANSWER.decode(raw)
     choice = answer.choices[0]
     content = (choice.logprobs.content if choice.logprobs else None) or []
@@ -137,7 +137,7 @@ def finished(reason: str | None, url: str) -> FinishReason:
         return "stop"
     if reason == "length":
         return "length"
-    raise ServerLost(url, f"ended a completion with finish_reason {reason!r}: it was stopped by somebody else")
+    raise ServerLost(url, f"ended a completion with finish_reason {reason!r}: something other than rlgen stopped it")
 
 
 def spans_of(spans: Sequence[Labelled], version_of: Callable[[str], int]) -> tuple[Span, ...]:

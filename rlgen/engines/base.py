@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rlgen.engines.further import Further
+from rlgen.engines.further import FollowUpQueue
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ SHAPE = (
 def model_shape(config: "PreTrainedConfig") -> dict[str, Any]:
     """Returns the config fields that must be equal in two copies of a model before weights can be copied between them."""
     text = config.get_text_config()
-    # A field that differs by layer (Gemma 4) may be asked of the layers' own configs only.
+    # Where a field differs by layer (Gemma 4), only the configs of the layers have it.
     layers = list(getattr(text, "per_layer_config", None) or [text])
     values = {name: [getattr(layer, name, None) for layer in layers] for name in SHAPE}
     return {name: each[0] if each.count(each[0]) == len(each) else each for name, each in values.items()}
@@ -44,10 +44,10 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class EngineInfo:
     """The description of an engine, read from the engine itself; the sentinel compares it with the trainer.
 
-    Facts(engine="vllm 0.32.0", plan="5f0c2b7a91d3e486", model="/models/tiny", revision=None, settings=Settings(...),
+    EngineInfo(engine="vllm 0.32.0", plan="5f0c2b7a91d3e486", model="/models/tiny", revision=None, settings=Settings(...),
           stop_ids=(257, 259), max_model_len=640, cache_block=128)
     """
 
@@ -59,13 +59,13 @@ class Facts:
     stop_ids: tuple[int, ...]  # the EOS ids that the engine's copy of the model names
     max_model_len: int | None  # longest row in tokens; None: not bounded
     cache_block: int | None  # tokens of a prefix-cache block, the smallest unit of reuse; None: no prefix cache
-    runner: str | None = None  # which of vLLM's two model runners it has, `V1` or `V2`; None: it is not vLLM
-    quantization: str | None = None  # vLLM's name of what its weights are quantised by, such as `fp8`; None: by nothing
+    runner: str | None = None  # which of vLLM's two model runners it has, `V1` or `V2`; None: not vLLM
+    quantization: str | None = None  # vLLM's name for the quantisation of its weights, such as `fp8`; None: not quantised
     wider: tuple[str, ...] = ()  # the engine's own names of parameters that it holds in a wider dtype than `settings.dtype`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
+class SyncReport:
     """The tensors that an engine received in a sync, recorded before anything is packed, cast or fused."""
 
     version: int
@@ -85,14 +85,14 @@ def fingerprint(tensor: Tensor, hashed: bool) -> str:
 def wider_parameters(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     """Returns the names of the parameters of an engine's model that have a wider dtype than `dtype`, such as a router's.
 
-    Scales of a quantised engine are left out: they are no weights of a checkpoint.
+    Scales of a quantised engine are left out: a checkpoint does not contain them.
     """
     wide = {name: held for name, held in model.named_parameters() if held.is_floating_point() and held.itemsize > dtype.itemsize}
     return tuple(name for name in wide if "scale" not in name.rpartition(".")[2])
 
 
 def module_of(name: str) -> str:
-    """Returns the module of a parameter from its layer on, without what engines and checkpoints name differently.
+    """Returns the name of a parameter's module from its layer on. Engines and checkpoints name the part before it differently.
 
     "language_model.model.layers.3.mlp.gate.weight" -> "layers.3.mlp.gate", "model.embed_tokens.weight" -> "embed_tokens"
     """
@@ -101,11 +101,11 @@ def module_of(name: str) -> str:
     return found[0] if found else module.rpartition(".")[2]
 
 
-def cast_for(facts: Facts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def cast_for(facts: EngineInfo, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yields `weights` in the dtype in which the engine holds them, so that fewer bytes travel.
 
-    The engine would round them in the same way when it loads them. Vectors keep their dtype, and so do all weights of a module of
-    which the engine holds any in a wider dtype: these are not rounded, or only after a computation.
+    The engine would round them in the same way when it loads them. Vectors keep their dtype. So do all weights of a module if the
+    engine holds any of them in a wider dtype: it does not round these weights, or only after a computation.
     """
     dtype = getattr(torch, facts.settings.dtype)
     kept = {module_of(name) for name in facts.wider}
@@ -114,7 +114,7 @@ def cast_for(facts: Facts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tu
         yield name, tensor.to(dtype) if rounded and module_of(name) not in kept else tensor
 
 
-class Ledger:
+class SyncRecorder:
     """A recorder of the fingerprints of tensors that pass through an iterator."""
 
     def __init__(self, hashed: bool) -> None:
@@ -129,7 +129,7 @@ class Ledger:
 
 
 class Pending(Protocol):
-    """Completions that are being sampled in the background, see `Abilities.submit`."""
+    """Completions that are being sampled in the background, see `EngineCapabilities.submit`."""
 
     def result(self) -> list[Completion]:
         """Waits for the completions and returns them. Raises EngineError if sampling failed."""
@@ -148,13 +148,13 @@ class Submit(Protocol):
         requests: Sequence[Request],
         sampling: Sampling,
         finished: Finished | None = None,
-        further: Further | None = None,
+        further: FollowUpQueue | None = None,
         /,
     ) -> Pending: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
+class EngineCapabilities:
     """What an engine can do and what it needs, so that callers need not test its kind."""
 
     sleeps: bool  # `sleep` frees its weights: it samples again only after the next `sync`
@@ -181,11 +181,11 @@ class Engine(Protocol):
         ...
 
     @property
-    def abilities(self) -> Abilities:
+    def abilities(self) -> EngineCapabilities:
         """Returns what the engine can do; it does not change while the engine is open."""
         ...
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         """Returns the engine's description, read from the engine itself and not from the settings it was given."""
         ...
 
@@ -194,21 +194,20 @@ class Engine(Protocol):
         requests: Sequence[Request],
         sampling: Sampling,
         finished: Finished | None = None,
-        further: Further | None = None,
+        further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         """Samples one completion for each request and returns them in the order of the requests; `rollout.answers` checks that.
 
-        The distribution is softmax(logits / temperature) over the whole vocabulary, or its nucleus (`Sampling.top_p`); at
-        temperature 0 the most probable id is taken, among equal ones the lowest. Log-probs are those at
-        `Sampling.logp_temperature`. A completion depends only on its
-        request and on the weights, not on the other requests of the call. Without requests the result is empty.
+        Ids are drawn from `Sampling.distribution`; at temperature 0 the most probable id is taken, among equal ones the lowest.
+        Log-probs are of that distribution. A completion depends only on its request and on the weights, not on the other requests
+        of the call. Without requests the result is empty.
 
         Args:
             finished: called once for each completion as soon as it is finished, in the process that talks to the engine, possibly
                 in another thread.
-            further: requests that come meanwhile, numbered on after `requests`; whoever puts them is told by `finished`. They
-                join those that are being decoded. An engine whose completions depend on their batch (`Abilities.whole_step`)
-                waits instead for all that are expected, and answers them together.
+            further: requests that are added during the call. Their indices continue those of `requests`, and `finished` is
+                called for them too. They join the requests that are being decoded. An engine whose completions depend on their
+                batch (`EngineCapabilities.whole_step`) instead waits for all that are expected, and then answers them together.
 
         Raises:
             EngineError: the engine failed, or returned a completion of another prompt than the requested one.
@@ -219,7 +218,7 @@ class Engine(Protocol):
         """Computes log-probs at temperature 1 of given completions, in one forward pass instead of decoding.
 
         Args:
-            rows: prompt ids and completion ids; together shorter than `Facts.max_model_len`.
+            rows: prompt ids and completion ids; together shorter than `EngineInfo.max_model_len`.
             images: of each prompt; (): no prompt has any.
 
         Returns:
@@ -230,11 +229,11 @@ class Engine(Protocol):
         """
         ...
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         """Loads *all* weights, under the names of the checkpoint, and empties the prefix cache.
 
-        Where `Abilities.merges` holds, `weights` may be the factors of an adapter alone: the others are then those of the files
-        that the engine was opened with.
+        Where `EngineCapabilities.merges` holds, `weights` may be the factors of an adapter alone: the others are then those of
+        the files that the engine was opened with.
 
         Args:
             hashed: the receipt holds a hash of every tensor; costs a pass over all bytes.

@@ -8,13 +8,13 @@ import aiohttp
 import msgspec
 
 from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
-from rlgen.engines.http import PROBE_SECONDS, Server
+from rlgen.engines.http import AGAIN, BUSY, PROBE_SECONDS, Server
 from rlgen.engines.vllm_compat import HELD
 from rlgen.errors import ServerLost
 from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
 MISSED_PROBES = 3  # a server that fails this many health checks in a row while it has open requests counts as lost
-# If `watch` wakes up this many seconds late, this process was suspended, and perhaps the server too: no time is counted.
+# If `watch` wakes up this many seconds late, this process was suspended, and perhaps the server too: the delay does not count.
 STOPPED = 1.0
 
 
@@ -30,19 +30,23 @@ class Line:
         self._answers = 0
 
     async def post(self, route: str, body: bytes) -> bytes:
-        """Posts one request and returns the body of the response.
+        """Posts one request and returns the body of the response. A repeated request changes nothing, as it has its seed.
 
         Raises:
-            ServerLost: the server is gone.
+            ServerLost: the server cannot be reached, or keeps failing.
             EngineError: the server refused the request.
         """
         if not self.open:
             self._heard = self._clock()
         self.open += 1
         try:
-            reply = await self.server.ask(self._session, "POST", route, body)
-            self._heard = self._clock()
-            self._answers += 1
+            for pause in (*(AGAIN if self.server.again else ()), None):
+                reply = await self.server.ask(self._session, "POST", route, body)
+                self._heard = self._clock()
+                self._answers += 1
+                if pause is None or reply.status not in BUSY:
+                    break
+                await asyncio.sleep(pause)
             return self.server.checked(route, reply)
         finally:
             self.open -= 1
@@ -72,17 +76,17 @@ class Line:
             if self._answers != answers or not self.open:  # it responded during the health check
                 continue
             if missed >= MISSED_PROBES or looked - self._heard >= self.server.timeout:
-                silent = f"has {self.open} requests and has answered none for {looked - self._heard:.0f} s"
+                silent = f"has {self.open} open requests and has answered none for {looked - self._heard:.0f} s"
                 if missed:
-                    raise ServerLost(self.server.url, f"{silent}; it does not answer its health probe either")
+                    raise ServerLost(self.server.url, f"{silent}; it fails its health check, too")
                 raise ServerLost(
                     self.server.url,
-                    f"{silent}; it still says that it is healthy. Raise engine.timeout if completions may take that long",
+                    f"{silent}; it still passes its health check. Raise engine.timeout if completions may take that long",
                 )
 
 
 T = TypeVar("T")
-# Waits for further things to ask for, and returns them; (): there will be none.
+# Waits for further things to request and returns them; (): no more will come.
 More: TypeAlias = Callable[[], Awaitable[Sequence[T]]]
 
 
@@ -98,7 +102,7 @@ async def each(
     Args:
         servers: among those with equally few requests, the first is taken.
         most: maximum of open requests; how many of them run at once is decided by the servers.
-        more: asked again and again for further things while the others are asked for, until it returns none.
+        more: called again and again for further things while the others are being requested, until it returns none.
 
     Raises:
         ServerLost, EngineError: raised by the first call that fails; the others are cancelled.
@@ -218,12 +222,13 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "n": 1,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": 0,
-        "min_p": 0.0,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop),
         "logprobs": 0,
-        "detokenize": False,
+        "detokenize": bool(sampling.stop),
     }

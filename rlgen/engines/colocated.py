@@ -10,10 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.base import Abilities, Facts, Finished, Ledger, Receipt
-from rlgen.engines.further import Further
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, SyncRecorder, SyncReport
+from rlgen.engines.further import FollowUpQueue
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
+from rlgen.heap import collecting_once
 from rlgen.out_of_memory import reason
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling, ids_of, logp_of, one_span
 
@@ -33,7 +34,7 @@ class ColocatedEngine:
 
     def __init__(self, plan: EnginePlan, *, wait: float | None) -> None:
         if plan.sleep and not plan.on_gpu:
-            raise SetupError("engine.sleep: the CPU engine cannot sleep; remove it, it frees memory on GPUs only")
+            raise SetupError("engine.sleep: the CPU engine cannot sleep; remove this key, which frees memory only on GPUs")
         arguments = vllm_compat.arguments(plan)
         if wait is not None:
             # vLLM's default executor uses the first GPU in every process, and starts its own processes for tensor parallelism.
@@ -52,10 +53,10 @@ class ColocatedEngine:
         return self._version
 
     @property
-    def abilities(self) -> Abilities:
-        return Abilities(sleeps=self._plan.sleep, submit=None, whole_step=False, elsewhere=False, in_flight=False)
+    def abilities(self) -> EngineCapabilities:
+        return EngineCapabilities(sleeps=self._plan.sleep, submit=None, whole_step=False, elsewhere=False, in_flight=False)
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         engine, model = self._llm.llm_engine, vllm_compat.model_in(self._llm)
         caches = engine.vllm_config.cache_config
         runner = vllm_compat.runner_in(self._llm)
@@ -70,7 +71,7 @@ class ColocatedEngine:
         requests: Sequence[Request],
         sampling: Sampling,
         finished: Finished | None = None,
-        further: Further | None = None,
+        further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         def given(requests: Sequence[Request]) -> tuple[list[dict[str, Any]], list[Any]]:
             prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
@@ -92,7 +93,7 @@ class ColocatedEngine:
     ) -> list[Any]:
         """Runs vLLM's `generate`. Raises EngineError if the engine sleeps or vLLM fails."""
         if self._asleep:  # vLLM would queue the requests and wait without a timeout
-            raise EngineError("the engine sleeps, its weights are gone: only a weight sync wakes it")
+            raise EngineError("the engine sleeps and has no weights: only a weight sync wakes it")
         try:
             with vllm_compat.each_as_it_finishes(self._llm, finished, further) if finished else nullcontext():
                 outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
@@ -128,8 +129,8 @@ class ColocatedEngine:
                 for output, (prompt_ids, _) in zip(outputs, rows, strict=True)
             ]
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
-        ledger = Ledger(hashed)
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+        ledger = SyncRecorder(hashed)
         with self._kept_as_is():
             try:
                 if self._asleep:
@@ -148,7 +149,7 @@ class ColocatedEngine:
                 raise EngineError(f"vLLM did not take the weights of version {version}: {said}") from error
         self._version = version
         self._syncs += 1
-        return Receipt(version=version, received=ledger.received, not_loaded=not_loaded)
+        return SyncReport(version=version, received=ledger.received, not_loaded=not_loaded)
 
     def sleep(self) -> None:
         if self._plan.sleep and not self._asleep:
@@ -157,7 +158,8 @@ class ColocatedEngine:
                 self._llm.sleep(level=2)  # discards the weights, because the next sync sends all of them
 
     def close(self) -> None:
-        with self._kept_as_is():
+        # On a GPU vLLM gives memory back between its collections.
+        with self._kept_as_is(), nullcontext() if self._plan.on_gpu else collecting_once():
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             gc.collect()

@@ -2,11 +2,12 @@
 
 vLLM's scheduler looks at each request in each step: does it need blocks, how many tokens, is it over? With a small model on a CPU
 that takes longer than the model's forward pass. While no request joins or leaves, the answers are known beforehand: each gets one
-token, and a block only where one is full. Such steady steps are done here, with the same result; every other step, and every
-request that ends, is left to vLLM's own code.
+token, and a block only where one is full. This module computes such steady steps, with the same result. vLLM's own code handles
+every other step, and every request that ends.
 
-Only vLLM imports this module, by the argument `scheduler_cls` (see `vllm_compat.arguments`), which does so for the versions that
-it was compared with. `tests/engines/test_decode.py` compares it with vLLM's scheduler: ids, log-probs and blocks are the same.
+Only vLLM imports this module, through the argument `scheduler_cls`. `vllm_compat.arguments` sets it only for the versions that
+the module was compared with. `tests/engines/test_decode.py` compares it with vLLM's scheduler: ids, log-probs and blocks are the
+same.
 """
 
 from collections.abc import Mapping
@@ -30,32 +31,32 @@ class Row(NamedTuple):
     """A running request in steady steps."""
 
     request: Request
-    held: bool  # its caller asked for the whole completion at once (`vllm_compat.HELD`), and is told of nothing before
+    held: bool  # its caller wants the whole completion at once (`vllm_compat.HELD`) and gets no token before
     stops: frozenset[int]  # ids that end it
     limit: int  # tokens, prompt included, at which it ends
 
 
 class Held(NamedTuple):
-    """Tokens of a request that its caller has not been told of."""
+    """Tokens of a request that are held back from its caller."""
 
     ids: list[int]
-    logprobs: list[LogprobsLists]  # of consecutive ranges of these tokens, but for the last ones
+    logprobs: list[LogprobsLists]  # of consecutive ranges of these tokens, except the last ones in the stretch
 
 
 class Stretch(NamedTuple):
-    """Steady steps in a row whose output has the same requests in the same places."""
+    """Consecutive steady steps whose outputs have the same requests in the same rows."""
 
     places: dict[str, int]  # request -> its row in the output
     logprobs: list[LogprobsLists]  # [S] of [B, 1 or more]
 
 
 class DecodeScheduler(Scheduler):
-    """vLLM's scheduler, with a shorter way for steady steps."""
+    """vLLM's scheduler, with a shorter path for steady steps."""
 
     finished_req_ids: set[str]
     reset_preempted_req_ids: set[str]
-    _rows: tuple[Row, ...] = ()  # the running requests, where all of them were decoding in the last step
-    _step: SchedulerOutput | None = None  # the steady step whose tokens have not come yet
+    _rows: tuple[Row, ...] = ()  # the running requests, if all of them were decoding in the last step
+    _step: SchedulerOutput | None = None  # the steady step whose tokens have not arrived yet
     _stretch: Stretch | None = None  # the last steady steps in which no request left
 
     @cached_property
@@ -65,7 +66,7 @@ class DecodeScheduler(Scheduler):
 
     @cached_property
     def _plain(self) -> bool:
-        """Returns whether nothing but the blocks of one full attention is scheduled: no adapter, connector, draft or encoder."""
+        """Returns whether only the blocks of one full-attention cache are scheduled: no adapter, connector, draft or encoder."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         return (
             len(managers) == 1
@@ -97,7 +98,7 @@ class DecodeScheduler(Scheduler):
             or len(self.running) > min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         ):
             return False
-        if len(self._rows) != len(self.running):  # a request leaves `running` at any time, but joins it by super().schedule()
+        if len(self._rows) != len(self.running):  # requests leave `running` at any time, but join it only in super().schedule()
             scheduled = self.prev_step_scheduled_req_ids
             if not all(is_decoding(request) and request.request_id in scheduled for request in self.running):
                 return False
@@ -105,7 +106,7 @@ class DecodeScheduler(Scheduler):
             for name in self._held.keys() - self.requests.keys():  # aborted
                 del self._held[name]
         wanted = sum(request.num_computed_tokens % self.block_size == 0 for request in self.running)
-        return wanted <= self.kv_cache_manager.block_pool.get_num_free_blocks()  # else vLLM decides which request gives way
+        return wanted <= self.kv_cache_manager.block_pool.get_num_free_blocks()  # else vLLM decides which one is preempted
 
     def _next_token_of_each(self) -> SchedulerOutput:
         """Returns a step with one token of each running request."""
@@ -113,7 +114,7 @@ class DecodeScheduler(Scheduler):
         self.kv_cache_manager.new_step_starts()
         blocks: list[tuple[list[int], ...] | None] = [None] * len(self._rows)
         for place, row in enumerate(self._rows):
-            # The first token in a block takes one; with its last one, the prefix cache knows it.
+            # A block is allocated for its first token, and enters the prefix cache with its last one.
             if row.request.num_computed_tokens % self.block_size in (0, self.block_size - 1):
                 taken = self.kv_cache_manager.allocate_slots(row.request, 1)
                 if taken is None:
@@ -149,7 +150,7 @@ class DecodeScheduler(Scheduler):
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, Any]:
-        """Takes the sampled tokens, and returns what the callers are told: of a request that is held, nothing before its end."""
+        """Records the sampled tokens, and returns the outputs for the callers: those of a held request only when it ends."""
         steady, self._step = scheduler_output is self._step, None
         if steady and not (model_runner_output.prompt_logprobs_dict or model_runner_output.num_nans_in_logits):
             left = self._hold(model_runner_output)
@@ -160,7 +161,7 @@ class DecodeScheduler(Scheduler):
         return told
 
     def _hold(self, output: ModelRunnerOutput) -> dict[str, int]:
-        """Adds the tokens of the held requests that go on, and returns the requests that are left to vLLM's own code."""
+        """Holds back the tokens of held requests that continue. Returns the other requests, which vLLM's own code handles."""
         places, sampled = output.req_id_to_index, output.sampled_token_ids
         if output.logprobs is not None:
             if self._stretch is None or self._stretch.places != places:
@@ -185,7 +186,7 @@ class DecodeScheduler(Scheduler):
         return left
 
     def _deal(self) -> None:
-        """Gives each held request its log-probs of the stretch, which ends here."""
+        """Ends the stretch, and gives each held request its log-probs from it."""
         if self._stretch is None:
             return
         places, steps = self._stretch
@@ -200,7 +201,7 @@ class DecodeScheduler(Scheduler):
         self._stretch = None
 
     def _tell(self, told: Mapping[int, Any]) -> None:
-        """Puts the held tokens of each request that its caller is told of before the new ones."""
+        """Puts the held tokens of each request in `told` before its new ones."""
         for output in (output for outputs in told.values() for output in outputs.outputs):
             if output.request_id not in self._held:
                 continue
@@ -217,7 +218,7 @@ class DecodeScheduler(Scheduler):
 
 
 def is_decoding(request: Request) -> bool:
-    """Returns whether a running request decodes one token a step, without anything that vLLM must look after in each step."""
+    """Returns whether a running request decodes one token a step, and needs nothing else of vLLM in each step."""
     return (
         request.status == RequestStatus.RUNNING
         and bool(request._output_token_ids)
@@ -229,10 +230,10 @@ def is_decoding(request: Request) -> bool:
 
 
 def row_of(request: Request, max_model_len: int, log_stats: bool) -> Row:
-    """Returns a running request with what ends it.
+    """Returns a running request with the ids and the length that end it.
 
     Args:
-        log_stats: vLLM counts the tokens of each step, so that none may be held back.
+        log_stats: whether vLLM counts the tokens of each step; then none may be held back.
     """
     params = request.sampling_params
     held: bool = (

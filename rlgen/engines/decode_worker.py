@@ -1,12 +1,12 @@
 """A worker for vLLM's CPU engine whose decode steps cost less Python, with the same results.
 
 With a small model, most of a decode step is not arithmetic: vLLM prepares the inputs of the batch anew, goes through the model's
-modules, draws a seed for each request's noise from a generator of its own, counts the rank of each token, and norms with seven
-operations where it has a kernel. All of this is left out here where the result is known to be the same, and is left to vLLM's own
-code elsewhere.
+modules, draws a seed for each request's noise from a generator of its own, counts the rank of each token, and normalises with
+seven operations although it has a kernel for that. This module skips all of this where the result is known to be the same. For
+all other steps vLLM's own code runs.
 
-Only vLLM imports this module, by the argument `worker_cls` (see `vllm_compat.arguments`), which does so for the versions that it
-was compared with. `tests/engines/test_decode_worker.py` compares it with vLLM's worker.
+Only vLLM imports this module, through the argument `worker_cls`. `vllm_compat.arguments` sets it only for the versions that the
+module was compared with. `tests/engines/test_decode_worker.py` compares it with vLLM's worker.
 """
 
 from collections.abc import Iterator
@@ -37,10 +37,10 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from rlgen.engines.recording import Recording, record
 
-RECORDED = 2  # the second step that goes on from another one is recorded: that takes the time of two
+RECORDED = 2  # the second step that continues another one is recorded; recording takes the time of two steps
 SEEDS = 64  # drawn at a time from the generator of a request
 NONE_DRAWN: Iterator[int] = iter(())
-Seeds: TypeAlias = WeakKeyDictionary[torch.Generator, Iterator[int]]  # that were drawn and not used yet
+Seeds: TypeAlias = WeakKeyDictionary[torch.Generator, Iterator[int]]  # drawn, and not used yet
 
 
 class DecodeWorker(CPUWorker):
@@ -55,7 +55,7 @@ class DecodeWorker(CPUWorker):
 
 @dataclass(slots=True)
 class Step:
-    """A step in which each of B requests decoded one token. Its tensors are parts of the runner's own: they hold for the next."""
+    """A step in which each of B requests decoded one token. Its tensors are views of the runner's own."""
 
     scheduled: list[str]  # the requests as the scheduler named them
     computed: np.ndarray[Any, np.dtype[np.int32]]  # [B] tokens that were computed before the step
@@ -63,15 +63,15 @@ class Step:
     context: ForwardContext
     arguments: dict[str, Any]  # of the model
     attention: list[tuple[CPUAttentionMetadata, CPUAttentionMetadataBuilder]]  # by group of layers
-    followed: int = 0  # steps that went on from it
+    followed: int = 0  # steps that continued it
     recording: Recording | None = None  # of one of these
 
 
 class DecodeRunner(CPUModelRunner):
-    """vLLM's runner, with a shorter way for a step in which the same requests as before decode their next tokens."""
+    """vLLM's runner, with a shorter path for a step in which the same requests as before decode their next tokens."""
 
     sampler: Any
-    _last: Step | None = None  # the last step, if the next one can go on from it
+    _last: Step | None = None  # the last step, if the next one can continue it
     _forward: tuple[ForwardContext, dict[str, Any]] | None = None  # context and arguments of the model's last call
     _recordable: bool = True  # whether the model calls only kernels that can be repeated
     _compared: bool = False  # whether a repeated step gave what the model itself gives
@@ -85,7 +85,7 @@ class DecodeRunner(CPUModelRunner):
             self.sampler = DecodeSampler(self.sampler.logprobs_mode, self.sampler.use_fp64_gumbel)
 
     def reload_weights(self, *positional: Any, **named: Any) -> None:
-        """Loads other weights, also while requests go on: what was recorded calls kernels that hold the weights before."""
+        """Loads other weights, even while requests run. Drops the recording, whose kernels hold the previous weights."""
         self._last = None
         super().reload_weights(*positional, **named)
 
@@ -108,7 +108,7 @@ class DecodeRunner(CPUModelRunner):
 
     @cached_property
     def _plain(self) -> bool:
-        """Returns whether ids and positions are all that the model gets, in memory that host and device share."""
+        """Returns whether ids and positions are the model's only inputs, in memory that host and device share."""
         tables = self.input_batch.block_table.block_tables
         buffers = (self.input_ids, self.query_start_loc, *(table.block_table for table in tables))
         return (
@@ -122,7 +122,7 @@ class DecodeRunner(CPUModelRunner):
         )
 
     def _step(self, output: SchedulerOutput) -> Step | None:
-        """Returns what the next step needs of the one that vLLM's own code has just computed; None: it cannot go on from it."""
+        """Returns what the next step needs of the one that vLLM's own code has just computed; None: it cannot continue that."""
         batch, count = self.input_batch, self.input_batch.num_reqs
         scheduled = output.scheduled_cached_reqs.req_ids
         if self._forward is None or not self._plain or not output.total_num_scheduled_tokens == len(scheduled) == count:
@@ -143,7 +143,7 @@ class DecodeRunner(CPUModelRunner):
         return Step(list(scheduled), computed.copy(), places, context, arguments, attention)
 
     def _goes_on(self, last: Step, output: SchedulerOutput) -> bool:
-        """Returns whether a step is the same requests' next token, in the blocks that they have."""
+        """Returns whether a step decodes the next token of the same requests, in the blocks that they have."""
         requests = output.scheduled_cached_reqs
         return (
             requests.req_ids == last.scheduled
@@ -186,7 +186,7 @@ class DecodeRunner(CPUModelRunner):
         )
 
     def _compute(self, last: Step) -> tuple[Tensor, ...]:
-        """Returns hidden states and logits of a step that goes on from `last`: by recorded kernels, after some such steps."""
+        """Returns hidden states and logits of a step that continues `last`: from recorded kernels, once there are some."""
         last.followed += 1
         changing = [metadata.scheduler_metadata for metadata, _ in last.attention]
         if last.recording is not None:
@@ -204,7 +204,7 @@ class DecodeRunner(CPUModelRunner):
         return computed
 
     def _run_model(self, last: Step) -> tuple[Tensor, ...]:
-        """Returns hidden states and logits of a step that goes on from `last`, by the model itself."""
+        """Returns hidden states and logits of a step that continues `last`, computed by the model itself."""
         last.context.moe_layer_index = 0
         with override_forward_context(last.context):
             hidden = super()._model_forward(**last.arguments)
@@ -212,7 +212,7 @@ class DecodeRunner(CPUModelRunner):
 
 
 def move_on(metadata: CPUAttentionMetadata, builder: CPUAttentionMetadataBuilder) -> None:
-    """Changes what an attention is told of a step to what `CPUAttentionMetadataBuilder.build` tells it of the next one.
+    """Changes the metadata of a step's attention to what `CPUAttentionMetadataBuilder.build` returns for the next step.
 
     Its tensors have changed with the runner's.
     """
@@ -261,7 +261,7 @@ def draw(
     k: Tensor | None,
     p: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Samples as `TopKTopPSampler.forward_cpu` does. The seeds of each request are drawn many at a time: they are the same ones.
+    """Samples as `TopKTopPSampler.forward_cpu` does. Draws many seeds of a request at a time, which are the same seeds.
 
     Args:
         logits: [B, V]; they are changed.
@@ -293,7 +293,7 @@ def next_seed(seeds: Seeds, generator: torch.Generator) -> int:
 
 
 def choose_kernels(model: nn.Module) -> None:
-    """Lets a model in float32 that is not compiled norm with vLLM's kernel, and call its attention without the dispatcher."""
+    """Makes an uncompiled float32 model normalise with vLLM's kernel, and call its attention without the dispatcher."""
     for layer in model.modules():
         if type(layer) is RMSNorm and layer.has_weight and layer.variance_size_override is None:
             if layer.weight.dtype == torch.float32:
@@ -303,7 +303,7 @@ def choose_kernels(model: nn.Module) -> None:
 
 
 def norm(layer: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Any:
-    """Returns what `RMSNorm.forward` does: x, or x + residual, normed; with a residual also the sum. May change both."""
+    """Returns what `RMSNorm.forward` does: x, or x + residual, normalised; with a residual also the sum. May change both."""
     if residual is None:
         out = torch.empty(x.shape, dtype=x.dtype)
         torch.ops._C.rms_norm(out, x.contiguous(), layer.weight, layer.variance_epsilon)  # the kernel assumes rows without gaps

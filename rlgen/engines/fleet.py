@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from rlgen.engines.base import Facts, Receipt
+from rlgen.engines.base import EngineInfo, SyncReport
 from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import ServerPlan, ServerProcess
 from rlgen.engines.nccl import Broadcast
 from rlgen.engines.server import Held
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import EngineError, ServerLost
 
 STALE = -1  # weight version before the first sync of this run
@@ -53,7 +53,7 @@ class Supervisor:
         self._process = ServerProcess.start(plan, self._token, self._log)
         try:
             if self._stopped:
-                raise EngineError("the server was stopped while it was started")
+                raise EngineError("the server was stopped while it started")
             self._process.wait_ready(self._start_timeout)
         except BaseException:
             self._process.stop()
@@ -81,7 +81,7 @@ class Member:
     supervisor: Supervisor | None  # None: the server was started elsewhere and cannot be restarted from here
 
 
-class Fleet:
+class ServerPool:
     """One or several servers, all with the same weights.
 
     Weights are labelled `RUN.VERSION`; every completion carries the label of the weights that sampled it. A label of another run,
@@ -108,7 +108,7 @@ class Fleet:
         in_flight: bool,
         merges: bool = False,
         restarts: int,
-        carrier: Outbox | Broadcast,
+        carrier: FileTransfer | Broadcast,
         say: Callable[[str], None],
     ) -> None:
         self._members = tuple(members)
@@ -128,12 +128,15 @@ class Fleet:
                 facts[0].stop_ids,
                 facts[0].quantization,
             ):
-                raise EngineError(f"{member.server.url} and {members[0].server.url} differ: {other} and {facts[0]}")
+                raise EngineError(
+                    f"{member.server.url} and {members[0].server.url} have different settings, {other} and {facts[0]}; start both"
+                    " with the same recipe"
+                )
         # Servers that were started with different plans count as one engine, whose plan is all of theirs.
         self.facts = replace(facts[0], plan=" ".join(sorted({one.plan for one in facts})))
 
     @staticmethod
-    def _examined(server: Server, shape: Mapping[str, Any]) -> Facts:
+    def _examined(server: Server, shape: Mapping[str, Any]) -> EngineInfo:
         """Checks that the server has what training needs, and returns its facts.
 
         Raises:
@@ -145,7 +148,9 @@ class Fleet:
         facts, theirs = server.facts()
         differs = [f"{name} is {theirs.get(name)} there, {shape[name]} here" for name in shape if theirs.get(name) != shape[name]]
         if differs:
-            raise EngineError(f"{server.url} serves another model, {facts.model}: {', '.join(differs)}")
+            raise EngineError(
+                f"{server.url} serves another model, {facts.model}: {', '.join(differs)}; start it with this recipe's model"
+            )
         return facts
 
     @property
@@ -161,12 +166,12 @@ class Fleet:
         """Returns how often each server has been recovered, by URL."""
         return self._brought_back.copy()
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         """Sends all weights to all servers, as `Engine.sync`.
 
         If the servers' receipts differ, returns one that differs, for the caller to report.
         """
-        if isinstance(self._carrier, Outbox):
+        if isinstance(self._carrier, FileTransfer):
             receipts = self._deliver(self._carrier, weights, version, hashed)
         else:
             receipts = self._broadcast(self._carrier, weights, version, hashed)
@@ -175,10 +180,12 @@ class Fleet:
                 return receipt  # the sender compares it with what it sent
         return receipts[0]
 
-    def _deliver(self, outbox: Outbox, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[Receipt]:
+    def _deliver(
+        self, outbox: FileTransfer, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool
+    ) -> list[SyncReport]:
         """Sends weights by files to all servers at the same time; restarts servers that have died."""
 
-        def give(member: Member) -> Receipt:
+        def give(member: Member) -> SyncReport:
             try:
                 return self._load(member, folder, version, hashed)
             except ServerLost as lost:
@@ -194,7 +201,7 @@ class Fleet:
 
     def _broadcast(
         self, broadcast: Broadcast, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool
-    ) -> list[Receipt]:
+    ) -> list[SyncReport]:
         """Sends weights over NCCL to all servers at once."""
         servers = [member.server for member in self._members]
         with self._recovering:
@@ -218,7 +225,7 @@ class Fleet:
         """Records that all servers hold the weights of `version`."""
         self._held = Held(run=self._held.run, version=version, syncs=self._held.syncs + 1)
 
-    def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> Receipt:
+    def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> SyncReport:
         """Makes one server load the weights in `folder`, empty its prefix cache and take the new label.
 
         Raises:
@@ -254,7 +261,7 @@ class Fleet:
         """
         if isinstance(self._carrier, Broadcast):
             raise EngineError(
-                f"{lost}. With engine.transfer nccl there is no copy of the weights to bring it back with"
+                f"{lost}. engine.transfer nccl keeps no copy of the weights to send again; resume the run with --resume"
             ) from lost
         with self._recovering:
             if self._brought_back[lost.url] > before.get(lost.url, 0):
@@ -268,7 +275,8 @@ class Fleet:
                 self._restart(member, lost)
             self._load(member, self._carrier.current, self._held.version, hashed=False)
             self._say(
-                f"engine: {member.server.url} has the weights of version {self._held.version} again; what it owed is asked again"
+                f"engine: {member.server.url} has the weights of version {self._held.version} again; its open requests are sent"
+                " again"
             )
 
     def _has_lost_its_weights(self, member: Member) -> bool:
@@ -281,7 +289,7 @@ class Fleet:
     def _restart(self, member: Member, lost: ServerLost) -> None:
         """Restarts a server. Raises ServerLost if it was started elsewhere, EngineError if the limit is reached."""
         if member.supervisor is None:
-            raise ServerLost(lost.url, f"{lost.what}. Start it again with `rlgen serve`, and go on with --resume") from lost
+            raise ServerLost(lost.url, f"{lost.what}. Start it with `rlgen serve`, then resume the run with --resume") from lost
         self._count(lost)
         self._say(f"engine: {lost}; starting it again")
         member.supervisor.restart()
@@ -290,7 +298,7 @@ class Fleet:
         """Counts one recovery. Raises EngineError if the limit engine.restarts is reached."""
         with self._counting:  # several servers may be restarted at the same time
             if (total := self._brought_back.total()) >= self._restarts:
-                raise EngineError(f"{lost}. Servers were brought back {total} times already: engine.restarts") from lost
+                raise EngineError(f"{lost}. Servers were recovered {total} times, as often as engine.restarts allows") from lost
             self._brought_back[lost.url] += 1
 
     def stop(self) -> None:
@@ -304,5 +312,5 @@ class Fleet:
 
     def close(self) -> None:
         """Removes the weight files. Must be called after all sampling and recovery has ended."""
-        if isinstance(self._carrier, Outbox):
+        if isinstance(self._carrier, FileTransfer):
             self._carrier.close()

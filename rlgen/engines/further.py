@@ -1,4 +1,4 @@
-"""Requests that come while an engine samples others: the next turns of conversations."""
+"""Requests that are added while an engine samples others: the next turns of conversations."""
 
 import threading
 from collections.abc import Callable
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from rlgen.types import Request
 
 
-class Further:
-    """Further requests for one call of `Engine.generate`. They are numbered on, in the order in which they are put.
+class FollowUpQueue:
+    """Further requests for one call of `Engine.generate`. Their indices continue those of the call, in the order of `put`.
 
-    A caller that is told of a finished completion says `expect` before it returns, if a request may follow; later, from any
-    thread, it says either `put` or `drop`. The engine takes what is there, and is done when it has answered everything and
-    nothing is expected any more.
+    If another request may follow a finished completion, the callback `finished` calls `expect` before it returns. Later, either
+    `put` or `drop` is called, from any thread. The engine takes the requests that are there. It is done when it has answered all
+    of them and expects no more.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._there: list[Request] = []
         self._expected = 0
         self._failure: BaseException | None = None
@@ -54,7 +54,7 @@ class Further:
 
     @property
     def expected(self) -> bool:
-        """Returns whether requests may still come that nobody has taken."""
+        """Returns whether there are requests that nobody has taken, or more may come."""
         with self._changed:
             return bool(self._expected or self._there or self._failure)
 
@@ -77,6 +77,6 @@ class Further:
         return self.take()
 
     def call(self, wake: Callable[[], object] | None) -> None:
-        """Sets what is called after each change, from any thread, and must neither wait nor call back; None: nothing."""
+        """Sets a function that is called after each change, from any thread; None: no function. It must not wait or call back."""
         with self._changed:
             self._wake = wake

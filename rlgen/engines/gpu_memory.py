@@ -37,7 +37,7 @@ def require_free(device: torch.device, share: float, kv_cache_gib: float | None)
     lower = f", or lower engine.{setting} to {fits:g} at most" if fits > 0 else ""
     raise SetupError(
         f"engine.{setting} {said:g} needs {wanted // MIB} MiB of {device}, but {free // MIB} of its {total // MIB} MiB are free:"
-        f" {holders(device)}. End what is not needed, take another GPU (CUDA_VISIBLE_DEVICES){lower}"
+        f" {holders(device)}. End processes that are not needed, or use another GPU (CUDA_VISIBLE_DEVICES){lower}"
     )
 
 
@@ -49,7 +49,7 @@ def holders(device: torch.device) -> str:
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{own}, and who holds the rest is not known, for nvidia-smi does not say ({error})"
+        return f"{own}; nvidia-smi cannot tell which processes hold the rest ({error})"
     run = {str(pid) for pid in (os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True)))}
     rows = [[field.strip() for field in line.split(",", 2)] for line in listed.splitlines() if line.count(",") >= 2]
     others = [f"process {pid} ({name}) holds {used} MiB" for pid, used, name in rows if pid not in run]

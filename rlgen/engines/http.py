@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from rlgen.engines.answer import JSON_ROUTE, ROUTE
-from rlgen.engines.base import Facts, Receipt, Settings
+from rlgen.engines.base import EngineInfo, Settings, SyncReport
 from rlgen.errors import EngineError, ServerLost
 
 ANSWER_SECONDS = 30.0  # timeout of a request that needs no computing
@@ -28,6 +28,8 @@ FLAGS = {
     "/resume": DEV_MODE,
     "/update_weight_version": f"{DEV_MODE} and vLLM 0.32 or newer",
 }
+BUSY = (429, 500, 502, 503)  # statuses of a server, or of a proxy in front of it, that may pass within seconds
+AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 WORKER = "--worker-extension-cls rlgen.engines.worker.Worker"
 
 
@@ -50,10 +52,13 @@ class Server:
         url: such as "http://127.0.0.1:8000".
         token: sent with every request.
         timeout: seconds without any response after which a server with open requests counts as lost.
+        again: whether a request is sent again when the server is busy or fails, see `AGAIN`. For a server that somebody else
+            runs: the proxy in front of it may fail for a moment. A server that rlgen started is restarted instead.
     """
 
-    def __init__(self, url: str, token: str, timeout: float) -> None:
+    def __init__(self, url: str, token: str, timeout: float, again: bool = False) -> None:
         self.url = url.rstrip("/")
+        self.again = again
         self.timeout = timeout
         self.arrays = False  # whether the server has rlgen's route, which returns arrays; set by `look`
         self._token = token
@@ -142,7 +147,7 @@ class Server:
             if reply.status not in present:
                 self.checked(route, reply)
 
-    def look(self) -> None:
+    def look(self, needs_token: bool = True) -> None:
         """Checks whether the server has rlgen's own route, which returns arrays, and sets `arrays`.
 
         Only servers with the gate have it.
@@ -152,7 +157,7 @@ class Server:
             EngineError: the server refuses the token.
         """
         reply = self._reply("GET", ROUTE, None, self._soon)
-        if reply.status == 401:
+        if reply.status == 401 and needs_token:
             self.checked(ROUTE, reply)
         self.arrays = reply.status == 405
 
@@ -172,10 +177,10 @@ class Server:
         except ServerLost:
             return False
 
-    def facts(self) -> tuple[Facts, dict[str, Any]]:
+    def facts(self) -> tuple[EngineInfo, dict[str, Any]]:
         """Returns the description of the server's engine, and the shape of its model (see `model_shape`)."""
         told = dict(self.rpc("rlgen_facts", self._soon)[0])
-        facts = Facts(
+        facts = EngineInfo(
             engine=told["engine"],
             plan=told["plan"],
             model=told["model"],
@@ -184,13 +189,13 @@ class Server:
             stop_ids=tuple(told["stop_ids"]),
             max_model_len=told["max_model_len"],
             cache_block=told["cache_block"],
-            runner=told.get("runner"),  # servers of an older rlgen do not say it
+            runner=told.get("runner"),  # servers of an older rlgen do not report it
             quantization=told.get("quantization"),
             wider=tuple(told["wider"]),
         )
         return facts, told["shape"]
 
-    def load(self, folder: str, version: int, hashed: bool) -> Receipt:
+    def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         """Makes every worker load the weights in `folder`; the receipt lists every tensor that any worker did not load.
 
         Raises:
@@ -202,7 +207,7 @@ class Server:
         if any(result["received"] != received for result in results):
             raise EngineError(f"{self.url}: its workers received different weights from {folder}")
         missed = sorted({name for result in results for name in result["not_loaded"]})
-        return Receipt(version=results[0]["version"], received=received, not_loaded=tuple(missed))
+        return SyncReport(version=results[0]["version"], received=received, not_loaded=tuple(missed))
 
     def label(self) -> str:
         """Returns the label of the weights that the server reports, such as `RUN.VERSION`."""

@@ -70,7 +70,7 @@ class ServerPlan:
             "worker_extension_cls": "rlgen.engines.worker.Worker",
             "middleware": "rlgen.engines.gate.Gate",
             "disable_uvicorn_access_log": True,
-            # On the CPU, sending them and the tokens to the server's front end after each step took a third of the time.
+            # With statistics, tokens go to the server's front end after each step: on the CPU that took a third of the time.
             "disable_log_stats": not self.engine.on_gpu,
             "weight_transfer_config": {"backend": "nccl"} if self.nccl else None,
         }
@@ -178,10 +178,7 @@ class ServerProcess:
         return Server(self.url, self._token, HEALTH_SECONDS).healthy()
 
     def last_output(self) -> str:
-        """Returns how the server ended, the error from its log, and where the log is: "ended with exit code 1: ...
-
-        (log: ...)".
-        """
+        """Returns how the server ended, the error from its log, and the log's path: "ended with exit code 1: ... (log: ...)"."""
         code = self._process.poll()
         if code is None:
             how = "does not answer"
@@ -271,7 +268,7 @@ def new_token() -> str:
 def claim(host: str, port: int) -> int:
     """Returns `port` if it is free, or a free port if `port` is 0.
 
-    If a server listens there whose owner was killed, waits until its guard has ended it, for STOP_SECONDS at most.
+    If the server of a killed owner still listens there, waits until its guard has ended it, for STOP_SECONDS at most.
 
     Raises:
         EngineError: the port is taken, or this machine does not have the address.
@@ -285,13 +282,15 @@ def claim(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
-            raise EngineError(f"no server can listen on {host} port {port}: {error}") from error
+            raise EngineError(
+                f"no server can listen on {host} port {port}: {error}; take another port: engine.port, or `rlgen serve --port N`"
+            ) from error
         found: int = probe.getsockname()[1]
     return found
 
 
 def is_left_behind(port: int) -> bool:
-    """Returns whether a server of rlgen listens at `port` whose owner has ended: its guard will end it soon."""
+    """Returns whether rlgen started the server at `port`, and its owner has ended. Its guard will then end it soon."""
     with contextlib.suppress(psutil.Error):  # the process has ended, or belongs to another user
         listening = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"}
         for process in [parent for pid in listening if pid for parent in psutil.Process(pid).parents()]:
@@ -313,4 +312,4 @@ def reason(log: str) -> str:
     errors = [line for line in errors if not line.startswith(HARMLESS)]
     # The HTTP server's own error only says that the engine ended.
     causes = [line for line in errors if not re.search(r"See (stack trace|root cause) \(?above", line)] or errors
-    return "; ".join(dict.fromkeys(causes[-2:] or lines[-3:])) or "it said nothing"
+    return "; ".join(dict.fromkeys(causes[-2:] or lines[-3:])) or "its log is empty"

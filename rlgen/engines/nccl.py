@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from rlgen.engines.base import Receipt
+from rlgen.engines.base import SyncReport
 from rlgen.engines.http import ANSWER_SECONDS, Server
 from rlgen.engines.launch import claim
 from rlgen.errors import EngineError, SetupError
@@ -34,7 +34,7 @@ from rlgen.recipe.rules import is_loopback
 
 BUCKET_BYTES = 1 << 28  # sent at a time; a larger tensor is sent alone
 TRAINER = "the trainer's side"
-RESTART = "the group is of no use any more: restart the servers, which may still wait in it, and then the run"
+RESTART = "the process group cannot be used any more: restart the servers, which may still wait in it, and then resume the run"
 NEEDS_GPU = "engine.transfer nccl needs GPUs on both sides; set it to files"
 
 
@@ -89,7 +89,7 @@ class Broadcast:
         """Returns whether the group is closed, after an error or after `close`: it cannot send any more."""
         return self._endpoint is None
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[Receipt]:
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[SyncReport]:
         """Sends all weights and returns one receipt per server. The caller empties the servers' prefix caches.
 
         Raises:
@@ -98,12 +98,12 @@ class Broadcast:
         if self._endpoint is None:
             raise EngineError(f"engine.transfer nccl: an earlier sync failed; {RESTART}")
         try:
-            self._each("listening", lambda server: lambda: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
+            self._each("rlgen_listen", lambda server: lambda: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
             self._each("/start_weight_update", lambda server: self._post(server, "/start_weight_update"))
             for bucket in buckets((name, self._endpoint.ready(tensor)) for name, tensor in weights):
                 self._send_bucket(self._endpoint, bucket)
             self._each("/finish_weight_update", lambda server: self._post(server, "/finish_weight_update"))
-            heard = self._each("what it heard", lambda server: lambda: server.rpc("rlgen_heard", self._timeout))
+            heard = self._each("rlgen_heard", lambda server: lambda: server.rpc("rlgen_heard", self._timeout))
         except BaseException:
             self._leave()
             raise
@@ -145,7 +145,7 @@ class Broadcast:
                 raise EngineError(f"engine.transfer nccl, {phase}: {words}; {RESTART}") from error
         if pending:
             late = " and ".join(who for who, future in futures.items() if future in pending)
-            raise EngineError(f"engine.transfer nccl, {phase}: no end within {self._timeout:.0f} s at {late}; {RESTART}")
+            raise EngineError(f"engine.transfer nccl, {phase}: {late} did not finish within {self._timeout:.0f} s; {RESTART}")
         return {who: future.result() for who, future in futures.items()}
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ def workers_of(server: Server) -> int:
     return len(told)
 
 
-def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> Receipt:
+def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> SyncReport:
     """Returns the receipt of one server from the records of its workers; lists every tensor that any worker did not load.
 
     Raises:
@@ -233,7 +233,7 @@ def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> Re
     if any(other["received"] != received for other in heard):
         raise EngineError(f"{url}: its workers received different weights over NCCL")
     missed = sorted({name for worker in heard for name in worker["not_loaded"]})
-    return Receipt(version=version, received=received, not_loaded=tuple(missed))
+    return SyncReport(version=version, received=received, not_loaded=tuple(missed))
 
 
 def require_gpu() -> None:
@@ -258,6 +258,6 @@ def own_address(urls: Sequence[str]) -> str:
             try:
                 probe.connect((place.hostname, place.port or 80))
             except OSError as error:
-                raise EngineError(f"engine.transfer nccl: there is no way to {url} over IPv4: {error}") from error
+                raise EngineError(f"engine.transfer nccl: there is no route to {url} over IPv4: {error}") from error
             found.append(str(probe.getsockname()[0]))
     return next((address for address in found if not is_loopback(address)), found[0])

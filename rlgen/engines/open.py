@@ -10,18 +10,18 @@ import torch
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Engine, model_shape
 from rlgen.engines.colocated import ColocatedEngine
-from rlgen.engines.fleet import Fleet, Member, Supervisor
+from rlgen.engines.fleet import Member, ServerPool, Supervisor
 from rlgen.engines.gpu_memory import require_free
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, new_token, start_servers
 from rlgen.engines.nccl import Broadcast, own_address, require_gpu
 from rlgen.engines.plan import EnginePlan
 from rlgen.engines.server import ServerEngine
-from rlgen.engines.shared import SharedFleet
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.shared import SharedServerPool
+from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import EngineError, SetupError, UsageError
-from rlgen.models.load import load_config, load_model
+from rlgen.models.load import load_config, load_model, load_tokenizer
 from rlgen.models.memory_errors import memory_for, what_helps
 from rlgen.models.vision import Vision, reads_images
 from rlgen.processes import EngineShare, Processes, cores
@@ -47,18 +47,24 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
     if isinstance(settings, ColocatedEngineRecipe):
         if processes.device.type == "cuda":
             share = settings.gpu_memory_utilization or vllm_compat.GPU_SHARE
-            processes.agreed(lambda: require_free(processes.device, share, settings.kv_cache_gib))
+            processes.run_all(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(EnginePlan.of(recipe, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
         calls = 1 + recipe.rollout.ahead
         if processes.world > 1:
-            return ServerEngine(SharedFleet(processes, lambda: open_servers(recipe, settings, location, logs, say)), calls)
+            return ServerEngine(SharedServerPool(processes, lambda: open_servers(recipe, settings, location, logs, say)), calls)
         return ServerEngine(open_servers(recipe, settings, location, logs, say), calls)
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
     with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
         model = load_model(location, recipe.model.revision, dtype, recipe.model.attention, processes.device)
     vision = Vision.open(location, recipe.model.revision, model.config) if reads_images(model.config) else None
-    return TransformersEngine(model=model, fp32_head=recipe.model.fp32_head, max_num_seqs=settings.max_num_seqs, vision=vision)
+    return TransformersEngine(
+        model=model,
+        fp32_head=recipe.model.fp32_head,
+        max_num_seqs=settings.max_num_seqs,
+        vision=vision,
+        tokenizer=load_tokenizer(location, recipe.model.revision) if recipe.rollout.stop else None,
+    )
 
 
 def engine_share_of(recipe: Recipe, processes: Processes) -> EngineShare:
@@ -73,37 +79,42 @@ def engine_share_of(recipe: Recipe, processes: Processes) -> EngineShare:
     return EngineShare.of(processes, size)
 
 
-def open_servers(recipe: Recipe, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]) -> Fleet:
+def open_servers(
+    recipe: Recipe, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]
+) -> ServerPool:
     """Connects to the servers that the recipe names, or starts them.
 
     Raises:
         SetupError: the token's environment variable is not set; engine.transfer is nccl and there is no GPU; or several servers
             would use the same GPUs.
-        EngineError: a server cannot be reached, does not start, refuses, or serves another model.
+        ServerLost: a server cannot be reached.
+        EngineError: a server does not start, refuses, or serves another model.
     """
     token = os.environ.get(settings.token_env)
     if token is None and settings.url is not None:
+        for url in servers(settings):
+            Server(url, "", settings.timeout).look(needs_token=False)
         raise SetupError(
-            f"engine.token_env: the environment variable {settings.token_env} is not set; it holds the token of the server at"
+            f"engine.token_env: the environment variable {settings.token_env} is not set; set it to the token of the server at"
             f" {settings.url}, which `rlgen serve` wrote to a file"
         )
     token = token or new_token()
     if settings.transfer == "nccl":
         require_gpu()
     with ExitStack() as undo:
-        carrier: Outbox | Broadcast | None = Outbox(settings.transfer_dir) if settings.transfer == "files" else None
+        carrier: FileTransfer | Broadcast | None = FileTransfer(settings.transfer_dir) if settings.transfer == "files" else None
         if carrier is not None:
             undo.callback(carrier.close)
         supervisors = launched(recipe, settings, location, token, logs) if settings.launch else []
         for supervisor in supervisors:
             undo.callback(supervisor.stop)
         members = [Member(Server(one.url, token, settings.timeout), one) for one in supervisors]
-        members += [Member(Server(url, token, settings.timeout), None) for url in servers(settings)]
+        members += [Member(Server(url, token, settings.timeout, again=True), None) for url in servers(settings)]
         if carrier is None:
             at = own_address([member.server.url for member in members])
             carrier = Broadcast([m.server for m in members], at, vllm_compat.nccl_connector(), settings.timeout)
             undo.callback(carrier.close)
-        fleet = Fleet(
+        fleet = ServerPool(
             members=members,
             shape=model_shape(load_config(location, recipe.model.revision)),
             in_flight=recipe.in_flight,
@@ -127,8 +138,8 @@ def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token:
     if len(plans) > 1 and plans[0].engine.on_gpu and plans[0].devices is None:
         size = len(plans) * settings.tensor_parallel_size
         raise SetupError(
-            f"engine.servers {len(plans)} would all take their memory of the same GPU; set engine.devices to the numbers of"
-            f" {size} GPUs, such as {list(range(size))}: they are dealt out among the servers"
+            f"engine.servers {len(plans)}: the servers would all use the same GPU; set engine.devices to the numbers of {size}"
+            f" GPUs, such as {list(range(size))}, which are divided among the servers"
         )
     files = [logs / ("server.log" if len(plans) == 1 else f"server{number}.log") for number in range(len(plans))]
     started = start_servers(plans, token, files, settings.start_timeout)
@@ -147,8 +158,8 @@ def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
     plan, settings = EnginePlan.of(recipe, location), recipe.engine
     if not isinstance(settings, ServerEngineRecipe):
         raise UsageError(f"engine.kind {settings.kind} has no server; set it to server")
-    # Two servers with a thread each for every core wait for each other: they load weights in 2.6 times the time of one. And what
-    # trains meanwhile (`rollout.stream`) has half of the cores, see `opening.learner.build_groups`.
+    # Two servers that each have a thread for every core wait for each other: they load weights in 2.6 times the time of one. With
+    # `rollout.stream` the trainer works at the same time, on half of the cores, see `opening.learner.build_groups`.
     shared = (settings.servers > 1 or recipe.rollout.stream) and not plan.on_gpu and "OMP_NUM_THREADS" not in os.environ
     free = cores() - cores() // 2 if recipe.rollout.stream else cores()
     return [

@@ -28,6 +28,7 @@ UNDECIDING = {
     "gpu_memory_utilization": "as kv_cache_gib",
     "sleep": "an engine that wakes up is given all weights again",
     "structured_outputs": "it opens a tokenizer; the regular expression itself is part of each request's sampling settings",
+    "stops_at_text": "as structured_outputs",
 }
 
 
@@ -57,6 +58,7 @@ class EnginePlan:
     extra: Mapping[str, Any]  # further arguments of vLLM; the recipe refuses those that rlgen sets
     on_gpu: bool
     vllm: str | None  # installed version; None: not installed
+    stops_at_text: bool = False  # whether the tokenizer is loaded, which a `Sampling.stop` needs
     image_token: int | None = None  # id of an image's placeholder; None: prompts have no images
 
     @classmethod
@@ -90,6 +92,7 @@ class EnginePlan:
             extra=settings.extra,
             on_gpu=torch.cuda.is_available(),
             vllm=vllm_version(),
+            stops_at_text=bool(recipe.rollout.stop),
             image_token=image_token_of(recipe, location),
         )
 

@@ -1,7 +1,7 @@
 """Records the kernels that a decode step calls, and calls them again in later steps, without the Python of the model.
 
-A step of the same requests calls the same kernels on the same memory as the step before; only what stands in the memory differs.
-So the calls of one step are recorded with their arguments and results, as a CUDA graph does it on a GPU, and later steps repeat
+A step of the same requests calls the same kernels on the same memory as the step before; only the contents of the memory differ.
+So the calls of one step are recorded with their arguments and results, as a CUDA graph does on a GPU, and later steps repeat
 them. Views and empty tensors keep their memory, and need no call. Only kernels that depend on nothing but their arguments are
 repeated: if a step calls any other, it is not recorded.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Kernels by their names in torch: those that change what they are given,
+# Kernels that change their arguments, by their names in torch.
 CHANGING = {
     *("_C::onednn_mm", "_C::rms_norm", "_C::fused_add_rms_norm", "_C::rotary_embedding", "_C::silu_and_mul", "_C::gelu_and_mul"),
     *("_C::gelu_tanh_and_mul", "_C::cpu_attn_reshape_and_cache", "_C::cpu_attention_with_kv_cache", "_C::cpu_fused_moe"),
     *("aten::add_.Tensor", "aten::mul_.Tensor"),
 }
-# and those that return new tensors, with the variant of each that writes into memory instead; None: it has none.
+# Kernels that return new tensors, each with its variant that writes into given memory; None: there is none.
 RETURNING = {
     **dict.fromkeys(("aten::embedding", "aten::linear", "aten::mm", "aten::addmm", "aten::cat", "aten::mean.dim"), "out"),
     **dict.fromkeys(("aten::mul.Tensor", "aten::add.Tensor", "aten::sub.Tensor", "aten::div.Tensor", "aten::neg"), "out"),
@@ -30,12 +30,12 @@ RETURNING = {
     **{"aten::pow.Tensor_Scalar": "Tensor_Scalar_out", "aten::layer_norm": None, "aten::softmax.int": None, "aten::topk": None},
 }
 COPIES = {"aten::contiguous", "aten::clone", "aten::to.dtype", "aten::_to_copy"}
-# These compute nothing.
+# Kernels that compute nothing.
 NOTHING = {"aten::empty.memory_format", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::promote_types"}
 
 
 class Call(NamedTuple):
-    """A kernel and what it is told."""
+    """A kernel and its arguments."""
 
     kernel: Callable[..., Any]
     arguments: list[Any]
@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):
         made = [tensor for tensor in (result if isinstance(result, list | tuple) else [result]) if isinstance(tensor, Tensor)]
         changes = kernel._schema.is_mutable
         if name in NOTHING or (not changes and made and all(tensor.untyped_storage().data_ptr() in held for tensor in made)):
-            return result  # memory, or a view of some
+            return result  # new memory or a view, which needs no call
         if name in COPIES:
             self.calls.append(Call(torch.ops.aten.copy_.default, [result, arguments[0]], {}))
         elif changes and name in CHANGING:
@@ -85,17 +85,17 @@ def compute_into(kernel: OpOverload, results: Sequence[Tensor], *arguments: Any,
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The kernels of a step, and the tensors that it returned, into which they write again."""
+    """The kernels of a step, and the tensors that it returned. Repeated kernels write into these again."""
 
     calls: list[Call]
     result: tuple[Tensor, ...]
     changing: list[tuple[list[Any], int, int]]  # arguments of a call, place of one among them, and which changing tensor it is
 
     def repeat(self, changing: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Calls the kernels again. Returns the tensors of the recorded step, with what stands in them now.
+        """Calls the kernels again. Returns the tensors of the recorded step, with their new contents.
 
         Args:
-            changing: the tensors that the step has in the places of those given to `record`.
+            changing: the new step's tensors in place of those given to `record`, in the same order.
         """
         for arguments, place, which in self.changing:
             arguments[place] = changing[which]
@@ -108,7 +108,7 @@ def record(step: Callable[[], tuple[Tensor, ...]], changing: Sequence[Tensor]) -
     """Runs a step and records it.
 
     Args:
-        changing: tensors that other steps have in other memory.
+        changing: tensors whose memory differs from step to step.
 
     Returns:
         What the step returns, and the recording; None: the step calls a kernel that is not known.

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rlgen.engines import client
-from rlgen.engines.base import Abilities, Facts, Finished, Receipt
-from rlgen.engines.further import Further
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, SyncReport
+from rlgen.engines.further import FollowUpQueue
 from rlgen.engines.http import Server, connections
 from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
@@ -26,17 +26,17 @@ class Call:
 
     waiting: dict[int, Request]  # by index; those that are not answered
     finished: Finished | None
-    further: Further | None
+    further: FollowUpQueue | None
     answers: dict[int, Completion] = field(default_factory=dict)  # by index
-    event: asyncio.Event = field(default_factory=asyncio.Event)  # something has come, or was answered; of one event loop
+    event: asyncio.Event = field(default_factory=asyncio.Event)  # a request was added or answered; of one event loop
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether anything is waiting, or may come."""
+        """Returns whether any request is waiting, or may still come."""
         return bool(self.waiting) or (self.further is not None and self.further.expected)
 
     def arrived(self, place: int, answer: Completion) -> None:
-        """Takes an answer."""
+        """Records an answer, and passes it on to `finished`."""
         self.answers[place] = answer
         del self.waiting[place]
         if self.finished:
@@ -45,7 +45,7 @@ class Call:
 
     @contextmanager
     def coming(self) -> Iterator[client.More[tuple[int, Request]] | None]:
-        """Yields what waits for further requests within the running event loop; None if there are none."""
+        """Yields the function that waits for further requests in the running event loop; None: there can be none."""
         if self.further is None:
             yield None
             return
@@ -82,7 +82,7 @@ class Held:
 class Keeper(Protocol):
     """The manager of the servers.
 
-    It is `fleet.Fleet` in a run of one process, `shared.SharedFleet` in each of several processes.
+    It is `fleet.ServerPool` in a run of one process, `shared.SharedServerPool` in each of several processes.
     """
 
     @property
@@ -91,7 +91,7 @@ class Keeper(Protocol):
         ...
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> EngineInfo: ...
 
     @property
     def in_flight(self) -> bool:
@@ -100,7 +100,7 @@ class Keeper(Protocol):
 
     @property
     def merges(self) -> bool:
-        """Returns whether the servers take an adapter alone, see `Abilities.merges`."""
+        """Returns whether the servers take an adapter alone, see `EngineCapabilities.merges`."""
         ...
 
     @property
@@ -122,7 +122,7 @@ class Keeper(Protocol):
         """
         ...
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> Receipt:
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> SyncReport:
         """Sends all weights to all servers, as `Engine.sync` describes."""
         ...
 
@@ -143,7 +143,7 @@ class ServerEngine:
     gives the same completion.
 
     Args:
-        calls: most calls that sample at the same time; they share the connections of this process.
+        calls: maximum of calls that sample at the same time; they share the connections of this process.
     """
 
     def __init__(self, keeper: Keeper, calls: int = 1) -> None:
@@ -157,9 +157,9 @@ class ServerEngine:
         return self._keeper.held.version
 
     @property
-    def abilities(self) -> Abilities:
+    def abilities(self) -> EngineCapabilities:
         keeper = self._keeper
-        return Abilities(
+        return EngineCapabilities(
             sleeps=False,
             submit=self.submit,
             whole_step=False,
@@ -168,7 +168,7 @@ class ServerEngine:
             merges=keeper.merges,
         )
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         return self._keeper.facts
 
     def generate(
@@ -176,7 +176,7 @@ class ServerEngine:
         requests: Sequence[Request],
         sampling: Sampling,
         finished: Finished | None = None,
-        further: Further | None = None,
+        further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         call = Call(waiting=dict(enumerate(requests)), finished=finished, further=further)
         while call.goes_on:
@@ -190,7 +190,7 @@ class ServerEngine:
         return [call.answers[place] for place in range(len(call.answers))]
 
     async def _sample(self, call: Call, sampling: Sampling) -> None:
-        """Samples what is waiting or comes, and raises EngineError within CLOSING_SECONDS if the engine is closed meanwhile."""
+        """Samples all requests, also those that are added. Raises EngineError within CLOSING_SECONDS if the engine is closed."""
 
         def salt() -> str:
             held = self._keeper.held
@@ -224,7 +224,7 @@ class ServerEngine:
         """Returns the weight version in `label`. Raises ServerLost if the weights are not of this run."""
         run, _, version = label.partition(".")
         if run != self._keeper.held.run:
-            raise ServerLost(url, f"has weights {label!r}, not those of this run: it was restarted, or another run took it")
+            raise ServerLost(url, f"has weights {label!r}, not those of this run: it was restarted, or another run uses it")
         return int(version)
 
     def submit(
@@ -232,16 +232,16 @@ class ServerEngine:
         requests: Sequence[Request],
         sampling: Sampling,
         finished: Finished | None = None,
-        further: Further | None = None,
+        further: FollowUpQueue | None = None,
     ) -> Future[list[Completion]]:
-        """Runs `generate` in the background and returns its future. What is more than `calls` waits."""
+        """Runs `generate` in the background and returns its future. Calls beyond `calls` wait."""
         return self._background.submit(self.generate, requests, sampling, finished, further)
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         assert not any(images)  # the recipe refuses them
         return asyncio.run(client.prefill(self._keeper.servers, rows, self._connections))
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         return self._keeper.sync(weights, version, hashed)
 
     @property

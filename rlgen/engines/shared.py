@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rlgen.engines.base import Facts, Receipt
-from rlgen.engines.fleet import Fleet
+from rlgen.engines.base import EngineInfo, SyncReport
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.http import Server
 from rlgen.engines.server import Held
 from rlgen.errors import EngineError, RlgenError, ServerLost
@@ -31,7 +31,7 @@ from rlgen.processes import Processes
 POLL = 0.1  # seconds between two reads of the store
 
 
-class SharedFleet:
+class SharedServerPool:
     """The servers as each process of a run sees them: managed in the main process, through the store from the others.
 
     Args:
@@ -41,15 +41,15 @@ class SharedFleet:
         RlgenError: `open_fleet` raised it, or a process cannot reach a server; raised in every process.
     """
 
-    def __init__(self, processes: Processes, open_fleet: Callable[[], Fleet]) -> None:
+    def __init__(self, processes: Processes, open_fleet: Callable[[], ServerPool]) -> None:
         assert processes.store is not None  # there are several processes
         self._processes = processes
-        self._fleet: Fleet | None = None
+        self._fleet: ServerPool | None = None
         self._stopped = threading.Event()
         self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
         self._failing = threading.Lock()
 
-        def start() -> tuple[tuple[Server, ...], Facts, Held, bool, bool]:
+        def start() -> tuple[tuple[Server, ...], EngineInfo, Held, bool, bool]:
             fleet = self._fleet = open_fleet()
             return fleet.servers, fleet.facts, fleet.held, fleet.in_flight, fleet.merges
 
@@ -60,7 +60,7 @@ class SharedFleet:
         try:
             if self._fleet is not None:
                 self._board.write("brought_back", {})
-            processes.agreed(self._reach)
+            processes.run_all(self._reach)
         except BaseException:
             self.stop()
             self.close()
@@ -75,8 +75,8 @@ class SharedFleet:
                 server.look()
             except ServerLost as lost:
                 raise EngineError(
-                    f"{lost}: so it is for process {self._processes.rank} on {socket.gethostname()}, and every process asks the"
-                    " servers itself; set engine.host (or engine.url) to an address that all machines reach"
+                    f"{lost}. This is process {self._processes.rank} on {socket.gethostname()}, and every process sends"
+                    " requests to the servers itself; set engine.host (or engine.url) to an address that all machines can reach"
                 ) from lost
 
     @property
@@ -98,7 +98,7 @@ class SharedFleet:
             error.exit_code = failed["exit_code"]
             raise error from lost
 
-    def _bring_back(self, fleet: Fleet, lost: ServerLost, before: Mapping[str, int]) -> None:
+    def _bring_back(self, fleet: ServerPool, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Recovers a server in the main process and publishes the counts of recoveries.
 
         Raises:
@@ -129,7 +129,7 @@ class SharedFleet:
             except RuntimeError:  # the store is gone, and so are the other processes
                 return
 
-    def _ended(self, fleet: Fleet, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _ended(self, fleet: ServerPool, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Recovers a server for another process and returns the result for the store; {} on success."""
         try:
             self._bring_back(fleet, ServerLost(asked["url"], asked["what"]), asked["before"])
@@ -139,10 +139,10 @@ class SharedFleet:
             return {"message": f"{type(error).__name__}: {error}", "exit_code": RlgenError.exit_code}
         return {}
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> Receipt:
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> SyncReport:
         """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
 
-        def send() -> tuple[Receipt, Held] | None:
+        def send() -> tuple[SyncReport, Held] | None:
             if self._fleet is None:
                 return None
             try:

@@ -31,7 +31,7 @@ HOST = socket.gethostname()
 CLOSING_SECONDS = 5.0  # timeout for the guard to notice that the folder is gone
 
 
-class Outbox:
+class FileTransfer:
     """The folder of one trainer's weight files. It keeps the current weights, so that a restarted server can load them.
 
     It holds one copy of the weights and never two: it may be in shared memory.
@@ -46,7 +46,7 @@ class Outbox:
     def __init__(self, parent: str | None) -> None:
         place = Path(parent or SHARED_MEMORY)
         if not place.is_dir():
-            raise EngineError(f"engine.transfer_dir: {place} is no folder; name one that trainer and servers share")
+            raise EngineError(f"engine.transfer_dir: {place} is not a folder; set it to one that trainer and servers share")
         sweep(place)
         self._place = Path(tempfile.mkdtemp(prefix=f"rlgen-{HOST}-{os.getpid()}-", dir=place))
         try:
@@ -94,7 +94,7 @@ class Outbox:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise EngineError(
-                f"weights cannot be written to {folder}: {error}; set engine.transfer_dir to a larger place"
+                f"weights cannot be written to {folder}: {error}; set engine.transfer_dir to a folder with more space"
             ) from error
         return folder
 

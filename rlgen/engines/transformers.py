@@ -6,13 +6,13 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlgen.engines.base import Abilities, Facts, Finished, Ledger, Receipt, Settings, wider_parameters
-from rlgen.engines.further import Further
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, Settings, SyncRecorder, SyncReport, wider_parameters
+from rlgen.engines.further import FollowUpQueue
 from rlgen.engines.plan import digest_of
 from rlgen.errors import EngineError, SetupError
-from rlgen.losses.logp import head_dtype
+from rlgen.losses.logp import head_dtype, log_softmax
 from rlgen.models.decoder import decoder_of
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import Head
@@ -20,6 +20,8 @@ from rlgen.models.vision import Vision
 from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Completion, FinishReason, Ids, Image, LogProbs, Request, Sampling, ids_of, one_span
+
+BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
 
 
 class TransformersEngine:
@@ -35,12 +37,21 @@ class TransformersEngine:
         SetupError: the model's code cannot decode a batch with a cache.
     """
 
-    def __init__(self, *, model: PreTrainedModel, fp32_head: bool, max_num_seqs: int, vision: Vision | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        fp32_head: bool,
+        max_num_seqs: int,
+        vision: Vision | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
         self._model = model.requires_grad_(False)
         self._head = Head.of(model)
         self._fp32_head = fp32_head
         self._max_num_seqs = max_num_seqs
         self._vision = vision
+        self._tokenizer = tokenizer
         self._version = 0
         self._try_decoding()
 
@@ -49,16 +60,16 @@ class TransformersEngine:
         return self._version
 
     @property
-    def abilities(self) -> Abilities:
-        return Abilities(sleeps=False, submit=None, whole_step=True, elsewhere=False, in_flight=False)
+    def abilities(self) -> EngineCapabilities:
+        return EngineCapabilities(sleeps=False, submit=None, whole_step=True, elsewhere=False, in_flight=False)
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         model = self._model
         # The composition of a batch affects the last bits of each row.
         decides = {"attention": model.config._attn_implementation, "max_num_seqs": self._max_num_seqs}
         ends = model.generation_config.eos_token_id if model.generation_config else None
         multiplied = head_dtype(torch.empty(0, dtype=model.dtype), self._fp32_head)
-        return Facts(
+        return EngineInfo(
             engine=f"transformers {transformers.__version__}",
             plan=digest_of(decides),
             model=model.name_or_path,
@@ -95,7 +106,7 @@ class TransformersEngine:
         requests: Sequence[Request],
         sampling: Sampling,
         finished: Finished | None = None,
-        further: Further | None = None,
+        further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         completions: dict[int, Completion] = {}
         self._round(dict(enumerate(requests)), sampling, completions, finished)
@@ -163,14 +174,15 @@ class TransformersEngine:
             )
             hidden, cache = output.last_hidden_state[:, -1], output.past_key_values
             logits = self._head.logits(hidden, self._fp32_head)
-            logp = (logits / sampling.logp_temperature).log_softmax(-1)
-            if sampling.top_p < 1:
-                logp = _nucleus(logp, sampling.top_p)
+            logp = log_softmax(logits, sampling.distribution)
             # argmax of the logits, as in vLLM: rounding can make log-probs of different logits equal.
             chosen = logits.argmax(-1) if sampling.temperature == 0 else _inverse_cdf(logp, uniforms[running, step])
             chosen_logp = logp.gather(-1, chosen[:, None])[:, 0]
             stopped = torch.isin(chosen, stops)
             tokens[running, step], logps[running, step] = chosen.int(), chosen_logp
+            if sampling.stop:
+                ended_by_text = [self._completes(tokens[row, : step + 1], sampling.stop) for row in running.tolist()]
+                stopped |= torch.tensor(ended_by_text, device=device)
             for row in running[stopped].tolist():
                 end(row, step + 1, "stop")
             if step + 1 in some_end:
@@ -187,6 +199,13 @@ class TransformersEngine:
             inputs = {"input_ids": chosen[:, None]}
             attended = torch.cat([attended, attended.new_ones(len(running), 1)], dim=-1)
             positions = positions[:, -1:] + 1
+
+    def _completes(self, ids: Tensor, stop: Sequence[str]) -> bool:
+        """Returns whether the last of the ids completes one of the texts."""
+        assert self._tokenizer is not None  # given whenever the recipe names such texts
+        longest = max(len(text.encode()) for text in stop) + BYTES_OF_A_CHARACTER  # a token has a byte at least
+        text = self._tokenizer.decode(ids[-longest:].tolist(), skip_special_tokens=True)
+        return any(one in text for one in stop)
 
     def _inputs(self, ids: Tensor, images: Sequence[Sequence[Image]], left: Sequence[int]) -> dict[str, Tensor]:
         """Returns what the decoder computes from: ids [B, S], or their embeddings if a row has images."""
@@ -207,8 +226,8 @@ class TransformersEngine:
         return answers
 
     @torch.no_grad()
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
-        own, ledger = own_tensors(self._model), Ledger(hashed)
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+        own, ledger = own_tensors(self._model), SyncRecorder(hashed)
         missing = set(own)
         for name, tensor in model_tensors(self._model, ledger.record(weights)):
             if name not in own or own[name].shape != tensor.shape:
@@ -216,7 +235,7 @@ class TransformersEngine:
             own[name].copy_(tensor)
             missing.discard(name)
         self._version = version
-        return Receipt(version=version, received=ledger.received, not_loaded=tuple(sorted(missing)))
+        return SyncReport(version=version, received=ledger.received, not_loaded=tuple(sorted(missing)))
 
     def sleep(self) -> None:
         pass
@@ -228,14 +247,6 @@ class TransformersEngine:
 def _uniforms(seed: int, count: int) -> Tensor:
     """Returns [count] float64 numbers in [0, 1), one per token, that depend only on the seed."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _nucleus(logp: Tensor, top_p: float) -> Tensor:
-    """Returns [B, V] log-probs of what is left when only the fewest most probable ids with `top_p` of a distribution stay."""
-    ordered, ids = logp.sort(descending=True, stable=True)
-    probabilities = ordered.double().exp()
-    left_out = probabilities.cumsum(-1) - probabilities >= top_p  # the ids before it have enough
-    return torch.full_like(logp, -torch.inf).scatter(-1, ids, ordered.masked_fill(left_out, -torch.inf)).log_softmax(-1)
 
 
 def _inverse_cdf(logp: Tensor, uniform: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlgen.engines.base import Facts, Ledger, Settings, wider_parameters
+from rlgen.engines.base import EngineInfo, Settings, SyncRecorder, wider_parameters
 from rlgen.errors import EngineError, SetupError
 from rlgen.heap import importing
 from rlgen.models.vision import decoded, with_placeholders
@@ -39,7 +39,7 @@ GPU_SHARE = 0.45
 # so the least is passed.
 LEAST_SHARE = 0.01
 
-# Of processed images, so that one is not processed for each completion of its group.
+# Size of the cache of processed images, so that none is processed for each completion of its group.
 IMAGE_CACHE_GIB = 1.0
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -73,8 +73,9 @@ DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 # The version that `rlgen.engines.decode` and `rlgen.engines.decode_worker` were compared with.
 COMPARED = "0.32."
 
-# By this key of `SamplingParams.extra_args`, `rlgen.engines.decode` tells a request's tokens with the last one; other schedulers
-# ignore it. The weights must not change meanwhile: a server labels tokens with the weights that it has when it is told of them.
+# If `SamplingParams.extra_args` has this key, `rlgen.engines.decode` returns all tokens of a request together with the last one.
+# Other schedulers ignore the key. The weights must not change meanwhile: a server labels tokens with the weights that it has when
+# it receives them.
 HELD = "rlgen_held"
 
 # What serves a model that vLLM's CPU build does not.
@@ -90,9 +91,9 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 def exact_products(plan: "EnginePlan") -> dict[str, str]:
     """Returns the environment variables that make a float32 engine on a GPU multiply in float32; none for others.
 
-    vLLM's attention kernel says no precision, and Triton then takes TF32, of 10 bits: on a tiny model log-probs were off by 1e-3,
-    ten times the sentinel's bound (TF32 simulated on a CPU). Triton reads its variable when it compiles a kernel, and keeps the
-    kernels of other values apart on disk. Matrix products are vLLM's own setting.
+    vLLM's attention kernel sets no precision, and Triton then uses TF32 of 10 bits: on a tiny model log-probs were off by 1e-3,
+    ten times the sentinel's bound (TF32 simulated on a CPU). Triton reads its variable when it compiles a kernel, and caches
+    kernels separately for each value. vLLM has a setting of its own for matrix products.
     """
     if not (plan.on_gpu and plan.dtype == "float32"):
         return {}
@@ -183,7 +184,9 @@ def import_vllm() -> Any:
         # From the module, because `importlib.metadata` knows the CPU build under another name.
         version = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
         if not OLDEST <= version <= NEWEST:
-            raise SetupError(f"vLLM {vllm.__version__} is installed; rlgen works with 0.{OLDEST[1]} to 0.{NEWEST[1]}")
+            raise SetupError(
+                f"vLLM {vllm.__version__} is installed, but rlgen needs 0.{OLDEST[1]} to 0.{NEWEST[1]}; install one of these"
+            )
         if not torch.cuda.is_available():
             _count_ranks_without_compiler()
             _share_no_memory()
@@ -229,8 +232,8 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         # Ignores the checkpoint's own sampling defaults; its EOS ids still end a completion.
         "generation_config": "vllm",
-        # rlgen sends and receives ids; only a regular expression needs the tokenizer, to be compiled.
-        "skip_tokenizer_init": not plan.structured_outputs and plan.image_token is None,
+        # rlgen sends and receives ids. A regular expression is compiled with the tokenizer; stop strings are looked for in text.
+        "skip_tokenizer_init": not (plan.structured_outputs or plan.stops_at_text) and plan.image_token is None,
         "enable_sleep_mode": plan.sleep,
         "seed": 0,
     }
@@ -245,7 +248,7 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
             chosen.setdefault("scheduler_cls", "rlgen.engines.decode.DecodeScheduler")
             chosen.setdefault("worker_cls", "rlgen.engines.decode_worker.DecodeWorker")
         if plan.keeps_states() and "enable_prefix_caching" not in plan.extra:
-            chosen["enable_prefix_caching"] = False  # of recurrent layers it demands chunked prefill
+            chosen["enable_prefix_caching"] = False  # with recurrent layers it requires chunked prefill
     if plan.image_token is not None:
         chosen.setdefault("mm_processor_cache_gb", IMAGE_CACHE_GIB)
     if (cache := plan.kv_cache_bytes()) is not None:
@@ -299,7 +302,7 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
 
 
 def refusal(error: Exception, what: str, helps: Sequence[str]) -> str:
-    """Returns the message of vLLM's error before its first answer, on one line; on the CPU with what may serve the model."""
+    """Returns, on one line, the message of an error before vLLM's first answer; on the CPU also what may serve the model."""
     said = without_lists(" ".join(reason(error, what, helps).split()))
     return said if torch.cuda.is_available() or is_out_of_memory(error) else f"{said}; {ELSEWHERE}"
 
@@ -345,13 +348,16 @@ def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
     return vllm.SamplingParams(
         n=1,
         temperature=sampling.temperature,
+        top_k=sampling.top_k,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
         max_tokens=sampling.limit_of(request),
         seed=request.seed,
         stop_token_ids=list(sampling.stop_ids),
+        stop=list(sampling.stop),
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         structured_outputs=structured,
         extra_args={HELD: True},
     )
@@ -424,7 +430,7 @@ def prompt_logp(output: Any, first: int) -> tuple[float, ...]:
     return tuple(output.prompt_logprobs.logprobs[first - 1 :])
 
 
-def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.Module, runner: str) -> Facts:
+def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.Module, runner: str) -> EngineInfo:
     """Returns the description of a running engine, read from its own configuration.
 
     Args:
@@ -432,7 +438,7 @@ def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.
         runner: as `runner_of` returns it.
     """
     ends = model_config.try_get_generation_config().get("eos_token_id") or model_config.hf_config.eos_token_id
-    return Facts(
+    return EngineInfo(
         engine=f"vllm {vllm.__version__}",
         plan=plan,
         model=model_config.model,
@@ -454,7 +460,7 @@ def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.
 
 def runner_of(worker: Any) -> str:
     """Returns which of vLLM's two model runners a worker has, `V1` or `V2`: each has sampling code of its own."""
-    # The second one, and what a platform makes of it, stands in a package for each kind of device, the first in one file.
+    # V2 and the classes that platforms derive from it are in one package for each kind of device; V1 is in one file.
     found = any(
         re.match(r"vllm\.v1\.worker\.[a-z]+\.model_runner$", kind.__module__) for kind in type(worker.model_runner).__mro__
     )
@@ -506,14 +512,14 @@ def put_back(model: nn.Module, model_config: Any) -> None:
     layerwise.finalize_layerwise_reload(model, model_config)
 
 
-def listen(model: nn.Module, ledger: Ledger | None = None) -> None:
+def listen(model: nn.Module, ledger: SyncRecorder | None = None) -> None:
     """Wraps the model's loader so that it records which tensors it fills: vLLM itself only logs that.
 
     Args:
         ledger: records each tensor as it arrives, before anything is packed. None: the sender records them.
     """
     load = model.load_weights
-    names: dict[int, set[str]] = {}  # of one tensor: where vLLM runs the code of transformers, some layers stand in two places
+    names: dict[int, set[str]] = {}  # all names of a tensor: where vLLM runs the code of transformers, some layers have two
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     aliases = {name: same for same in names.values() for name in same}
@@ -565,7 +571,7 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
         lambda tensors: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors}),
         weights,
     )
-    # The reload has emptied the worker's cache of embedded images, and the scheduler still counts on what was in it.
+    # The reload has emptied the worker's cache of embedded images, but the scheduler still relies on its contents.
     if hasattr(llm.llm_engine, "reset_encoder_cache"):
         llm.llm_engine.reset_encoder_cache()
     if not reset_prefix_cache(llm):

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.base import Ledger, model_shape
+from rlgen.engines.base import SyncRecorder, model_shape
 from rlgen.engines.gate import PLAN_VARIABLE
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.factors import is_factors, merged
@@ -30,10 +30,10 @@ class Worker:
     model_runner: Any
     reload_weights: Any
     # Set by `rlgen_listen`.
-    rlgen_ledger: Ledger
+    rlgen_ledger: SyncRecorder
 
     def rlgen_facts(self) -> dict[str, Any]:
-        """Returns the fields of `Facts`, read from the running worker, and three more.
+        """Returns the fields of `EngineInfo`, read from the running worker, and three more.
 
         "shape": of its model; "cuda": whether it runs on a GPU; "transfer": vLLM's transfer engine that it was started with.
         Or {"error"}: rlgen does not support this vLLM version.
@@ -58,14 +58,14 @@ class Worker:
         The caller must empty the prefix cache afterwards, through its own route.
 
         Returns:
-            {"version", "received", "not_loaded"}: a `Receipt`. Or {"error", "intact"}: what went wrong, and whether all old
+            {"version", "received", "not_loaded"}: a `SyncReport`. Or {"error", "intact"}: what went wrong, and whether all old
             weights are still loaded; if not, only another load helps.
         """
         try:
             files = verified_files(Path(path), version)
         except EngineError as error:
             return {"error": str(error), "intact": True}
-        ledger = Ledger(hashed)
+        ledger = SyncRecorder(hashed)
         arrived = ledger.record(read_tensors(files))
         try:
             not_loaded = vllm_compat.load_into(
@@ -89,12 +89,12 @@ class Worker:
         model = self.model_runner.get_model()
         if vllm_compat.is_listening(model):  # an earlier trainer ended during a sync
             vllm_compat.stop_listening(model)
-        self.rlgen_ledger = Ledger(hashed)
+        self.rlgen_ledger = SyncRecorder(hashed)
         vllm_compat.listen(model, self.rlgen_ledger)
         return {}
 
     def rlgen_heard(self) -> dict[str, Any]:
-        """Stops recording and returns {"received", "not_loaded"} of a `Receipt`, or {"error"}.
+        """Stops recording and returns {"received", "not_loaded"} of a `SyncReport`, or {"error"}.
 
         The caller must empty the prefix cache afterwards.
         """
@@ -120,7 +120,7 @@ def verified_files(folder: Path, version: int) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(
             f"{folder}: no readable manifest.json ({type(error).__name__}: {error}); trainer and server must see this"
-            " folder under the same name: set engine.transfer_dir to one that both have"
+            " folder under the same path: set engine.transfer_dir to a folder that both can read"
         ) from error
     if said_version != version:
         raise EngineError(f"{folder}: the files are of version {said_version}, not {version}")
@@ -136,7 +136,7 @@ def verified_files(folder: Path, version: int) -> list[Path]:
             with safe_open(file, framework="pt") as opened:  # checks the header against the file's length
                 count += len(opened.keys())
         except (SafetensorError, OSError) as error:
-            raise EngineError(f"{file}: not a whole safetensors file: {error}") from error
+            raise EngineError(f"{file}: not a complete safetensors file: {error}") from error
     if count != said_tensors:
         raise EngineError(f"{folder}: {count} tensors, but {said_tensors} were written")
     return files

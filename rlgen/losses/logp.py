@@ -1,6 +1,8 @@
 """Log-probs and entropies from hidden states, in chunks, so that the [positions, vocabulary] logits never exist as a whole."""
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -8,10 +10,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlgen.types import Distribution
+
 EntropyUse: TypeAlias = Literal["none", "value", "gradient"]
 
 # Logits computed at once, in elements: 128 MiB in float32, 220 positions of a vocabulary of 152k.
 CHUNK_LOGITS = 2**25
+NUCLEUS = 256  # ids that are sorted at first to find a nucleus: most are smaller, and a vocabulary takes long to sort
+# How far rounding may move a log-prob or a sum of probabilities, by the dtype of the hidden states: torch's own float32 softmax
+# over 262,144 ids moves them by 7e-5.
+NEAR = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+DROPPED = -1e30  # log-prob of an id that is not kept: finite, so that 0 times it is 0
 
 
 def head_logits(
@@ -48,18 +57,70 @@ def head_logits(
     return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
 
 
+class Truncation(NamedTuple):
+    """Which ids a distribution keeps at each of C positions."""
+
+    lowest: Tensor  # [C] the lowest logit that is kept; -inf: all are. Equal logits are kept together
+    sure: Tensor  # [C] bool: no id is so near the edge that rounding decides whether it is kept
+
+    def dropped(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Returns [C, V] bool, the ids that are not kept. `ids` are: the engine has sampled them, whatever rounding says here."""
+        return (logits < self.lowest[:, None]).scatter_(1, ids[:, None], False)
+
+
+def truncation(logits: Tensor, distribution: Distribution, near: float = 0.0) -> Truncation:
+    """Returns which ids are kept. The rules and their order are those of `Distribution`; each keeps the most probable id.
+
+    Args:
+        logits: [C, V], not divided by the temperature.
+        near: how far rounding may move a log-prob, or a sum of probabilities.
+    """
+    temperature, top_p, vocabulary = distribution.temperature, distribution.top_p, logits.shape[1]
+    lowest_C, sure_C = logits.new_full(logits.shape[:1], -torch.inf), logits.new_ones(logits.shape[:1], dtype=torch.bool)
+    if distribution.min_p > 0:
+        lowest_C = logits.amax(dim=1) + temperature * math.log(distribution.min_p)
+        sure_C = ((logits - lowest_C[:, None]).abs() >= near * temperature).all(dim=1)
+    if 0 < distribution.top_k < vocabulary:  # the k-th and the next id can only change places if they are equally probable
+        lowest_C = lowest_C.maximum(logits.topk(distribution.top_k).values[:, -1])
+    if top_p < 1:
+        rest_CV = (logits / temperature).masked_fill_(logits < lowest_C[:, None], -torch.inf)
+        total_C1, count = rest_CV.logsumexp(dim=1, keepdim=True), min(NUCLEUS, vocabulary)
+        while True:
+            highest_CM, ids_CM = logits.topk(count)
+            share_CM = (rest_CV.gather(1, ids_CM) - total_C1).exp()
+            through_CM = share_CM.cumsum(dim=1)
+            if count == vocabulary or (through_CM[:, -1] >= top_p).all():
+                break
+            count = min(4 * count, vocabulary)
+        before_CM = through_CM - share_CM
+        last_C1 = (before_CM < top_p).sum(dim=1, keepdim=True) - 1  # an id is kept if those before it do not have the share
+        lowest_C = lowest_C.maximum(highest_CM.gather(1, last_C1)[:, 0])
+        edges_C2 = torch.cat([before_CM.gather(1, last_C1), through_CM.gather(1, last_C1)], dim=1)
+        sure_C &= ((edges_C2 - top_p).abs() >= near).all(dim=1)
+    return Truncation(lowest_C, sure_C)
+
+
+def log_softmax(logits: Tensor, distribution: Distribution) -> Tensor:
+    """Returns [C, V], the log-probs of all ids; -inf for an id that is not kept. Only for few positions."""
+    tempered_CV = logits / distribution.temperature
+    if distribution.truncated:
+        tempered_CV.masked_fill_(logits < truncation(logits, distribution).lowest[:, None], -torch.inf)
+    return tempered_CV.log_softmax(dim=1)
+
+
 class HeadScores(NamedTuple):
     """Log-probs, and optionally entropies, of the head for given ids."""
 
-    logp: Tensor  # [K, N] one row per temperature
-    entropy: Tensor | None  # [N] nats, of the distribution at the last temperature
+    logp: Tensor  # [K, N] one row per distribution
+    entropy: Tensor | None  # [N] nats, of the last distribution
+    sure: Tensor | None  # [N] bool, of the last distribution: see `Truncation`. None: it is not truncated
 
 
 def head_scores(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    temperatures: tuple[float, ...],
+    distributions: Sequence[Distribution],
     *,
     entropy: EntropyUse = "none",
     bias: Tensor | None = None,
@@ -68,23 +129,24 @@ def head_scores(
     fp32: bool = True,
     chunk: int | None = None,
 ) -> HeadScores:
-    """Returns log-probs of `ids` over the full vocabulary, at each of K temperatures, from one computation of the logits.
+    """Returns log-probs of `ids` under each of K distributions, from one computation of the logits.
 
     Processes the positions in chunks; backward recomputes the logits of each chunk instead of storing them.
 
     Args:
         hidden: [N, H]; `weight`, `bias`, `softcap`, `scale`, `fp32` as in `head_logits`.
         ids: [N] long.
-        temperatures: divide the logits, after `softcap`.
+        distributions: of the logits after `softcap`. A truncation keeps `ids`, too, which have been sampled.
         entropy: `none`; `value`, without gradient; or `gradient`.
         chunk: positions per chunk; None: as many as give CHUNK_LOGITS logits.
 
     Returns:
         float32 (float64 for float64 input).
     """
-    how = How(temperatures, entropy, softcap, scale, fp32, chunk or max(1, CHUNK_LOGITS // weight.shape[0]))
-    logp, entropies = ChunkedScores.apply(hidden, weight, bias, ids, how)
-    return HeadScores(logp, None if entropy == "none" else entropies)
+    chunk = chunk or max(1, CHUNK_LOGITS // weight.shape[0])
+    how = How(tuple(distributions), entropy, softcap, scale, fp32, chunk, hidden.dtype)
+    logp, entropies, sure = ChunkedScores.apply(hidden, weight, bias, ids, how)
+    return HeadScores(logp, None if entropy == "none" else entropies, sure if how.distributions[-1].truncated else None)
 
 
 @torch.no_grad()
@@ -92,7 +154,7 @@ def softmax_errors(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    temperatures: tuple[float, ...],
+    distributions: Sequence[Distribution],
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
@@ -112,12 +174,15 @@ def softmax_errors(
     for start in range(0, max(len(ids), 1), chunk):
         ids_C1 = ids[start : start + chunk, None]
         logits_CV = head_logits(hidden[start : start + chunk], weight, bias=bias, softcap=softcap, scale=scale)
-        for temperature in temperatures:
-            tempered_CV = logits_CV / temperature
+        for distribution in distributions:
+            tempered_CV = logits_CV / distribution.temperature
+            if distribution.truncated:
+                gone_CV = truncation(logits_CV, distribution).dropped(logits_CV, ids_C1[:, 0])
+                tempered_CV.masked_fill_(gone_CV, -torch.inf)
             exact_C = tempered_CV.double().log_softmax(1).gather(1, ids_C1)[:, 0]
             errors_C = tempered_CV.float().log_softmax(1).gather(1, ids_C1)[:, 0].double().sub(exact_C).abs()
             found.append(torch.stack((exact_C, errors_C)))
-    chunks = [torch.stack(found[first : first + len(temperatures)], 1) for first in range(0, len(found), len(temperatures))]
+    chunks = [torch.stack(found[first : first + len(distributions)], 1) for first in range(0, len(found), len(distributions))]
     return torch.cat(chunks, dim=2)
 
 
@@ -125,12 +190,13 @@ def softmax_errors(
 class How:
     """The settings of `head_scores`, with the computations on one chunk of C positions."""
 
-    temperatures: tuple[float, ...]
+    distributions: tuple[Distribution, ...]
     entropy: EntropyUse
     softcap: float | None
     scale: float
     fp32: bool
     chunk: int
+    dtype: torch.dtype  # of the hidden states
 
     def factors(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns all three as the products take them, so that the weight is not rounded again for each chunk."""
@@ -142,22 +208,35 @@ class How:
         """Returns the logits [C, V] of a chunk of factors."""
         return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=self.fp32)
 
-    def scores(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of the logits at each temperature, and [C] entropies.
+    def truncations(self, logits: Tensor) -> list[Truncation]:
+        """Returns which ids each distribution keeps."""
+        return [truncation(logits, distribution, NEAR[self.dtype]) for distribution in self.distributions]
+
+    def gone(self, kept: Sequence[Truncation], logits: Tensor, ids: Tensor) -> list[Tensor | None]:
+        """Returns the ids [C, V] that each distribution drops; None: it keeps all."""
+        pairs = zip(self.distributions, kept, strict=True)
+        return [one.dropped(logits, ids) if distribution.truncated else None for distribution, one in pairs]
+
+    def scores(self, logits: Tensor, ids: Tensor, kept: Sequence[Truncation]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of the kept logits over the temperature, and [C] entropies.
 
         Changes `logits` in place.
         """
+        gone = self.gone(kept, logits, ids)
         # The maximum is subtracted first, as in log_softmax: logits minus logsumexp would lose digits in float32.
         peak_C1 = logits.amax(dim=1, keepdim=True)
         logits -= peak_C1
         logp, lse, entropy_C = [], [], None
-        for temperature in self.temperatures:
+        for distribution, gone_CV in zip(self.distributions, gone, strict=True):
+            temperature = distribution.temperature
             tempered_CV = logits if temperature == 1.0 else logits / temperature
+            if gone_CV is not None:
+                tempered_CV = tempered_CV.masked_fill(gone_CV, DROPPED)
             odds_CV = tempered_CV.exp()
             total_C = odds_CV.sum(dim=1)
             logp.append(tempered_CV.gather(1, ids[:, None])[:, 0] - total_C.log())
             lse.append(peak_C1[:, 0] / temperature + total_C.log())
-        if self.entropy != "none":  # at the last temperature
+        if self.entropy != "none":  # of the last distribution
             entropy_C = total_C.log() - odds_CV.mul_(tempered_CV).sum(dim=1) / total_C
         return torch.stack(logp), torch.stack(lse), entropy_C
 
@@ -165,13 +244,15 @@ class How:
         """Returns [C, V], the gradient with respect to hidden @ weight.T, given the gradients of log-probs and entropy.
 
         With p the probabilities at a temperature t and H their entropy, the gradients with respect to the logits z are
-        d log p_i / d z_v = ([v = i] - p_v) / t and d H / d z_v = -p_v (log p_v + H) / t.
+        d log p_i / d z_v = ([v = i] - p_v) / t and d H / d z_v = -p_v (log p_v + H) / t. Which ids are kept is a constant.
         """
-        slopes = []
-        for k, temperature in enumerate(self.temperatures):
-            of_picked_C1 = of_logp[k, :, None]
+        slopes, gone = [], self.gone(self.truncations(logits), logits, ids)
+        for k, distribution in enumerate(self.distributions):
+            of_picked_C1, temperature = of_logp[k, :, None], distribution.temperature
             logp_CV = (logits / temperature).sub_(lse[k, :, None])
-            if self.entropy == "gradient" and k == len(self.temperatures) - 1:
+            if (gone_CV := gone[k]) is not None:
+                logp_CV.masked_fill_(gone_CV, DROPPED)
+            if self.entropy == "gradient" and k == len(self.distributions) - 1:
                 p_CV = logp_CV.exp()
                 p_CV *= logp_CV.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(of_picked_C1)
             else:
@@ -190,25 +271,27 @@ class ChunkedScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, how: How) -> tuple[Tensor, ...]:
         wide = head_dtype(hidden, fp32=True)
-        logp_KN, lse_KN = hidden.new_empty(2, len(how.temperatures), len(ids), dtype=wide)
-        entropy_N = hidden.new_zeros(len(ids), dtype=wide)
+        logp_KN, lse_KN = hidden.new_empty(2, len(how.distributions), len(ids), dtype=wide)
+        entropy_N, sure_N = hidden.new_zeros(len(ids), dtype=wide), hidden.new_ones(len(ids), dtype=torch.bool)
         states, matrix, offset = how.factors(hidden, weight, bias)
         for start in range(0, len(ids), how.chunk):
             part = slice(start, start + how.chunk)
-            logp_KN[:, part], lse_KN[:, part], entropy_C = how.scores(how.logits(states[part], matrix, offset), ids[part])
+            logits_CV = how.logits(states[part], matrix, offset)
+            kept = how.truncations(logits_CV)
+            sure_N[part] = kept[-1].sure
+            logp_KN[:, part], lse_KN[:, part], entropy_C = how.scores(logits_CV, ids[part], kept)
             if entropy_C is not None:
                 entropy_N[part] = entropy_C
         ctx.save_for_backward(hidden, weight, bias, ids, lse_KN, entropy_N)
         ctx.how = how
-        if how.entropy != "gradient":
-            ctx.mark_non_differentiable(entropy_N)
-        return logp_KN, entropy_N
+        ctx.mark_non_differentiable(*([sure_N] if how.entropy == "gradient" else [entropy_N, sure_N]))
+        return logp_KN, entropy_N, sure_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, lse_KN, entropy_N = ctx.saved_tensors
         how: How = ctx.how
         summed = head_dtype(hidden, how.fp32)

@@ -25,7 +25,7 @@ class CompiledForward:
     run: Callable[..., Any]  # the compiled `forward` of the layer's class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own `forward`, whose arguments are its own."""
+        """Runs the module's own `forward` with its arguments."""
         return self.run(self.module, *args, **kwargs)
 
 
@@ -33,7 +33,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     """Makes the layers of `model` run compiled, and compares hidden states of two batches before and after.
 
     Layers of one class share the compiled code. Numbers of rows and tokens are variables in it, so that batches of other sizes
-    compile nothing, but for a batch of one row, whose size torch takes for a constant.
+    compile nothing new; only a batch of one row does, because torch treats that size as a constant.
 
     Raises:
         SetupError: the model cannot be compiled here, or compiled layers compute something else.
@@ -60,7 +60,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         gap = ((other.float() - one.float()).norm() / one.float().norm()).item()
         if not gap <= (BOUND if one.dtype == torch.float32 else BOUND_HALF):
             raise SetupError(
-                f"model.compile: {name} computes something else when it is compiled: hidden states differ by {gap:.2g} of their"
+                f"model.compile: {name} computes other values when compiled: hidden states differ by {gap:.2g} of their"
                 " size; remove it"
             )
 

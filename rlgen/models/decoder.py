@@ -22,7 +22,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def attention_of(config: PreTrainedConfig, asked: str) -> str:
-    """Returns the attention for a model of `config`: `eager` where torch's fused one, `sdpa`, would compute another model.
+    """Returns the attention for a model of `config`: `eager` if torch's fused one, `sdpa`, would compute another model.
 
     Args:
         asked: `model.attention` of the recipe.
@@ -31,7 +31,7 @@ def attention_of(config: PreTrainedConfig, asked: str) -> str:
         return asked
     other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), PreTrainedModel)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), other)
-    # The fused attention ignores a cap of its logits without an error. Of others (sinks, ALiBi) transformers itself knows it.
+    # The fused attention ignores a cap of its logits without an error. transformers handles the others itself (sinks, ALiBi).
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "sdpa" if kind._supports_sdpa and not capped else "eager"
 
@@ -40,7 +40,7 @@ def attention_of(config: PreTrainedConfig, asked: str) -> str:
 def one_sequence_a_row() -> Iterator[None]:
     """Tells transformers inside the block that no row holds several sequences.
 
-    It would look into the position ids for that, on the device, and so wait for the device in every forward pass.
+    Otherwise it checks the position ids on the device, and so waits for the device in every forward pass.
     """
     looks = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None

@@ -1,6 +1,6 @@
-"""Merges a low-rank adapter into the weights of a checkpoint: of the adapter only its factors travel to a server.
+"""Merges a low-rank adapter into the weights of a checkpoint: a server receives only the factors of the adapter.
 
-Each adapted weight W of a checkpoint, W + s B A after the merge, travels as three tensors, whose product has the shape of W:
+Each adapted weight W of a checkpoint, W + s B A after the merge, is sent as three tensors, whose product has the shape of W:
 
     NAME.lora_A [rank, in]     NAME.lora_B [out, rank]     NAME.lora_scale, s as float64
 
@@ -29,7 +29,7 @@ def merged(
     """Yields the tensors of a checkpoint with an adapter merged into those that it adapts, in float32, as the trainer merges it.
 
     Args:
-        factors: those of the adapter, by the names that they travel under.
+        factors: those of the adapter, by the names under which they are sent.
         dtype: of the trainer's base weights, to which the checkpoint's are rounded before the merge.
         device: computes the products.
 
@@ -46,5 +46,5 @@ def merged(
         yield name, tensor.to(device, dtype).float() + (second @ first) * factors[name + SCALE].item()
     if missing:
         raise EngineError(
-            f"the adapter changes {min(missing)}, which the files of the engine's model do not name; set engine.lora to merged"
+            f"the adapter changes {min(missing)}, which is not in the files of the engine's model; set engine.lora to merged"
         )

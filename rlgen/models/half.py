@@ -1,7 +1,7 @@
 """Computes a model in bfloat16 from float32 weights, with one layer's bfloat16 weights at a time.
 
 The weights that are trained stay float32. Each layer rounds its own when it runs, and again in the backward pass. An engine holds
-the same rounded values, so norms, routers, experts and the stream between the layers are computed from what it computes with.
+the same rounded values, so both sides compute norms, routers, experts and the stream between the layers from the same numbers.
 `torch.autocast` would leave norms and the stream in float32, compute experts in float32 (`grouped_mm` is not on its list), and
 keep a copy of all matrices until the backward pass.
 """
@@ -23,7 +23,7 @@ HALF = torch.bfloat16
 def compute_in_half(model: PreTrainedModel) -> None:
     """Makes embeddings, layers and the last norm of `model` compute in bfloat16. The head is computed in `losses.logp`.
 
-    Parameters that the architecture wants in float32 whatever the dtype are left as they are.
+    Parameters that the architecture always keeps in float32 are left unchanged.
     """
     kept = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "$.")
     for name, unit, whole in units(model):
@@ -57,8 +57,8 @@ def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
 class HalfForward:
     """Stands in for the `forward` of a module whose parameters are float32, and runs it with rounded ones.
 
-    What autograd would keep of a rounded weight is kept as a reference to the float32 one, which is rounded again when the
-    backward pass asks for it.
+    Instead of a rounded weight autograd keeps a reference to the float32 one, which is rounded again when the backward pass needs
+    it.
     """
 
     module: nn.Module
@@ -66,7 +66,7 @@ class HalfForward:
     run: Callable[..., Any] | None = None  # instead of the `forward` of the module's class, such as a compiled one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own `forward`, whose arguments are its own."""
+        """Runs the module's own `forward` with its arguments."""
         with self.weights_in_half() as held, self.nothing_kept(held):
             return (self.run or type(self.module).forward)(self.module, *args, **kwargs)
 
@@ -87,9 +87,9 @@ class HalfForward:
                 table[name] = parameter
 
     def nothing_kept(self, held: dict[int, Tensor]) -> AbstractContextManager[Any]:
-        """Returns the hooks that keep a place in a parameter instead of a view of its rounded values.
+        """Returns the hooks that keep a reference to a parameter instead of a view of its rounded values.
 
-        A layer whose activations are computed again needs none: it keeps nothing, by hooks that these would replace.
+        A layer with gradient checkpointing needs none: it has hooks of its own, which these would replace, and keeps nothing.
         """
         if getattr(self.module, "gradient_checkpointing", False):
             return nullcontext()

@@ -83,7 +83,7 @@ def why(location: str, revision: str | None, what: str, error: Exception) -> str
     if location.startswith("/"):
         return f"model.path: {named} holds no {what.removeprefix('a ')} that can be loaded: {said[:500]}"
     return (
-        f"model.path: the hub gives no {what.removeprefix('a ')} of {named}: {bottom(error)}. Check name, revision and"
+        f"model.path: the hub did not provide the {what.removeprefix('a ')} of {named}: {bottom(error)}. Check name, revision and"
         " network; for a gated model accept its terms and log in with `hf auth login`"
     )
 
@@ -113,7 +113,7 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
     """Checks everything that can be checked before any weight is read.
 
     Returns:
-        The model's positions; None: its config does not say.
+        The model's positions; None: its config names none.
 
     Raises:
         SetupError: no config, code of the repository's own, a tokenizer larger than the embedding, or weights that only pickle
@@ -123,8 +123,8 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
     held, used = getattr(config.get_text_config(), "vocab_size", None), max(tokenizer.get_vocab().values(), default=-1) + 1
     if held is not None and used > held:
         raise SetupError(
-            f"model.path: the tokenizer of {location} has ids up to {used - 1}, but the model has embeddings of {held} only: ids"
-            " beyond cannot be looked up; take the tokenizer that belongs to the model, or resize the embedding"
+            f"model.path: the tokenizer of {location} has ids up to {used - 1}, but the model has only {held} embeddings;"
+            " take the tokenizer that belongs to the model, or resize the embedding"
         )
     folder = Path(location)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
@@ -160,8 +160,8 @@ def load_model(
 
     Args:
         quantization: holds the linear layers except the head as `nf4` or `int8`, frozen.
-        divide: called with the model on the meta device. It may shard it: of each DTensor only this process's shard is read. What
-            it leaves whole is read to the CPU, and not moved to `device`.
+        divide: called with the model on the meta device. It may shard it: of each DTensor only this process's shard is read.
+            Whole tensors are read to the CPU, and not moved to `device`.
 
     Raises:
         SetupError: missing files, an unknown architecture, or weights that are not safetensors, incomplete or not finite; for
@@ -196,7 +196,7 @@ def load_model(
         model = model.to(device)
     if name := non_finite(own_tensors(model).items()):
         raise SetupError(
-            f"model.path: {location}: {name} has values that are not finite, and so would be all that is computed with it; take"
+            f"model.path: {location}: {name} has values that are not finite, so that no result would be finite; take"
             " another model, or an earlier checkpoint"
         )
     return model.eval()

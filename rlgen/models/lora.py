@@ -87,7 +87,7 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
         inject_adapter_in_model(config, model, NAME)
     adapted = {name.removesuffix(".weight") for name in adapted_layers(model)}
     if adapted != wanted:
-        raise SetupError(f"model.lora: peft adapts other layers than it was asked to: {', '.join(sorted(adapted ^ wanted)[:5])}")
+        raise SetupError(f"model.lora: peft adapts other layers than requested: {', '.join(sorted(adapted ^ wanted)[:5])}")
     # peft shortens the names to common endings; full names can be read and compared.
     config.target_modules = sorted(wanted)
     for layer in adapted_layers(model).values():
@@ -98,7 +98,7 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def as_if_whole(model: PreTrainedModel) -> Iterator[None]:
-    """Puts tensors of whole shape, without memory, in the place of sharded weights inside the block: peft would make adapters for
+    """Replaces sharded weights inside the block by tensors of the whole shape, which take no memory: peft would make adapters for
     the shards.
     """
     sharded = [
@@ -157,7 +157,7 @@ def no_such_layer(model: PreTrainedModel, ending: str, layers: Sequence[str]) ->
     hint = f"did you mean {near[0]}?" if near else f"they are called {', '.join(leaves)}"
     experts = any(ends_with(name, ending) or ends_with(name.rpartition(".")[0], ending) for name in packed_experts(model))
     why = " (experts are held as one tensor, which rlgen does not adapt)" if experts else ""
-    return f"{type(model).__name__} has no linear layer, but its head, whose name ends with {ending}{why}; {hint}"
+    return f"{type(model).__name__} has no linear layer besides its head whose name ends with {ending}{why}; {hint}"
 
 
 def redirected(model: PreTrainedModel, name: str) -> bool:
@@ -323,7 +323,7 @@ def load_adapter(folder: Path, model: PreTrainedModel, base: str) -> None:
     if other := sorted(set(tensors) ^ set(own)):
         had = "adapts" if other[0] in tensors else "does not adapt"
         name = other[0].removeprefix(PREFIX).rpartition(".lora_")[0]
-        raise CheckpointError(f"{folder} {had} {name}, other than model.lora.targets: it is a checkpoint of another run")
+        raise CheckpointError(f"{folder} {had} {name}, unlike model.lora.targets: it is a checkpoint of another run")
     for name, tensor in own.items():
         if tensor.shape != tensors[name].shape:
             raise CheckpointError(f"{folder}: {name} has another shape than in the adapter of model.path")

@@ -67,10 +67,10 @@ class Plan:
     share: float | None  # of the device, for the engine's weights and cache
     tensor_parallel: int
     sleeps: bool
-    device: int | None  # bytes of the device's memory, if known
+    device: int | None  # bytes of the GPU's memory; None: there is no GPU
 
 
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # names of configs, the first that is there counts
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # keys of configs; the first that exists counts
 STATE_LAYERS = {"linear_attention", "hybrid", "conv", "recurrent"}  # transformers' names
 
 Parts = dict[str, int]  # bytes by part
@@ -80,6 +80,7 @@ HOW = {
     "trainer weights": "4 bytes a parameter (counted)",
     "reference": "4 bytes a parameter (counted); none with adapters, which are switched off for it",
     "Adam moments": "8 bytes a trained parameter",
+    "copy to save": "without a GPU: 12 bytes a trained parameter, from the first checkpoint on",
     "gradients": "4 bytes a trained parameter",
     "sums of gradients": "8 bytes a trained parameter: what rollout.stream adds up in any order",
     "buckets to send": "4 bytes a trained parameter: DDP's copy of the gradients",
@@ -266,6 +267,8 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
     if plan.sharded:  # otherwise the reference is copied later
         load = base | {"gathered tensor": 2 * plan.trainer_bytes * counts.largest}
     base = base | {"Adam moments": ADAM * FLOAT32 * trained}
+    if plan.device is None:  # no GPU: the copy of a checkpoint, from which a thread writes, is in the same memory
+        base = base | {"copy to save": FLOAT32 * (adapters or counts.parameters) + ADAM * FLOAT32 * trained}
     if plan.streams:
         base = base | {"sums of gradients": 2 * FLOAT32 * trained}
     gradients = {"gradients": FLOAT32 * trained}
@@ -407,11 +410,11 @@ def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[
         why = "gradients are sent after each micro-batch, and none is held whole"
         hint("processes.defer_sync=false", why, replace(plan, defer_sync=False))
     if plan.streams:
-        why = "training begins when all of a step is sampled, and adds gradients up where they are"
+        why = "training begins when a whole step is sampled, and adds gradients up in place"
         hint("rollout.stream=false", why, replace(plan, streams=False))
     if plan.engine in ("colocated", "beside"):
         if plan.engine == "colocated" and not plan.sleeps:
-            why = "the engine's weights and cache are gone while the trainer works"
+            why = "the engine's memory is free while the trainer works"
             hint("engine.sleep=true", why, replace(plan, sleeps=True))
         why = "a smaller KV cache: fewer completions are decoded together"
         if plan.share is not None and plan.share > 0.2:
@@ -422,9 +425,9 @@ def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[
         elif plan.share is None and plan.sequences > 1:
             hint(f"engine.max_num_seqs={plan.sequences // 2}", why, replace(plan, sequences=plan.sequences // 2))
     if plan.reference and "no reference" in offers:
-        hint("trainer.beta=0", "no reference is held: another objective", replace(plan, reference=False))
+        hint("trainer.beta=0", "no reference model; another objective", replace(plan, reference=False))
     if "adapters" in offers and plan.adapter_rank is None:
-        why = "gradients and moments of small adapters alone; another parametrisation"
+        why = "gradients and moments only of small adapters; another parametrisation"
         hint("model.lora.rank=16", why, replace(plan, adapter_rank=16))
     if "shards" in offers and not plan.sharded:
         count = max(2, plan.processes)

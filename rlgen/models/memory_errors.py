@@ -56,7 +56,7 @@ def for_what_is_held(recipe: Recipe, phase: Phase) -> list[str]:
     """Returns settings that reduce the memory of weights and optimizer state, which smaller micro-batches do not reduce."""
     on_gpu, settings = torch.cuda.is_available(), []
     if recipe.model.lora is None:
-        settings.append("--set model.lora.rank=16 (trains small adapters alone)")
+        settings.append("--set model.lora.rank=16 (trains small adapters only)")
     elif recipe.model.quantization is None and on_gpu:
         settings.append("--set model.quantization=nf4 (frozen weights in four bits)")
     if phase == "optimizer":

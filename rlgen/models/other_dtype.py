@@ -1,4 +1,4 @@
-"""Computes a model in another dtype, or with other rounding, for a moment: to measure what rounding does.
+"""Computes a model temporarily in another dtype, or with other rounding, to measure the effect of rounding.
 
 A model in bfloat16 is computed in float32, one in float32 in float64. The weights are rounded as an engine holds them, so that
 only the rounding of what is computed differs. One layer's weights are converted at a time.
@@ -31,7 +31,7 @@ class OtherForward:
     dtype: torch.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own `forward`, whose arguments are its own; floating point ones are converted to `dtype`."""
+        """Runs the module's own `forward` with its arguments; floating point ones are converted to `dtype`."""
         if type(self.module) is nn.Embedding:  # converts the rows that were looked up: the whole table may be gigabytes
             return round_to(nn.Embedding.forward(self.module, *args, **kwargs), self.held).to(self.dtype)
         parameters = [(module._parameters, module, name, module._parameters[name]) for module, name in self.weights]
@@ -82,8 +82,8 @@ def computed_in(model: PreTrainedModel, held: torch.dtype, dtype: torch.dtype) -
 
 @contextmanager
 def nudged(model: PreTrainedModel, first: int, step: int) -> Iterator[None]:
-    """Changes each `step`-th number of the input embeddings in its last place inside the block, from the one at `first` on, so
-    that all later sums round otherwise.
+    """Changes the last bit of each `step`-th number of the input embeddings inside the block, from `first` on, so that all later
+    sums round differently.
     """
 
     def nudge(_module: nn.Module, _given: Any, embedded: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Look:
     behind: NDArray[np.int64]  # [n] how many tokens each query is behind the first key
 
     def options(self, like: Tensor, scaling: float | None, window: int | None) -> dict[str, Any]:
-        """Returns what torch's kernel is told besides its tensors. A mask is made only where the window is shorter than rows."""
+        """Returns the arguments of torch's kernel besides its tensors. It has a mask only if the window is shorter than rows."""
         if window is None or self.behind.max(initial=0) < window:
             return {"is_causal": self.causal, "attn_mask": None, "scale": scaling}
         count = len(self.behind) if self.causal else self.keys.stop - self.keys.start  # type: ignore[union-attr]  # a slice
@@ -137,7 +137,7 @@ class Rows:
 
     @cached_property
     def looks(self) -> list[Look]:
-        """Returns what covers all queries once: parts of similar lengths together, each with itself as keys."""
+        """Returns looks that cover all queries once: parts of similar lengths together, each with itself as keys."""
         found, total = [], self.ends[-1]
         for parts in self.similar():
             own, column = self.lengths[parts][:, None], np.arange(self.lengths[parts[0]])
@@ -149,7 +149,7 @@ class Rows:
 
     @cached_property
     def looks_at_prompts(self) -> list[Look]:
-        """Returns what covers the queries of completions once more, with their prompts as keys."""
+        """Returns looks that cover the queries of completions once more, with their prompts as keys."""
         found, begin = [], len(self.prompts)
         for prompt in range(len(self.prompts)):
             end = begin + self.prompt_of.count(prompt)
@@ -172,7 +172,7 @@ class Rows:
         return found
 
     def on_device(self, parts: Sequence[NDArray[np.int64]]) -> Tensor:
-        """Returns numbers of the program, end to end, on the device."""
+        """Returns the arrays, end to end, on the device."""
         return onto(torch.from_numpy(np.concatenate(parts)), self.device)
 
 
@@ -257,7 +257,7 @@ def attention(
         dropout: 0, as in all that rlgen runs.
         sliding_window: tokens that each token sees, itself included.
         packed_rows: where they are; None: the sequences are padded, each is one row, and any padding is on the right.
-        others: what else a model gives; `pack` finds out whether its results need any of it.
+        others: further arguments from a model; `pack` checks whether its results need any of them.
 
     Returns:
         [1, N, heads, D].
@@ -279,7 +279,7 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: fl
     from torch.nn.attention.varlen import varlen_attn  # loads the kernels of a GPU
 
     (queries, most), (places, keys, most_keys) = rows.queries, rows.keys
-    mixed: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where more is asked for
+    mixed: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only on request
         query,
         key[places],
         value[places],

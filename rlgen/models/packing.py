@@ -24,8 +24,8 @@ from rlgen.out_of_memory import is_out_of_memory, one_line
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers, as configs name them, that this attention computes
 MOST_CHECKED = 8192  # tokens of the longest prompt that `pack` tries
 PROMPT, COMPLETION = 64, 16  # tokens of a prompt that is tried, and most of what follows it
-# How much further packed hidden states may be from exact ones than those of the same rows by themselves; and how far at most,
-# relative to their size, however far these are.
+# Packed hidden states may be FACTOR times as far from exact ones as those of the same rows by themselves; the bound is at least
+# LEAST and at most MOST, relative to their size.
 FACTOR, LEAST, MOST = 3.0, 1e-6, 0.2
 SEEN = 1e-5  # least change of a row, relative to its size, that shows that it sees the row before it
 
@@ -47,10 +47,10 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def pack(model: PreTrainedModel, prompts: Sequence[NDArray[np.int32]], dtype: torch.dtype) -> str | None:
     """Makes `model` compute packed rows, after a comparison of three packed rows with the same rows by themselves.
 
-    Both are compared with the same rows in a wider dtype: packing may round otherwise, and not by more.
+    Both are compared with the same rows in a wider dtype: packing may round differently, but not by more.
 
     Args:
-        prompts: ids of texts of the run. On ids that no text has, half precision is far from exact in any way of computing.
+        prompts: ids of texts of the run. With ids that no text has, half precision is far from exact however it is computed.
         dtype: in which the model computes.
 
     Returns:
@@ -59,9 +59,9 @@ def pack(model: PreTrainedModel, prompts: Sequence[NDArray[np.int32]], dtype: to
     before, name, config = model.config._attn_implementation, type(model).__name__, model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     if keeps_states(config) or kinds - KNOWN_LAYERS:
-        return f"{name} has layers that carry what they have read from one row into the next one"
+        return f"{name} has layers that carry their state from one row into the next"
     if before != "sdpa":
-        return f"{name} computes its attention by `{before}`, and rows are packed for `sdpa` alone"
+        return f"{name} computes its attention by `{before}`, but rows can be packed for `sdpa` only"
     decoder = decoder_of(model)
     ids, prompt_lengths = rows_of_text(prompts, config, model.device)
     lengths = [len(row) for row in ids]

@@ -23,7 +23,7 @@ from rlgen.models.packed_attention import Rows
 from rlgen.models.packing import pack, packed_states
 from rlgen.models.vision import Vision, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
-from rlgen.types import Batch
+from rlgen.types import Batch, Distribution
 
 # Names that architectures give to what their logits are multiplied with, or divided by; `check_head` verifies the result.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -62,13 +62,15 @@ class Head:
         """Computes logits: [N, H] -> [N, V] float32. Only for few positions, because [N, V] is large."""
         return head_logits(hidden, self.weight, bias=self.bias, softcap=self.softcap, scale=self.scale, fp32=fp32)
 
-    def scores(self, hidden: Tensor, ids: Tensor, temperatures: tuple[float, ...], entropy: EntropyUse, fp32: bool) -> HeadScores:
+    def scores(
+        self, hidden: Tensor, ids: Tensor, distributions: Sequence[Distribution], entropy: EntropyUse, fp32: bool
+    ) -> HeadScores:
         """Computes log-probs of `ids` [N] and entropies from hidden states [N, H], without holding all of [N, V]."""
         return head_scores(
             hidden,
             self.weight,
             ids,
-            temperatures,
+            distributions,
             entropy=entropy,
             bias=self.bias,
             softcap=self.softcap,
@@ -110,8 +112,9 @@ def check_head(model: PreTrainedModel, head: Head) -> None:
 class PolicyScores(NamedTuple):
     """Log-probs and entropies of a batch; both are 0 where the batch's mask is false."""
 
-    logp: Tensor  # [K, B, T] float32, one slice per temperature
-    entropy: Tensor  # [B, T] float32, nats, at the last temperature
+    logp: Tensor  # [K, B, T] float32, one slice per distribution
+    entropy: Tensor  # [B, T] float32, nats, of the last distribution
+    sure: Tensor | None  # [B, T] bool, of the last distribution: see `Truncation`. None: it is not truncated
 
 
 class Hidden(NamedTuple):
@@ -128,12 +131,12 @@ class Policy(nn.Module):
     Args:
         model: a causal language model; its weights keep their own dtype (float32 for the one that is trained).
         dtype: of the forward pass's activations.
-        fp32_head: whether logits are computed in float32 whatever `dtype`.
+        fp32_head: whether logits are always computed in float32.
         vision: embeds the images of prompts; None: the model reads none.
 
     Raises:
-        SetupError: rlgen does not know how the model computes its logits. Of a model without values (on the meta device) `check`
-            finds that out.
+        SetupError: rlgen does not know how the model computes its logits. For a model without values (on the meta device)
+            `check` raises it.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool, vision: Vision | None = None) -> None:
@@ -176,23 +179,25 @@ class Policy(nn.Module):
         """Returns the number of positions that a forward pass of `batch` computes for padding."""
         return 0 if self.packed else batch.input_ids.numel() - sum(batch.lengths[: len(batch.rows)])
 
-    def forward(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
+    def forward(self, batch: Batch, distributions: Sequence[Distribution], entropy: EntropyUse = "none") -> PolicyScores:
         """Computes log-probs of the completion's tokens, and entropies of the distributions that they were sampled from.
 
         Args:
             batch: B rows, padded on the right, so that causal attention ignores the padding and no mask is needed.
-            temperatures: K temperatures; the logits are computed once.
+            distributions: K of them; the logits are computed once.
             entropy: `none` (zeros are returned), `value` without gradient, or `gradient`.
         """
         device = batch.input_ids.device
         hidden_NH, rows, columns = self.hidden(batch)
         ids_N = batch.completion_ids[rows, columns]
-        scores = self.head.scores(hidden_NH, ids_N, temperatures, entropy, self.fp32_head)
-        empty = torch.zeros(len(temperatures), *batch.mask.shape, device=device)
-        logp = empty.index_put((torch.arange(len(temperatures), device=device)[:, None], rows, columns), scores.logp)
-        return PolicyScores(logp, empty[0] if scores.entropy is None else empty[0].index_put((rows, columns), scores.entropy))
+        scores = self.head.scores(hidden_NH, ids_N, distributions, entropy, self.fp32_head)
+        empty = torch.zeros(len(distributions), *batch.mask.shape, device=device)
+        logp = empty.index_put((torch.arange(len(distributions), device=device)[:, None], rows, columns), scores.logp)
+        sure = None if scores.sure is None else torch.zeros_like(batch.mask).index_put((rows, columns), scores.sure)
+        entropies = empty[0] if scores.entropy is None else empty[0].index_put((rows, columns), scores.entropy)
+        return PolicyScores(logp, entropies, sure)
 
-    def scores_in(self, batch: Batch, temperatures: tuple[float, ...], held: torch.dtype, dtype: torch.dtype) -> Tensor:
+    def scores_in(self, batch: Batch, distributions: Sequence[Distribution], held: torch.dtype, dtype: torch.dtype) -> Tensor:
         """Computes log-probs in `dtype` instead of the policy's own dtype, with padding, from weights rounded to `held`.
 
         Returns:
@@ -205,12 +210,12 @@ class Policy(nn.Module):
                 hidden_NH,
                 weight,
                 batch.completion_ids[rows, columns],
-                temperatures,
+                distributions,
                 bias=self.head.bias,
                 softcap=self.head.softcap,
                 scale=self.head.scale,
             )
-        scores = found.new_zeros(2, len(temperatures), *batch.mask.shape)
+        scores = found.new_zeros(2, len(distributions), *batch.mask.shape)
         scores[:, :, rows, columns] = found
         return scores
 
@@ -260,8 +265,8 @@ class BasePolicy:
 
     policy: Policy
 
-    def __call__(self, batch: Batch, temperatures: tuple[float, ...], entropy: EntropyUse = "none") -> PolicyScores:
+    def __call__(self, batch: Batch, distributions: Sequence[Distribution], entropy: EntropyUse = "none") -> PolicyScores:
         """Computes what `Policy.forward` does. Goes through the policy itself, which gathers its weights if it is sharded."""
         with without_adapter(self.policy.model):
-            scores: PolicyScores = self.policy(batch, temperatures, entropy)
+            scores: PolicyScores = self.policy(batch, distributions, entropy)
         return scores

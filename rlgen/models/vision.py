@@ -53,7 +53,7 @@ def decoded(data: bytes) -> Any:
     except Pillow.DecompressionBombError as error:
         raise DataError(f"the image is too large: {error}; scale it down") from error
     except (OSError, ValueError, SyntaxError) as error:  # what PIL raises for damaged files
-        raise DataError(f"it is no image that can be opened: {error}") from error
+        raise DataError(f"it is not an image that can be opened: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Vision:
         features = model.get_image_features(**{name: tensor.to(ids.device) for name, tensor in joined.items()}).pooler_output
         features = features.reshape(-1, features.shape[-1])
         if len(features) != len(rows):
-            raise SetupError(f"model.path: {len(placed)} images have {len(rows)} places and {len(features)} embeddings")
+            raise SetupError(f"model.path: {len(placed)} images have {len(rows)} places, but {len(features)} embeddings")
         at = torch.tensor(rows, device=ids.device), torch.tensor(columns, device=ids.device)
         return embedded.index_put(at, features.to(embedded.dtype))
 
@@ -162,8 +162,8 @@ class Vision:
         for (row, image), one in zip(placed, made, strict=True):
             if image.stop - image.start != len(one.ids):
                 raise SetupError(
-                    f"model.path: the processor writes {len(one.ids)} ids for an image, and {image.stop - image.start} are in the"
-                    " prompt: they do not follow from its size alone; take another model"
+                    f"model.path: the processor writes {len(one.ids)} ids for an image, but {image.stop - image.start} are in the"
+                    " prompt: the ids do not follow from its size alone; take another model"
                 )
             first = image.start + (left[row] if left else 0)
             own = [first + place for place, token in enumerate(one.ids) if token == self.token_id]

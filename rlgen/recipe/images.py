@@ -8,7 +8,7 @@ def image_contradictions(recipe: Recipe) -> list[Finding]:
     """Returns what cannot be used together with images."""
     columns = recipe.eval.columns if recipe.eval is not None else None
     if recipe.data.columns.images is None and recipe.task is not None and "images" in TASK_COLUMNS.get(recipe.task, ()):
-        what = f"{recipe.data.source} asks about pictures, and data.columns.images names no column of them"
+        what = f"{recipe.data.source} asks about pictures, but data.columns.images names no column"
         return [Finding("data.source", what, "add `columns: {images: images}` to data, and take a model that reads images")]
     if recipe.data.columns.images is None:
         if columns is None or columns.images is None:
@@ -30,9 +30,9 @@ def image_contradictions(recipe: Recipe) -> list[Finding]:
         ("model.compile", model.compile, "remove it"),
         ("optim.packing true", recipe.optim.packing is True, "remove it"),
         ("processes.strategy fsdp", processes.strategy == "fsdp", "set it to ddp"),
-        ("run.probe_max", recipe.run.probe_max, "remove it: the rows that it tries are texts"),
+        ("run.probe_max", recipe.run.probe_max, "remove it: it tries rows of text only"),
     ):
         if meets:
-            what = f"data.columns.images: prompts with images have not been shown to be right with {path}"
+            what = f"data.columns.images: prompts with images are not tested with {path}"
             found.append(Finding(path.split()[0], what, hint))
     return found

@@ -14,7 +14,7 @@ from rlgen.recipe.models import (
     VllmRecipe,
 )
 from rlgen.recipe.rules import Finding, is_local_model, is_local_source
-from rlgen.recipe.trainers import OWN_SETTINGS, GRPORecipe, OnlineDPORecipe, RLOORecipe, TrainerRecipe
+from rlgen.recipe.trainers import OWN_SETTINGS, GRPORecipe, OnlineDPORecipe, OwnRecipe, RLOORecipe, TrainerRecipe
 
 
 def inert(recipe: Recipe) -> list[Finding]:
@@ -25,7 +25,7 @@ def inert(recipe: Recipe) -> list[Finding]:
     trainer, data, model = recipe.trainer, recipe.data, recipe.model
     found += _inert_in_trainer(trainer)
     if not recipe.rollout.ahead:
-        on_policy = "when rollout.ahead is 0: every sample is of the present weights"
+        on_policy = "when rollout.ahead is 0: every sample is from the current weights"
         paths = ["rollout.max_staleness", "sentinel.probe_every"]
         for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
             found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
@@ -61,11 +61,11 @@ def inert(recipe: Recipe) -> list[Finding]:
         for place in range(len(recipe.sinks)):
             path, why = (
                 f"sinks.{place}.samples",
-                "has no effect with rollouts.every 0: tables are made of the rollouts that are written",
+                "has no effect with rollouts.every 0: tables show the rollouts that are written",
             )
             found.append(Finding(path, f"{path} {why}", "remove it, or set rollouts.every to 1 or more"))
     if model.path.startswith("tiny:") or is_local_model(model.path):
-        found.append(Finding("model.revision", "model.revision has no effect: model.path is no hub id", "remove it"))
+        found.append(Finding("model.revision", "model.revision has no effect: model.path is not a hub id", "remove it"))
     return found
 
 
@@ -76,10 +76,10 @@ def _inert_in_server(engine: ServerEngineRecipe, lora: bool) -> list[Finding]:
         # All but dtype, which states what the server is expected to have.
         for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "servers", "host", "port", "start_timeout", "devices"]:
             path = f"engine.{key}"
-            why = f"{path} has no effect beside engine.url: that server runs already, with its own"
-            found.append(Finding(path, why, "remove it, and give it to `rlgen serve`"))
+            why = f"{path} has no effect beside engine.url: that server already runs, with its own setting"
+            found.append(Finding(path, why, "remove it here, and set it for `rlgen serve`"))
     if engine.transfer == "nccl":
-        why = "has no effect with engine.transfer nccl: there are no files, nor a copy of the weights to bring a server back with"
+        why = "has no effect with engine.transfer nccl, which keeps no files and no copy of the weights to recover a server with"
         for path in ("engine.transfer_dir", "engine.restarts"):
             found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
     if not lora or engine.transfer == "nccl":
@@ -134,7 +134,7 @@ def _inert_in_trainer(trainer: TrainerRecipe) -> list[Finding]:
 
     if trainer.correction.mode == "none":
         no_effect(["correction.min", "correction.max"], "when trainer.correction.mode is none", "remove it, or set a mode")
-    if isinstance(trainer, OnlineDPORecipe):
+    if isinstance(trainer, OnlineDPORecipe | OwnRecipe):  # an algorithm of the user's may read any field
         return found
     uncorrected = trainer.correction.mode == "none" and trainer.correction.geometric is None
     if trainer.beta == 0:
@@ -177,15 +177,15 @@ def _inert_in_health(recipe: Recipe) -> list[Finding]:
         nothing(["clipped"], "with trainer.kind online_dpo, which clips nothing")
     else:
         if trainer.beta == 0:
-            nothing(["ref_kl"], "when trainer.beta is 0: no reference is held")
+            nothing(["ref_kl"], "when trainer.beta is 0: there is no reference")
         if isinstance(trainer, GRPORecipe) and trainer.loss in OWN_SETTINGS and trainer.loss != "cispo":
             nothing(["clipped"], f"with trainer.loss {trainer.loss}, which clips nothing")
         elif trainer.updates_per_rollout == 1:
             nothing(["clipped"], "when trainer.updates_per_rollout is 1: the ratio is 1")
     if isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None:
         nothing(["sampler_delta", "sampler_kl", "ess"], "with engine.structured_regex: its log-probs are not the policy's")
-    elif recipe.rollout.ahead:  # instead, `sentinel.probe_every` samples with present weights
-        nothing(["sampler_delta", "sampler_kl"], "with rollout.ahead: earlier weights sampled, which differ for an honest reason")
+    elif recipe.rollout.ahead:  # instead, `sentinel.probe_every` samples with current weights
+        nothing(["sampler_delta", "sampler_kl"], "with rollout.ahead: earlier weights sampled, so that a difference is expected")
     said = {finding.path for finding in found}
     for name, rule in recipe.health:
         path = f"health.{name}"

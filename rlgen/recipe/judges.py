@@ -1,4 +1,4 @@
-"""Holds the `args` of the rewards that ask a model: `reward_model`, in a worker, and `judge`, at the end of a line."""
+"""Holds the `args` of the rewards that ask a model: `reward_model`, in a worker, and `judge`, behind an API."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ Answer A:
 Answer B:
 {second}
 """
-SCORE = r"Score:\s*(-?\d+(?:\.\d+)?)"
+SCORE = r"Score:\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
 VERDICT = r"\[\[([ABC])\]\]"
 
 
@@ -59,7 +59,7 @@ def is_address(text: str) -> str:
 def is_secret_variable(text: str) -> str:
     """Returns the text. Raises ValueError unless every output of rlgen leaves out the value of a variable of this name."""
     if not SECRET_VARIABLE.fullmatch(text):
-        raise ValueError("must be a name by which rlgen knows a secret, which it never prints, such as JUDGE_API_KEY")
+        raise ValueError("must be a name that rlgen treats as a secret and never prints, such as JUDGE_API_KEY")
     return text
 
 
@@ -74,41 +74,41 @@ class RewardModelArgs(Asked):
     revision: Text | None = None
     """Branch, tag or commit of a hub id."""
     dtype: Dtype = "bfloat16"
-    """Dtype of the weights. A linear head is computed in float32 whatever the dtype."""
+    """Dtype of the weights. A linear head is always computed in float32."""
     device: Annotated[StrictStr, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] | None = None
-    """cpu or cuda:N. None: the GPU of the process of training that it serves, which they share; the CPU if there is none."""
+    """cpu or cuda:N. None: the GPU of the training process, which both share; the CPU if there is none."""
     chat: StrictBool | None = None
-    """Give it messages by its own chat template. None: where the prompt is a chat. false: the text that the policy sees."""
+    """Apply its own chat template. None: if the prompt is a chat. false: it gets the text that the policy sees."""
     max_tokens: Count | None = None
     """Longest row, prompt and completion together. None: the positions of the model."""
     overlong: Literal["error", "truncate"] = "error"
-    """What happens to a longer one: the call fails, or the row loses its start, is counted and said in logs/rewards.log."""
+    """What happens to a longer row: the call fails, or the row loses its start, is counted, and is noted in logs/rewards.log."""
     batch_tokens: Count = 16384
     """Most tokens that go through the model together, padding included; a longer row goes alone."""
     load_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 600.0
-    """Seconds that loading it may take, the download included."""
+    """Seconds that loading the model may take, download included."""
 
 
 class JudgeArgs(Asked):
     url: Annotated[Text, AfterValidator(is_address)]
     """Address of an OpenAI-compatible API, without /chat/completions."""
     model: Text
-    """Name of the model there."""
+    """Name of the model at that address."""
     key_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(is_secret_variable)] | None = None
     """Environment variable that holds the key. None: no key is sent."""
     prompt: LongText | None = None
     """The question, with {prompt}, {completion} and columns of the data in braces; if pairwise, {first} and {second} instead of
-    {completion}. None: a short one, which asks for 0 to 10 or for the better answer."""
+    {completion}. None: the default question, which asks for 0 to 10 or for the better answer."""
     prompt_file: Text | None = None
     """File with the question, instead of `prompt`."""
     system: LongText | None = None
     """System message before the question."""
     pattern: Annotated[LongText, AfterValidator(is_pattern)] | None = None
-    """Regular expression whose group is the score; its last match counts. None: that of the question that is asked by default."""
+    """Regular expression whose group is the score; its last match counts. None: the one that fits the default question."""
     field: Text | None = None
     """Key of the score in the last JSON object of the answer, instead of `pattern`."""
     low: Number = 0.0
-    """Least score; a lower one is a failure. A pairwise judge says A, B, or C (or tie) instead of a number."""
+    """Lowest score; a lower one is a failure. A pairwise judge answers A, B or C (tie) instead of a number."""
     high: Number = 10.0
     """Highest score; a higher one is a failure."""
     max_tokens: Count = 1024
@@ -116,25 +116,25 @@ class JudgeArgs(Asked):
     extra: dict[StrictStr, Any] | None = None
     """Further keys of each request, such as reasoning_effort; null removes one that is sent by default, such as temperature."""
     concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 32
-    """Most requests at once, of each process of training."""
+    """Most requests at once, for each training process."""
     request_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] | None = None
     """Seconds that one request may take; then it is sent again. None: as long as the entry's `timeout`, which covers all."""
     retries: Annotated[StrictInt, Field(ge=0, le=100)] = 5
-    """How often a request is sent again after 408, 409, 429, 5xx, a lost connection or its timeout, with growing pauses."""
+    """How often a request is sent again after 408, 409, 425, 429, 5xx, a lost connection or its timeout, with growing pauses."""
     budget_requests: Count | None = None
-    """Most requests of the run, its attempts together. Each further one fails. Processes of training have equal shares."""
+    """Most requests of the run, over all its attempts; each further one fails. Training processes have equal shares."""
     budget_tokens: Count | None = None
-    """Most tokens of the run, by the `usage` of its answers."""
+    """Most tokens of the run, as the `usage` of the answers counts them."""
 
     @model_validator(mode="after")
     def check(self) -> "JudgeArgs":
         """Raises ValueError for settings that contradict each other."""
         if self.prompt is not None and self.prompt_file is not None:
-            raise ValueError("`prompt` and `prompt_file` both say the question; remove one of them")
+            raise ValueError("`prompt` and `prompt_file` both set the question; remove one of them")
         if self.pattern is not None and self.field is not None:
             raise ValueError("`pattern` and `field` both say where the score is; remove one of them")
         if self.field is not None and self.prompt is None and self.prompt_file is None:
-            raise ValueError("`field` needs `prompt` or `prompt_file`: the question that is asked by default gets no JSON")
+            raise ValueError("`field` needs `prompt` or `prompt_file`: the default question asks for no JSON")
         if self.low >= self.high:
             raise ValueError(f"`low` {self.low:g} is not below `high` {self.high:g}")
         if self.prompt is not None:
@@ -147,7 +147,7 @@ class JudgeArgs(Asked):
         """Raises ValueError if the question does not show what is judged."""
         names, wanted = set(PLACEHOLDER.findall(question)), ("first", "second") if self.pairwise else ("completion",)
         if missing := [name for name in wanted if name not in names]:
-            raise ValueError(f"the question has no {{{missing[0]}}}, so that the judge does not see what it judges")
+            raise ValueError(f"the question has no {{{missing[0]}}}, so the judge would not see what it judges")
         other = {"completion"} if self.pairwise else {"first", "second"}
         if wrong := sorted(names & other):
             how = "pairwise is true: write {first} and {second}" if self.pairwise else "pairwise is false: write {completion}"
@@ -156,7 +156,7 @@ class JudgeArgs(Asked):
 
 # `use` -> the model of its `args`.
 MODEL_REWARDS: Mapping[str, type[RewardModelArgs] | type[JudgeArgs]] = {"reward_model": RewardModelArgs, "judge": JudgeArgs}
-# Argument of such a reward -> whether it names a local file or folder always, or only where there is one of that name.
+# Argument of such a reward -> True: it is always a local file; False: it is a local folder if one of that name exists.
 LOCAL_ARGS = {"path": False, "prompt_file": True}
 
 

@@ -1,4 +1,4 @@
-"""Knows every key of a recipe and its sentence, and says where a key that stands in the wrong place belongs."""
+"""Knows every key of a recipe and its description, and where a misplaced key belongs."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -46,7 +46,7 @@ def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def sentences(model: BaseModel, above: str = "") -> dict[str, str]:
-    """Returns the sentence of every key of a recipe by its dotted path; that of a section comes before those of its keys.
+    """Returns the description of every key of a recipe by its dotted path; that of a section comes before those of its keys.
 
     Args:
         above: what precedes each path, such as "engine.".
@@ -62,7 +62,7 @@ def sentences(model: BaseModel, above: str = "") -> dict[str, str]:
 
 
 def places_of(key: str) -> dict[str, tuple[str, ...]]:
-    """Returns the places of a key, see `places_of_keys`; those in `eval`, which repeats others, only if it has no other."""
+    """Returns the places of a key, see `places_of_keys`; those in `eval`, which repeats keys, only if there are no others."""
     places = places_of_keys().get(key, {})
     return {path: kinds for path, kinds in places.items() if not path.startswith("eval.")} or places
 

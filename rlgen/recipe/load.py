@@ -28,8 +28,14 @@ from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, r
 from rlgen.recipe.streaming import stream_contradictions
 from rlgen.recipe.talking import talk_contradictions
 
-# Names that need no place, by section; of the others those of rewards.
-BUILT_IN: dict[yaml.Path, list[str]] = {("tools",): [], ("rollout",): [], ("environment",): list(BUILT_IN_ENVIRONMENTS)}
+# Built-in names by section; sections that are not listed have those of rewards.
+BUILT_IN: dict[yaml.Path, list[str]] = {
+    ("tools",): [],
+    ("rollout",): [],
+    ("trainer",): [],
+    ("environment",): list(BUILT_IN_ENVIRONMENTS),
+}
+SINGLE = (("environment",), ("rollout",), ("trainer",))  # sections that are one entry instead of a list
 REWARD_PLACE = r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*"
 
 
@@ -41,8 +47,8 @@ class LoadedRecipe:
     path: Path
     text: str  # verbatim
     origins: dict[str, str]  # "trainer.beta" -> "default", "FILE:LINE:COL" or "--set N: ..."
-    notices: tuple[str, ...]  # what is worth knowing
-    warnings: tuple[str, ...]  # what is hardly meant
+    notices: tuple[str, ...]  # valid, but unusual
+    warnings: tuple[str, ...]  # valid, but probably a mistake
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = False) -> LoadedRecipe:
@@ -51,7 +57,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
     Local paths become absolute: relative ones start at the recipe's folder, except `run.dir`.
 
     Args:
-        resolved: the file is the `resolved.yaml` of a run, whose values nobody wrote: only overrides are refused for having no
+        resolved: the file is the `resolved.yaml` of a run, which holds every value: only overrides are refused for having no
             effect.
 
     Raises:
@@ -115,7 +121,8 @@ def _fill(data: dict[str, Any], path: Path) -> None:
         run["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).lstrip("._-") or "run"
     for section, variant in UNIONS.items():
         if isinstance(data.get(section), dict):
-            data[section].setdefault("kind", variant.model_fields["kind"].default)
+            own = section == "trainer" and "use" in data[section]
+            data[section].setdefault("kind", "own" if own else variant.model_fields["kind"].default)
 
 
 def _findings(recipe: Recipe, given: dict[yaml.Path, str]) -> list[Finding]:
@@ -142,6 +149,7 @@ def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> 
     problems += _look_up_rewards(held.get("rewards"), ("eval", "rewards"), data, places, path)
     problems += _look_up_rewards([data.get("environment")], ("environment",), data, places, path)
     problems += _look_up_rewards([data.get("rollout")], ("rollout",), data, places, path)
+    problems += _look_up_rewards([data.get("trainer")], ("trainer",), data, places, path)
     return problems + _look_up_rewards(data.get("tools"), ("tools",), data, places, path)
 
 
@@ -176,17 +184,17 @@ def _look_up_rewards(
     one, many = ("environment",) * 2 if section == ("environment",) else ("reward", "rewards")
     for index, entry in enumerate(rewards if isinstance(rewards, list) else []):
         use = entry.get("use") if isinstance(entry, dict) else None
-        place = section if section in (("environment",), ("rollout",)) else (*section, index)
+        place = section if section in SINGLE else (*section, index)
         where = yaml.place_of(places, (*place, "use")) or str(path)
         if isinstance(use, str) and "://" in use:
-            what = f"`{yaml.shortened(use)}` is code of another place, which is never run"
-            problems.append(Problem(where, what, "read it, put it beside the recipe, and say file.py:function"))
+            what = f"`{yaml.shortened(use)}` is an address, and rlgen runs no remote code"
+            problems.append(Problem(where, what, "read the code, put it beside the recipe, and write file.py:function"))
         elif isinstance(use, str) and use in built_in and use in MODEL_REWARDS:
             problems += _look_up_args(use, entry.get("args", {}), (*section, index, "args"), data, places, path)
         elif isinstance(use, str) and use not in built_in and not re.fullmatch(REWARD_PLACE, use):
             hint = _reward_place(use) or (suggest(use, built_in, f"built-in {many}") if built_in else None)
             kinds = f"built-in {one}, file.py:function" if built_in else "file.py:function"
-            problems.append(Problem(where, f"`{yaml.shortened(use)}` is no {kinds} or pkg.mod:function", hint))
+            problems.append(Problem(where, f"`{yaml.shortened(use)}` is not a {kinds} or pkg.mod:function", hint))
     return problems
 
 
@@ -210,7 +218,7 @@ def _look_up_args(
 def _reward_place(use: str) -> str | None:
     """Returns what to write for a file without a function, or for a function after a dot; None if `use` is neither."""
     if use.endswith(".py"):
-        return f"say which function of it: {use}:my_reward"
+        return f"name the function too: {use}:my_reward"
     module, dot, function = use.rpartition(".")
     return f"did you mean `{module}:{function}`?" if dot and re.fullmatch(REWARD_PLACE, f"{module}:{function}") else None
 

@@ -35,6 +35,10 @@ PLAIN_WORDS = {
     "model_attributes_type": "must be a mapping of keys to values",
 }
 
+PATTERNS = {  # what a text must be, where pydantic shows a regular expression
+    "run.name": "letters, digits, `.`, `_` and `-`, and begin with a letter or a digit; run.dir is the folder that holds runs",
+    "engine.token_env": "the name of an environment variable: letters, digits and `_`",
+}
 
 NULL = "a key without a value is null: give it one, or remove it"
 MAPPING_EXPECTED = ("dict_type", "model_type", "model_attributes_type")
@@ -68,6 +72,11 @@ def translate(
             where = yaml.place_of(places, (*loc, "kind")) or where
         hint = NULL if value is None else VALUES.get((name, str(value).lower())) or suggest(str(value), options, None)
         return Problem(where, f"{name}: {short(value)} is not one of {', '.join(options)}", hint)
+    if kind == "too_short" and isinstance(value, list | dict):
+        example = EXAMPLES.get(_general(name))
+        return Problem(where, f"{name}: is empty", example and f"such as `{example}`")
+    if kind == "string_pattern_mismatch" and name in PATTERNS:
+        return Problem(where, f"{name}: {short(value)} must be {PATTERNS[name]}")
     what = PLAIN_WORDS.get(kind) or details["msg"].removeprefix("Value error, ").replace("Input should", "must").replace(
         "String should", "must"
     )
@@ -142,7 +151,7 @@ def plain(details: ErrorDetails) -> yaml.Path:
 
 
 def kind_at(loc: yaml.Path, data: dict[str, Any]) -> Any:
-    """Returns the `kind` of the section in which `loc` is, as `data` says it; None if the section has no kinds, or says none."""
+    """Returns the `kind` of the section in which `loc` is, as `data` names it; None if it has no kinds, or names none."""
     if str(loc[0]) not in TAGS:
         return None
     section: Any = data

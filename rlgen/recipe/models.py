@@ -1,6 +1,6 @@
 """Holds the models of a recipe's sections: every field with its bounds and its only default.
 
-The module does not import torch, so that `rlgen --help` and `rlgen validate` answer at once.
+It does not import torch, so that `rlgen --help` and `rlgen validate` answer at once.
 """
 
 from pathlib import Path
@@ -20,22 +20,23 @@ ToolFormat = Literal["hermes", "qwen_xml", "glm", "llama", "mistral", "deepseek"
 
 class RunRecipe(Strict):
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
-    """Name of the run; the recipe's file name unless said."""
+    """Name of the run. Default: the recipe's file name."""
     dir: Text = "runs"
     """Folder that holds the run's folder; relative to the working directory."""
     seed: Annotated[StrictInt, Field(ge=0, le=2**31 - 1)] = 0
-    """Every random choice follows from it and from a position."""
+    """Every random choice follows from the seed and its position in the run."""
     steps: Count = 100
-    """Rollouts to sample and train on."""
+    """Steps of the run; each samples a rollout and trains on it."""
     probe_max: StrictBool = False
-    """Before step 1: one micro-batch of the longest rows forward and backward, so that too little memory shows at once."""
+    """Before step 1, run two micro-batches forward and backward: one of the longest rows, one of the most tokens. Too little
+    memory then shows at once."""
     deterministic: StrictBool = False
     """Train with torch's deterministic kernels, which give the same bits each time."""
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m.
 
-    It holds as long as update, sync and save of a step take at most 1.25 times the longest of this attempt, and 2 s more; of its
-    first step nothing is known. Sampling is given up in time for them; by several processes it is finished first.
+    It holds if update, sync and save of a step take at most 1.25 times the longest of this attempt, plus 2 s. Before the first
+    step no duration is known. One process stops sampling in time for them; several processes finish sampling first.
     """
 
 
@@ -47,7 +48,7 @@ class LoraRecipe(Strict):
     use_rslora: StrictBool = False
     """Scale by alpha / sqrt(rank) instead (2312.03732)."""
     targets: Text | Annotated[list[Text], Field(min_length=1, max_length=10000)] = "all-linear"
-    """Layers that are adapted: every linear one but the head, or those whose names end so, such as [q_proj, v_proj]."""
+    """Layers to adapt: all-linear is every linear layer but the head; a list, such as [q_proj, v_proj], has ends of names."""
 
 
 class ModelRecipe(Strict):
@@ -56,9 +57,9 @@ class ModelRecipe(Strict):
     revision: Text | None = None
     """Branch, tag or commit of a hub id."""
     dtype: Dtype = "bfloat16"
-    """Dtype of the forward pass. The weights that are trained are float32 always."""
+    """Dtype of the forward pass. Trained weights are always float32."""
     fp32_head: StrictBool = True
-    """Compute logits in float32 whatever the dtype, in trainer and engine."""
+    """Compute logits in float32, whatever the dtype is, in trainer and engine."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention of the trainer."""
     gradient_checkpointing: StrictBool = False
@@ -66,9 +67,9 @@ class ModelRecipe(Strict):
     compile: StrictBool = False
     """Compile the layers of the trainer's model (`torch.compile`), when the run begins."""
     lora: LoraRecipe | None = None
-    """Train low-rank adapters and leave the model itself as it is. None: train all weights."""
+    """Train low-rank adapters and freeze the model. None: train all weights."""
     quantization: Literal["nf4", "int8"] | None = None
-    """Hold the frozen weights under an adapter in so few bits (bitsandbytes, GPU only). None: in `dtype`."""
+    """Hold the frozen weights under an adapter in 4 or 8 bits (bitsandbytes, GPU only). None: in `dtype`."""
     train_vision: StrictBool = False
     """With data.columns.images: train the vision tower and the projector too, not the language model alone."""
 
@@ -79,7 +80,7 @@ class ColumnsRecipe(Strict):
     answer: Text | None = None
     """Column that rewards receive as `answer`, besides its own name."""
     images: Text | None = None
-    """Column of images, for a vision-language model: paths, bytes, or lists of them; rows without are texts. None: no images."""
+    """Column of images, for a vision-language model: paths, bytes, or lists of them; a row may have none. None: no images."""
 
 
 class DataRecipe(Strict):
@@ -106,7 +107,7 @@ class DataRecipe(Strict):
     max_prompt_tokens: Count | None = None
     """Longest prompt, template included. None: the longest of the data, as far as the model's positions leave room for it."""
     overlong: Literal["filter", "error"] = "filter"
-    """What happens to a longer one; filtered ones are counted and said."""
+    """What happens to longer prompts; filtered ones are counted and reported."""
     limit: Count | None = None
     """Use the first rows only."""
     shuffle: StrictBool = True
@@ -204,9 +205,9 @@ class RewardRecipe(Strict):
     weight: Number = 1.0
     """Factor of this reward in the sum of the rewards."""
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
-    """Name in metrics and rollouts; the function's unless said."""
+    """Name in metrics and rollouts. Default: the function's name."""
     args: dict[StrictStr, Any] = {}
-    """Further arguments of the function, by name; of reward_model and judge their settings, see `rlgen docs judges`."""
+    """Further arguments of the function, by name; for reward_model and judge their settings, see `rlgen docs judges`."""
     timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 30.0
     """Seconds that a call may take; then its process is killed."""
     on_error: Literal["fail", "skip", "zero"] = "fail"
@@ -222,15 +223,15 @@ class RewardRecipe(Strict):
 
 class ToolRecipe(Strict):
     use: Text
-    """file.py:function, or pkg.mod:function, with types and a docstring, from which the model learns how to call it."""
+    """file.py:function, or pkg.mod:function. The model learns how to call it from its types and its docstring."""
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$", max_length=64)] | None = None
-    """Name by which the model calls it; the function's unless said."""
+    """Name by which the model calls it. Default: the function's name."""
     args: dict[StrictStr, Any] = {}
     """Arguments that the model neither sees nor sets, by name."""
     timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
-    """Seconds that a call may take; then its process is killed, and the model is told."""
+    """Seconds that a call may take; then its process is killed, and the answer says so."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
-    """Longest answer, which is cut with a mark; it takes at most half of what the completion has left, too."""
+    """Longest answer; a longer one is cut, with a mark. It also takes at most half of the tokens that the completion has left."""
 
     @property
     def label(self) -> str:
@@ -239,7 +240,7 @@ class ToolRecipe(Strict):
 
 
 BUILT_IN_ENVIRONMENTS = ("guess_number", "grid", "calculator", "openenv")
-SEED_COLUMN = "seed"  # from which an environment takes what is random, unless the data have one of their own
+SEED_COLUMN = "seed"  # seed of an environment's random choices, unless the data have such a column
 ENVIRONMENT_REWARD = "environment"  # the built-in reward that adds up what the environment gave
 
 
@@ -253,7 +254,8 @@ class EnvironmentRecipe(Strict):
     timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
     """Seconds that an answer may take; then the conversation ends, and the reward `environment` has failed for it."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
-    """Longest observation, which is cut with a mark; it takes at most half of what the completion has left, too."""
+    """Longest observation; a longer one is cut, with a mark. It also takes at most half of the tokens that the completion has
+    left."""
     role: Literal["user", "tool"] = "user"
     """Role of the messages that hold observations."""
 
@@ -262,13 +264,13 @@ class ScoringRecipe(Strict):
     """Settings of the processes that run rewards, tools and environments."""
 
     workers: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """Most processes; more than one are started when calls wait. None: one for each core, at most 8."""
+    """Most processes; rlgen starts more than one if calls wait. None: one for each core, at most 8."""
     memory_gib: Annotated[float, Field(strict=True, ge=0.25, le=10000)] = 4.0
-    """Most memory of each."""
+    """Most memory of each process."""
     import_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 60.0
     """Seconds that the imports of the functions may take."""
     concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 64
-    """Most calls of async rewards that run at once, of each process of training: requests that a judge's server has from it."""
+    """Most calls of async rewards that run at once in each training process: the requests that a judge's server gets from it."""
 
 
 def samples_or_greedy(temperature: float) -> float:
@@ -278,41 +280,53 @@ def samples_or_greedy(temperature: float) -> float:
     return temperature
 
 
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Temperature = Annotated[float, Field(strict=True, ge=0, le=2.0), AfterValidator(samples_or_greedy)]
 
 
 class RolloutRecipe(Strict):
     prompts_per_step: Count = 8
-    """Prompts that a step samples and trains on. Unless said, fewer where the data have fewer."""
+    """Prompts that a step samples and trains on. The default becomes smaller if the data have fewer."""
     group_size: Count = 8
     """Completions of each prompt."""
     max_completion_tokens: Count = 512
-    """Longest completion, with all its turns and replies; sampling stops there. Unless said, less where the model has fewer
-    positions."""
+    """Longest completion, with all its turns and replies; sampling stops there. The default becomes smaller if the model has
+    fewer positions."""
     max_turns: Annotated[StrictInt, Field(ge=1, le=1000)] = 8
     """Most turns of the model in a conversation. If the last one calls a tool, or the environment is not done with it, the
     completion counts as truncated."""
     reply_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 600.0
     """Seconds that the reply to a turn may take, with the wait for a free process; then the completion is truncated."""
     use: Text | None = None
-    """file.py:function, or pkg.mod:function, that asks the engine for the completions of a step by itself; see `rlgen docs
-    rollouts`. None: each prompt is answered as it stands."""
+    """file.py:function, or pkg.mod:function, that requests a step's completions from the engine itself; see `rlgen docs
+    rollouts`. None: rlgen requests them, for each prompt as it is."""
     temperature: Temperature = 1.0
-    """0 is greedy, which no trainer learns from; otherwise 0.01 or more."""
+    """Sampling temperature, 0.01 or more. 0 is greedy, from which no trainer learns."""
+    top_p: Share = 1.0
+    """Sample only from the fewest most probable tokens that together have this share of the probability. As with the next two,
+    the trainer's log-probs are then of what is kept, as the engine's are; see `rlgen docs sampling`."""
+    top_k: Annotated[StrictInt, Field(ge=0)] = 0
+    """Sample only from so many most probable tokens; 0: from all."""
+    min_p: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
+    """Sample only from tokens with at least this share of the highest probability."""
+    stop: Annotated[list[Annotated[StrictStr, Field(min_length=1, max_length=100)]], Field(max_length=16)] = []
+    """Texts that end a completion, besides the end token. The text and the token that completes it stay in the completion."""
+    stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(max_length=64)] = []
+    """Ids that end a completion, besides the end token. They stay in the completion."""
     ahead: Annotated[StrictInt, Field(ge=0, le=64)] = 0
-    """Steps that sampling is ahead of training: so many have their prompts answered while one trains. 1: by weights one version
-    old. 2 and more: by weights that change meanwhile."""
+    """Steps that the engine samples while one trains. 1: with weights one version old. 2 or more: with weights that change
+    meanwhile."""
     max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] | None = None
     """Versions that the oldest token of a sample may be old; older samples are dropped and counted. None: rollout.ahead."""
     refill: Annotated[StrictInt, Field(ge=0, le=100)] = 0
-    """Rounds in which a step may draw further prompts, to take the place of groups whose rewards are all equal."""
+    """Rounds in which a step may draw further prompts, to replace groups whose rewards are all equal."""
     stream: StrictBool = False
-    """Groups that are complete and scored run forward and backward while others of the same step are sampled. The step is the
-    same; it holds 8 bytes more for each trained parameter. In one process, on vLLM; what needs the whole batch is refused."""
+    """Train on complete, scored groups (forward and backward) while others of the same step are sampled. The result is the same;
+    it takes 8 bytes more for each trained parameter. Needs one process and vLLM; refuses what needs the whole batch."""
 
 
 class EvalRecipe(Strict):
-    """Held-out prompts that the model answers before step 1 and every few steps. What is not said is as in training."""
+    """Held-out prompts that the model answers before step 1 and every few steps. Keys that are not set are as in training."""
 
     source: Text | None = None
     """As data.source. None: data.source, with another split, or other rows of its task."""
@@ -331,17 +345,17 @@ class EvalRecipe(Strict):
     max_prompt_tokens: Count | None = None
     """Longest prompt, template included. None: the longest of these rows, as far as the model's positions leave room for it."""
     every: Count = 20
-    """Steps between evaluations; the last step is evaluated always."""
+    """Steps between evaluations; the last step is always evaluated."""
     at_start: StrictBool = True
     """Evaluate before step 1, too."""
     best: StrictBool = True
-    """Save a checkpoint whenever the mean reward is the highest so far, and keep it whatever checkpoint.keep says."""
+    """Save a checkpoint whenever the mean reward is the highest so far, and keep it besides those of checkpoint.keep."""
     group_size: Count = 1
     """Completions of each prompt; several give avg@k and pass@k."""
     temperature: Temperature | None = None
     """0 is greedy. None: 0 with one completion of each prompt, rollout.temperature with several."""
-    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
-    """Sample only from the fewest most probable tokens that have this share of the probability together."""
+    top_p: Share | None = None
+    """Sample only from the fewest most probable tokens that together have this share of the probability. None: rollout.top_p."""
     max_completion_tokens: Count | None = None
     """Longest completion. None: rollout.max_completion_tokens."""
     rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)] | None = None
@@ -360,15 +374,15 @@ class VllmRecipe(Strict):
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
     """Completions decoded at the same time."""
     kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
-    """Memory of the KV cache. None: on the CPU what is needed, at most 4 GiB; on a GPU what the share below leaves."""
+    """Memory of the KV cache. None: on the CPU what is needed, at most 4 GiB; on a GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     """Share of the GPU for weights and KV cache. None: 0.45."""
     tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
     """GPUs that hold one copy of the engine's weights together."""
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
-    """Code of the model: vLLM's own, that of transformers inside vLLM, or the first of these that there is."""
+    """Code of the model: vLLM's own, that of transformers inside vLLM, or (auto) vLLM's own if it exists."""
     quantization: Text | None = None
-    """How vLLM quantizes the weights of the engine, such as fp8, when it gets them (GPU only). None: not at all."""
+    """How vLLM quantizes the weights that it receives, such as fp8 (GPU only). None: not at all."""
     enforce_eager: StrictBool | None = None
     """No graph capture. None: eager on the CPU, graphs on a GPU."""
     extra: dict[StrictStr, Any] = {}
@@ -385,7 +399,7 @@ class ColocatedEngineRecipe(VllmRecipe):
 
     @property
     def may_sleep(self) -> bool:
-        """Returns whether `sleep` could be set, and is not."""
+        """Returns whether the engine has a setting `sleep` that is off."""
         return not self.sleep
 
 
@@ -408,21 +422,21 @@ class ServerEngineRecipe(VllmRecipe):
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
     """Servers that run already, started by `rlgen serve`."""
     launch: StrictBool = False
-    """Start servers, restart each when it dies, stop them with the run."""
+    """Start servers, restart each that dies, stop them with the run."""
     servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
-    """How many are launched; they share the work. On GPUs `devices` is dealt out among them."""
+    """How many are launched; they share the work. On GPUs they divide `devices`."""
     host: Text = "127.0.0.1"
-    """Where a launched server listens."""
+    """Address on which a launched server listens."""
     port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
-    """Of the first launched server; the others have the next ones. None: free ones."""
+    """Port of the first launched server; the others have the next ones. None: free ports."""
     token_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "RLGEN_SERVER_TOKEN"
-    """Environment variable that holds the servers' token; a launched server gets a new one unless it is set."""
+    """Environment variable that holds the servers' token. If it is not set, a launched server gets a new token."""
     timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
     """Seconds without any answer after which a server counts as dead."""
     start_timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
     """Seconds that a launched server has to get ready."""
     restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 2
-    """How often in a run a server that died or lost its weights is brought back."""
+    """How often a run recovers a server that died or lost its weights."""
     devices: Devices | None = None
     """GPUs of launched servers, such as "1" or [4, 5, 6, 7]; each server has an equal part. None: those that the trainer sees."""
     transfer: Literal["files", "nccl"] = "files"
@@ -430,10 +444,10 @@ class ServerEngineRecipe(VllmRecipe):
     transfer_dir: Text | None = None
     """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
     lora: Literal["merged", "adapter"] = "merged"
-    """With model.lora, what travels: all weights, with the adapter merged into them, or the adapter, which each server merges."""
+    """With model.lora, what is sent: all weights with the adapter merged, or the adapter alone, which each server merges."""
     in_flight: StrictBool | None = None
-    """With rollout.ahead: weights change under requests that are being answered, instead of after them. None: where
-    rollout.ahead is 2 or more."""
+    """With rollout.ahead: change the weights while requests are being answered, instead of after them. None: if rollout.ahead
+    is 2 or more."""
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -451,7 +465,7 @@ class ServerEngineRecipe(VllmRecipe):
         return False
 
 
-# Arguments of vLLM that rlgen sets itself: those that its guarantees depend on, and those that follow from another key.
+# Arguments of vLLM that rlgen sets itself: its guarantees depend on them, or they follow from another key.
 RESERVED_ENGINE_ARGUMENTS = frozenset(
     [
         *VllmRecipe.model_fields,  # most have the name that vLLM has for them
@@ -470,7 +484,7 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
 
 class TransformersEngineRecipe(Strict):
     kind: Literal["transformers"]
-    """transformers: its own generation, slow, and without vLLM."""
+    """transformers: slow generation, but without vLLM."""
     dtype: Dtype | None = None
     """None: model.dtype."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 64
@@ -486,7 +500,7 @@ class OptimRecipe(Strict):
     learning_rate: Annotated[float, Field(strict=True, gt=0, le=10)] = 1e-6
     """Learning rate of AdamW after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up; linear and cosine end at 0 with the run."""
+    """Course of the learning rate after the warm-up; linear and cosine reach 0 at the end of the run."""
     warmup_steps: Annotated[StrictInt, Field(ge=0, le=10**9)] = 0
     """Steps in which the learning rate rises from 0."""
     weight_decay: Annotated[float, Field(strict=True, ge=0, le=10)] = 0.0
@@ -494,47 +508,47 @@ class OptimRecipe(Strict):
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 1.0
     """Gradients of a larger norm are scaled down to it."""
     micro_batch_tokens: Count = 16384
-    """Most tokens that go through the model together, padding included. Changes memory and speed, never the result. Unless said,
-    more where a row is longer."""
+    """Most tokens that go through the model together, padding included. Changes memory and speed, never the result. The default
+    grows to the longest row."""
     packing: StrictBool | None = None
-    """Compute the rows of a micro-batch end to end, without padding, and the prompt of a group once; the result is the same.
-    None: where it is faster (on the CPU, and in bfloat16 on a GPU), if the model allows it."""
+    """Lay the rows of a micro-batch end to end, without padding, and compute the prompt of a group once; the result is the same.
+    None: if it is faster (on the CPU, and in bfloat16 on a GPU) and the model allows it."""
     max_nonfinite: Annotated[StrictInt, Field(ge=0, le=10**6)] = 3
-    """Steps in a row whose update may be skipped for a number that is not finite; one more ends the run. 0: the first does."""
+    """Steps in a row that may skip their update because a number is not finite; one more ends the run. 0: the first does."""
 
 
 class CheckpointRecipe(Strict):
     every: Count = 20
-    """Steps between checkpoints; the last step is saved always."""
+    """Steps between checkpoints; the last step is always saved."""
     keep: Count = 2
-    """The newest ones that stay."""
+    """Newest checkpoints that are kept."""
 
 
 class RolloutsRecipe(Strict):
     """Selects the samples that are written to rollouts/, one file a step. A step whose update was skipped is always written."""
 
     every: Annotated[StrictInt, Field(ge=0, le=10**9)] = 1
-    """Steps between two that are written. 0: none."""
+    """Steps between two whose samples are written. 0: none."""
     keep: Count | None = None
-    """The newest written steps that stay, and those that a resume from a checkpoint may need. None: all."""
+    """Newest written steps that are kept, besides those that a resume from a checkpoint may need. None: all."""
 
 
 class SentinelRecipe(Strict):
     max_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Most that engine and trainer may differ on any sampled token, in nats. Both None: bounds are measured."""
     mean_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
-    """Most that they may differ on average."""
+    """Most that engine and trainer may differ on average, in nats."""
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
-    """When they differ by more in a batch: train on and say so, stop, or keep a checkpoint of what was trained and stop."""
+    """If they differ by more in a batch: warn and train on, stop, or save a checkpoint and stop."""
     probe_every: Count = 10
-    """With rollout.ahead no batch is of present weights: after every so many syncs, a few completions are sampled that are."""
+    """With rollout.ahead no batch is from current weights: after every so many syncs a few completions are sampled from them."""
 
 
 class HealthRule(Strict):
     threshold: Annotated[float, Field(strict=True, ge=0, le=1e9)]
-    """Value beyond which the sign counts."""
+    """A value beyond this one is a bad sign."""
     steps: Annotated[StrictInt, Field(ge=1, le=10000)]
-    """Steps in a row, of those that measure it, that must be beyond the threshold."""
+    """Steps in a row whose value must be beyond the threshold; steps that do not measure it are skipped."""
     action: Literal["ignore", "warn", "stop", "checkpoint_and_stop"] | None = None
     """None: health.action."""
 
@@ -543,35 +557,37 @@ class HealthRecipe(Strict):
     """Rules for signs of a failing run, checked after each step. A rule that is set in part keeps its other defaults."""
 
     action: Literal["warn", "stop", "checkpoint_and_stop"] = "warn"
-    """When a rule is broken: go on and say so, end the run, or keep a checkpoint and end it."""
+    """If a rule is broken: warn and go on, stop, or save a checkpoint and stop."""
     reward: HealthRule = HealthRule(threshold=0.0, steps=20)
-    """Mean reward, its sign aside, not above it."""
+    """The mean reward, without its sign, is at or below the threshold."""
     reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
-    """Standard deviation of the rewards of a step not above it, in most of the steps."""
+    """The standard deviation of a step's rewards is at or below the threshold in most of the steps."""
     reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
-    """More rewards of samples have failed in a step; a call for a group that fails counts for each of its samples."""
+    """More rewards than the threshold failed in a step; a failed call for a group counts once for each of its samples."""
+    unscored: HealthRule = HealthRule(threshold=1.0, steps=1)
+    """The share of a step's samples without a reward is at or above the threshold."""
     zero_std: HealthRule = HealthRule(threshold=0.8, steps=10)
-    """Share of groups of equal rewards not below it."""
+    """The share of groups with equal rewards is at or above the threshold."""
     no_update: HealthRule = HealthRule(threshold=0.0, steps=5)
-    """Optimizer steps that were taken in a step not above it."""
+    """The number of optimizer steps in a step is at or below the threshold."""
     entropy: HealthRule = HealthRule(threshold=0.01, steps=5)
-    """Mean entropy of a token, in nats, below it."""
+    """The mean entropy of a token, in nats, is below the threshold."""
     ref_kl: HealthRule = HealthRule(threshold=2.0, steps=5)
-    """KL to the reference above it, in nats a token."""
+    """The KL to the reference, in nats a token, is above the threshold."""
     grad_norm: HealthRule = HealthRule(threshold=10.0, steps=5)
-    """Norm of the gradient, before it is clipped, above it."""
+    """The norm of the gradient before clipping is above the threshold."""
     clipped: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """Share of tokens whose ratio was clipped above it."""
+    """The share of tokens whose ratio was clipped is above the threshold."""
     truncated: HealthRule = HealthRule(threshold=0.8, steps=10)
-    """Share of completions that were ended by the limit above it."""
+    """The share of completions that reached the length limit is above the threshold."""
     length: HealthRule = HealthRule(threshold=0.9, steps=10)
-    """Mean tokens of a completion above this share of rollout.max_completion_tokens."""
+    """The mean length of a completion is above this share of rollout.max_completion_tokens."""
     sampler_delta: HealthRule = HealthRule(threshold=0.1, steps=3)
-    """Mean difference of engine's and trainer's log-probs above it, in nats."""
+    """The mean difference between engine's and trainer's log-probs, in nats, is above the threshold."""
     sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
-    """KL between engine and trainer above it, in nats a token."""
+    """The KL between engine and trainer, in nats a token, is above the threshold."""
     ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """Effective share of the samples, by the ratios between trainer and engine before any is capped, below it."""
+    """The effective share of the samples, by the uncapped ratios between trainer and engine, is below the threshold."""
 
     @model_validator(mode="before")
     @classmethod
@@ -592,15 +608,15 @@ class ProcessesRecipe(Strict):
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """What each process holds: all weights (ddp), or its share of them and of the optimizer's state (fsdp)."""
     shard: Count | None = None
-    """fsdp: processes that share the weights among them, of neighbouring ranks, such as those of one machine; the others hold the
-    same shards again. None: all processes."""
+    """fsdp: number of processes, of neighbouring ranks, that divide the weights among them, such as those of one machine; other
+    groups hold the same shards again. None: all processes."""
     defer_sync: bool = False
-    """fsdp: add up whole gradients in each process, and send them once after the last micro-batch of an update, instead of shards
-    after each: less to send, and 4 bytes more a parameter."""
+    """fsdp: add up whole gradients in each process and send them once, after the last micro-batch of an update, instead of after
+    each: less to send, but 4 bytes more for each parameter."""
     count: Count | None = None
     """Processes that must run; None: as many as are started. torchrun or accelerate starts them."""
     timeout: Annotated[float, Field(strict=True, ge=1, le=86400)] = 600.0
-    """Seconds that a process waits for a sign of life of another one before all of them end."""
+    """Seconds without a sign of life from a process after which all processes end."""
 
 
 EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
@@ -616,7 +632,7 @@ class Recipe(Strict):
     data: DataRecipe
     """The rows: prompts, and the columns that rewards get."""
     rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)]
-    """What completions are worth: functions, whose results are multiplied by their weights and added up."""
+    """Functions that score completions; their results are multiplied by their weights and added up."""
     scoring: ScoringRecipe = ScoringRecipe()
     """The processes that run rewards, tools and environments."""
     tools: Annotated[list[ToolRecipe], Field(max_length=100)] = []
@@ -632,13 +648,13 @@ class Recipe(Strict):
     optim: OptimRecipe = OptimRecipe()
     """The optimizer, and how a step is cut into micro-batches."""
     checkpoint: CheckpointRecipe = CheckpointRecipe()
-    """When the state of the run is saved, and how many of these stay."""
+    """When the state of the run is saved, and how many checkpoints are kept."""
     rollouts: RolloutsRecipe = RolloutsRecipe()
     """Which samples are written to rollouts/, one file a step."""
     eval: EvalRecipe | None = None
     """Prompts that are never trained on, and how often they are answered."""
     sinks: Annotated[list[SinkRecipe], Field(max_length=4)] = []
-    """Trackers that receive metrics, evaluations and samples, one of a kind; no failure of theirs ends a run."""
+    """Trackers that receive metrics, evaluations and samples, one of each kind; if one fails, the run goes on."""
     sentinel: SentinelRecipe = SentinelRecipe()
     """How far engine and trainer may differ, and what happens beyond that."""
     health: HealthRecipe = HealthRecipe()
@@ -655,6 +671,12 @@ class Recipe(Strict):
     def talks(self) -> bool:
         """Returns whether completions are conversations of several turns."""
         return bool(self.tools) or self.environment is not None
+
+    @property
+    def rounds_alike(self) -> bool:
+        """Returns whether the engine holds the trainer's weights in the dtype in which the trainer computes."""
+        same = self.engine.dtype in (None, self.model.dtype) and self.model.quantization is None
+        return same and not (isinstance(self.engine, VllmRecipe) and self.engine.quantization)
 
     @property
     def samples_per_step(self) -> int:
@@ -678,7 +700,7 @@ class Recipe(Strict):
     def max_row_tokens(self) -> int:
         """Returns the tokens of the longest prompt and the longest completion together.
 
-        Where the recipe leaves prompts open, and nobody has looked at the data yet, they count as `ASSUMED_PROMPT` tokens.
+        If the recipe sets no length of prompts and the data have not been read, a prompt counts as `ASSUMED_PROMPT` tokens.
         """
         return (self.data.max_prompt_tokens or ASSUMED_PROMPT) + self.rollout.max_completion_tokens
 

@@ -13,6 +13,7 @@ from rlgen.recipe.messages import short
 from rlgen.recipe.models import Recipe, RewardRecipe, ToolRecipe
 from rlgen.recipe.rules import is_local_model, is_local_source
 from rlgen.recipe.source import file_of
+from rlgen.recipe.trainers import OwnRecipe
 
 Function = TypeVar("Function", RewardRecipe, ToolRecipe)
 
@@ -31,7 +32,7 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
             place.exists()  # raises if the text cannot be a path
             return str(place) if always or (folder / text).is_dir() else text
         except (OSError, RuntimeError) as error:  # too long, or ~ of an unknown user
-            problems.append(Problem(where, f"{short(text)} is no path: {getattr(error, 'strerror', None) or error}"))
+            problems.append(Problem(where, f"{short(text)} is not a path: {getattr(error, 'strerror', None) or error}"))
             return text
 
     def own(use: str, loc: yaml.Path) -> str:
@@ -72,6 +73,8 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
     changes["tools"] = in_place(recipe.tools, ("tools",))
     if recipe.rollout.use is not None:
         changes["rollout"] = recipe.rollout.model_copy(update={"use": own(recipe.rollout.use, ("rollout", "use"))})
+    if isinstance(recipe.trainer, OwnRecipe):
+        changes["trainer"] = recipe.trainer.model_copy(update={"use": own(recipe.trainer.use, ("trainer", "use"))})
     if (environment := recipe.environment) is not None:
         changes["environment"] = environment.model_copy(update={"use": own(environment.use, ("environment", "use"))})
     return recipe.model_copy(update=changes), problems
@@ -80,12 +83,12 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
 def impossible_run_path(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> list[Problem]:
     """Returns a problem if no file system could hold the run's folder: a name that is too long, or ~ of an unknown user."""
     where = places.get(("run", "dir")) or places.get(("run", "name")) or str(path)
-    said = f"run.dir: {short(recipe.run.dir)} is no path"
+    said = f"run.dir: {short(recipe.run.dir)} is not a path"
     try:
         place = recipe.run_path
     except RuntimeError as error:
         return [Problem(where, f"{said}: {error}", "write the path without ~")]
-    for part in (str(place), *place.parts):  # each name alone, too: the system looks at none below a folder that is not there yet
+    for part in (str(place), *place.parts):  # each name alone, too: lstat checks none below a missing folder
         try:
             os.lstat(part)
         except OSError as error:
@@ -95,11 +98,11 @@ def impossible_run_path(recipe: Recipe, places: dict[yaml.Path, str], path: Path
 
 
 def like(path: str) -> str | None:
-    """Returns a hint with the name of a file or folder beside a path that is not there, if one is alike."""
+    """Returns a hint with the file or folder beside a missing path that has the most similar name; None if none is similar."""
     missing = Path(path)
     if any(character in path for character in "*?["):
         return None
-    while not missing.parent.is_dir():  # the innermost folder that is there
+    while not missing.parent.is_dir():  # the innermost folder that exists
         missing = missing.parent
     try:
         names = [entry.name for entry in missing.parent.iterdir()]
@@ -117,6 +120,7 @@ def outside(recipe: Recipe, folder: Path) -> list[str]:
     uses = [("rewards", reward.use) for reward in rewards] + [("tools", tool.use) for tool in recipe.tools]
     uses += [("environment", recipe.environment.use)] if recipe.environment is not None else []
     uses += [("rollout.use", recipe.rollout.use)] if recipe.rollout.use is not None else []
+    uses += [("trainer.use", recipe.trainer.use)] if isinstance(recipe.trainer, OwnRecipe) else []
     files = {(section, file) for section, use in uses if (file := use.rpartition(":")[0]).endswith(".py")}
     return [
         f"{section}: {file} lies outside of the recipe's folder; its hash goes into provenance.json"

@@ -48,6 +48,8 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     engine = recipe.engine
     found = [
         *_group_contradictions(recipe),
+        *_truncation_contradictions(recipe),
+        *_stop_contradictions(recipe),
         *_size_contradictions(recipe),
         *_ahead_contradictions(recipe),
         *_model_contradictions(recipe),
@@ -65,10 +67,10 @@ def contradictions(recipe: Recipe) -> list[Finding]:
 
 
 def _sink_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns sinks of a kind that stands before them: a run has one id in each tracker."""
+    """Returns sinks that repeat a kind: a run has one id in each tracker."""
     kinds = [sink.kind for sink in recipe.sinks]
     return [
-        Finding(f"sinks.{place}.kind", f"sinks has a second one of kind {kind}, and a run is one run in a tracker", "remove one")
+        Finding(f"sinks.{place}.kind", f"sinks has a second entry of kind {kind}, but a tracker gets each run once", "remove one")
         for place, kind in enumerate(kinds)
         if kind in kinds[:place]
     ]
@@ -96,6 +98,43 @@ def _group_contradictions(recipe: Recipe) -> list[Finding]:
             )
         )
     return found
+
+
+def _truncation_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns settings with which log-probs of a truncated distribution mean something else on the two sides."""
+    rollout, trainer = recipe.rollout, recipe.trainer
+    used = [name for name, all_ids in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, name) != all_ids]
+    found: list[Finding] = []
+    for name in used:
+        path, remove = f"rollout.{name}", f"remove rollout.{name}"
+        if isinstance(trainer, PolicyRecipe) and trainer.beta > 0:
+            why = "the reference keeps other ids than the policy, so that trainer.beta would weigh no KL of the two"
+            found.append(Finding(path, f"{path} does not go with trainer.beta: {why}", f"{remove}, or set trainer.beta to 0"))
+        if recipe.structured_regex is not None:
+            why = "the trainer knows what this rule keeps, but not what the regular expression does"
+            found.append(Finding(path, f"{path} does not go with engine.structured_regex: {why}", f"{remove}, or the other key"))
+        if not recipe.rounds_alike:
+            why = "an engine that rounds more than the trainer keeps other ids"
+            found.append(Finding(path, f"{path} needs an engine with the trainer's dtype and weights: {why}", remove))
+    return found
+
+
+def _stop_contradictions(recipe: Recipe) -> list[Finding]:
+    """Returns what ends completions in its own way, where the recipe names further ends."""
+    own = {"tools": recipe.tools, "environment": recipe.environment, "rollout.use": recipe.rollout.use}
+    named = [name for name in ("stop", "stop_token_ids") if getattr(recipe.rollout, name)]
+    return [
+        Finding(
+            f"rollout.{name}",
+            f"rollout.{name} does not go with {section}: "
+            + ("its code" if section == "rollout.use" else "the chat template")
+            + " says what ends a turn",
+            f"remove rollout.{name}",
+        )
+        for name in named
+        for section, used in own.items()
+        if used
+    ]
 
 
 def _size_contradictions(recipe: Recipe) -> list[Finding]:
@@ -134,17 +173,17 @@ def _ahead_contradictions(recipe: Recipe) -> list[Finding]:
     found: list[Finding] = []
     rollout, trainer, engine = recipe.rollout, recipe.trainer, recipe.engine
     if rollout.ahead and engine.kind != "server":
-        what = f"rollout.ahead {rollout.ahead} samples while a step trains, which an engine of kind {engine.kind} cannot"
+        what = f"rollout.ahead {rollout.ahead} samples while a step trains, but an engine of kind {engine.kind} cannot do both"
         found.append(Finding("rollout.ahead", what, "set engine.kind to server, or remove it"))
     if rollout.ahead > 1 and isinstance(engine, ServerEngineRecipe) and engine.in_flight is False:
-        what = f"with rollout.ahead {rollout.ahead} there is always a request under way: weights could never change"
+        what = f"with rollout.ahead {rollout.ahead} some request is always being answered: the weights could never change"
         found.append(Finding("engine.in_flight", what, "remove it, or set rollout.ahead to 1"))
     if rollout.ahead and not trainer.correction.corrects:
-        what = "rollout.ahead trains on samples of earlier weights, and trainer.correction corrects nothing"
+        what = "rollout.ahead trains on samples from earlier weights, but trainer.correction corrects nothing"
         found.append(Finding("rollout.ahead", what, "set trainer.correction.mode, or remove it"))
     if rollout.ahead and rollout.refill:
-        what = "rollout.refill asks for further prompts once a step's rewards are known, but with rollout.ahead the next step's"
-        found.append(Finding("rollout.refill", f"{what} are under way by then", "remove one of them"))
+        what = "rollout.refill draws prompts once a step's rewards are known, and rollout.ahead samples the next step by then"
+        found.append(Finding("rollout.refill", what, "remove one of them"))
     return found
 
 
@@ -155,7 +194,7 @@ def _model_contradictions(recipe: Recipe) -> list[Finding]:
         found.append(
             Finding(
                 "model.quantization",
-                f"model.quantization {recipe.model.quantization} holds weights that cannot be trained, without model.lora",
+                f"model.quantization {recipe.model.quantization} freezes all weights: without model.lora nothing is trained",
                 "add `lora: {}` to model, or remove model.quantization",
             )
         )
@@ -170,7 +209,7 @@ def _model_contradictions(recipe: Recipe) -> list[Finding]:
             found.append(
                 Finding(
                     "model.compile",
-                    f"model.compile compiles whole layers and padded rows, which {key} {value} has not",
+                    f"model.compile needs whole layers and padded rows, but {key} is {value}",
                     f"remove model.compile, or {key}",
                 )
             )
@@ -206,7 +245,7 @@ def _eval_contradictions(recipe: Recipe) -> list[Finding]:
     data = data_of(recipe, held)
     same = (data.source, data.subset) == (recipe.data.source, recipe.data.subset) and not data.source.startswith("task:")
     if same and (is_local_source(data.source) or data.split == recipe.data.split):
-        what = "eval names no rows but those that are trained on"
+        what = "eval names only rows that are trained on"
         found.append(
             Finding("eval.source", what, "set eval.source to a held-out file, or eval.split to another split of the hub")
         )
@@ -215,7 +254,7 @@ def _eval_contradictions(recipe: Recipe) -> list[Finding]:
         found.append(Finding("eval.temperature", what, "remove it, or set eval.group_size to 1"))
     if held.group_size == 1 and (places := pairwise_places(rewards_of(recipe, held))):
         section = "rewards" if held.rewards is None else "eval.rewards"
-        what = f"{section}.{places[0]} is pairwise: it compares completions of a prompt, and eval.group_size is 1"
+        what = f"{section}.{places[0]} is pairwise: it compares completions of a prompt, but eval.group_size is 1"
         found.append(Finding("eval.group_size", what, "set eval.group_size to 2 or more, or other rewards in eval.rewards"))
     return found if held.rewards is None else found + _reward_contradictions(held.rewards, "eval.rewards")
 
@@ -278,7 +317,7 @@ def _trainer_contradictions(trainer: TrainerRecipe) -> list[Finding]:
                 Finding(
                     "trainer.delta",
                     f"trainer.delta {trainer.delta} is not above 1 + trainer.clip_high = {1 + trainer.clip_high}",
-                    "set it higher; 4 is what its paper has",
+                    "set it higher; its paper has 4",
                 )
             )
     if isinstance(trainer, GRPORecipe) and trainer.combine_rewards == "normalize_then_sum" and trainer.kl == "k1_in_reward":
@@ -286,14 +325,14 @@ def _trainer_contradictions(trainer: TrainerRecipe) -> list[Finding]:
         found.append(Finding("trainer.kl", what, "set trainer.kl to k3_is, or trainer.combine_rewards to sum"))
     if isinstance(trainer, RLOORecipe):
         if trainer.reward_clip is not None and trainer.reward_clip[0] >= trainer.reward_clip[1]:
-            what = f"trainer.reward_clip {list(trainer.reward_clip)} is not lowest before highest"
+            what = f"trainer.reward_clip {list(trainer.reward_clip)} must have the lowest reward before the highest"
             found.append(Finding("trainer.reward_clip", what, "swap them"))
         if trainer.ratio == "sequence" and correction.mode.startswith(("token", "icepop")):
             found.append(
                 Finding(
                     "trainer.ratio",
-                    f"trainer.ratio sequence has one ratio for a completion, trainer.correction.mode {correction.mode} one weight"
-                    " for each token",
+                    f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode} has"
+                    " one weight for each token",
                     "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token",
                 )
             )
@@ -333,21 +372,21 @@ def _engine_contradictions(recipe: Recipe, engine: VllmRecipe) -> list[Finding]:
         found.append(
             Finding(
                 "engine.structured_regex",
-                "engine.structured_regex samples from a part of the vocabulary, so that the engine's log-probs are not the"
-                " policy's and trainer.correction would correct nonsense",
+                "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, and"
+                " trainer.correction would correct nonsense",
                 "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex",
             )
         )
     for name in sorted(engine.extra):
         path = f"engine.extra.{name}"
         if name.replace("-", "_").startswith("data_parallel"):
-            what = f"{path} puts several engines behind one address, and vLLM answers a weight sync for the first of them alone"
+            what = f"{path} puts several engines behind one address, but vLLM confirms a weight sync for the first only"
             more = "set engine.servers to their number" if isinstance(engine, ServerEngineRecipe) else "start more processes"
             found.append(Finding(path, what, f"{more}: each engine is then given weights, and checked, by itself"))
         elif name.replace("-", "_") in RESERVED_ENGINE_ARGUMENTS:
-            found.append(Finding(path, f"{path} is set by rlgen: its promise rests on it", "remove it"))
+            found.append(Finding(path, f"{path} is set by rlgen, which depends on its value", "remove it"))
         elif not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            found.append(Finding(path, f"{path} is no argument of vLLM", "write it as vLLM does in Python: lower_case"))
+            found.append(Finding(path, f"{path} is not an argument of vLLM", "write it as vLLM does in Python: lower_case"))
     return found
 
 
@@ -356,25 +395,25 @@ def _server_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
     found: list[Finding] = []
     urls = servers(engine)
     if not urls and not engine.launch:
-        what = "engine.kind server, but neither engine.url nor engine.launch says which"
+        what = "engine.kind is server, but neither engine.url nor engine.launch is set"
         found.append(Finding("engine.kind", what, "set engine.url to what `rlgen serve` printed, or engine.launch to true"))
     if urls and engine.launch:
-        what = "engine.url names a server that runs already, but engine.launch is true: rlgen would start another"
+        what = "engine.url names a running server, but engine.launch is true: rlgen would start another"
         found.append(Finding("engine.url", what, "remove one of them"))
     if engine.transfer == "nccl" and engine.launch and engine.devices is None:
-        what = "engine.transfer nccl needs the server on another GPU than the trainer, and engine.devices does not say which"
+        what = "engine.transfer nccl needs the server on another GPU than the trainer, but engine.devices names none"
         found.append(
             Finding("engine.transfer", what, 'set engine.devices to its number, such as "1", or engine.transfer to files')
         )
     found += _device_contradictions(engine)
     last = (engine.port or 0) + engine.servers - 1
     if engine.port is not None and last > 65535:
-        what = f"engine.port {engine.port} is of the first server, and engine.servers {engine.servers} would need port {last}"
+        what = f"engine.port {engine.port} is for the first server; the last of engine.servers {engine.servers} needs port {last}"
         found.append(Finding("engine.port", what, f"set engine.port to {65536 - engine.servers} or less, or remove it"))
     for index, url in enumerate(urls):
         if not is_address(url):
             hint = f"write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
-            found.append(Finding("engine.url", f"engine.url: {url!r} is no address of a server", hint))
+            found.append(Finding("engine.url", f"engine.url: {url!r} is not the address of a server", hint))
         elif url.rstrip("/") in [other.rstrip("/") for other in urls[:index]]:
             found.append(Finding("engine.url", f"engine.url names {url} twice", "remove one of them"))
     return found
@@ -390,8 +429,8 @@ def _device_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
         return [Finding("engine.devices", f"engine.devices names {twice[0]} twice", "remove one of them")]
     if len(gpus) % count or len(gpus) < count * size:
         what = (
-            f"engine.devices names {len(gpus)} GPUs, but each of engine.servers {count} needs as many as the others, and"
-            f" engine.tensor_parallel_size {size} at least"
+            f"engine.devices names {len(gpus)} GPUs, but each of engine.servers {count} needs an equal number of them, at least"
+            f" engine.tensor_parallel_size {size}"
         )
         return [Finding("engine.devices", what, f"name {count * size} GPUs, or change engine.servers")]
     return []
@@ -405,7 +444,7 @@ def servers(engine: ServerEngineRecipe) -> list[str]:
 def is_address(url: str) -> bool:
     """Returns whether the text has the form of a server's address, and holds no secret."""
     try:
-        urlsplit(url).port  # noqa: B018 - raises where the port is none
+        urlsplit(url).port  # noqa: B018 - raises ValueError if the port is not a number
     except ValueError:
         return False
     return re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", url) is not None

@@ -1,4 +1,4 @@
-"""Makes the JSON Schema of recipe files, with which editors complete keys, show their sentences and mark mistakes."""
+"""Makes the JSON Schema of recipe files, with which editors complete keys, describe them and mark mistakes."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from rlgen.recipe.models import Recipe
 
 DIALECT = "http://json-schema.org/draft-07/schema#"  # what editors' YAML servers support
 HEADER = "# yaml-language-server: $schema="  # at the top of a recipe, before a path or a URL
-EXTENDS = {"description": "A recipe that this one builds on: its values hold where this file says no other.", "type": "string"}
+EXTENDS = {"description": "A recipe that this one builds on: its values hold unless this file sets others.", "type": "string"}
 
 
 def recipe_schema() -> dict[str, Any]:
     """Returns the JSON Schema of a recipe file.
 
-    A file may say less than a `Recipe` holds: the run's name follows from that of the file, a health rule keeps its other
-    defaults, and what another recipe says (`extends`) need not be said again.
+    A file may leave out what a `Recipe` requires: the run's name follows from that of the file, a health rule keeps its other
+    defaults, and a file need not repeat what the recipe that it `extends` sets.
     """
     schema = Recipe.model_json_schema()
     parts = schema["$defs"]

@@ -7,14 +7,14 @@ from rlgen.errors import Problem
 from rlgen.recipe import yaml
 from rlgen.redact import CERTAIN, holds_secret, is_secret_name, secrets_of_environment
 
-INTO_ENVIRONMENT = "put it into an environment variable and have the code read that: a run keeps copies of its recipe"
+INTO_ENVIRONMENT = "put it into an environment variable and read that in the code: a run keeps copies of its recipe"
 
 
 def secrets_in(data: dict[str, Any], places: dict[yaml.Path, str], texts: Mapping[str, str]) -> list[Problem]:
     """Returns a problem for each secret in the recipe: under a key whose name says so, in a value, or in a comment.
 
     Args:
-        texts: of each file of the recipe, by name, the recipe first.
+        texts: the text of each file of the recipe by its name, that of the recipe first.
     """
     found: dict[str, Problem] = {}
     for leaf in secret_leaves(data):

@@ -1,4 +1,4 @@
-"""Lets defaults that nobody wrote follow from the model and the data: such a default is never an error.
+"""Fits the sizes that a recipe does not set to the model and the data, so that a default is never an error.
 
 A recipe that leaves all sizes out trains a model of 512 positions on five short prompts as well as a large one on a million.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe.models import EvalRecipe, Recipe, VllmRecipe
 
-# Defaults that give way to the model and the data unless they are written.
+# Keys whose defaults shrink or grow to fit the model and the data.
 GIVE_WAY = ("rollout.prompts_per_step", "rollout.max_completion_tokens", "optim.micro_batch_tokens")
 FOLLOWING = ("data.max_prompt_tokens", *GIVE_WAY, "eval.max_prompt_tokens", "eval.max_completion_tokens")
 
@@ -22,14 +22,14 @@ class PromptLimit:
 
 
 def is_written(recipe: Recipe, path: str) -> bool:
-    """Returns whether the recipe itself says a value, such as "rollout.group_size"."""
+    """Returns whether the recipe itself sets a key, such as "rollout.group_size"."""
     name, key = path.split(".")
     section = getattr(recipe, name)
     return section is not None and key in section.model_fields_set
 
 
 def least_row(recipe: Recipe) -> tuple[int, str]:
-    """Returns the fewest tokens that the longest row has by what is written, and how they add up, for messages."""
+    """Returns the least length of the longest row by the keys that are set, in tokens, and how it adds up, for messages."""
     prompt, completion = recipe.data.max_prompt_tokens, recipe.rollout.max_completion_tokens
     if not is_written(recipe, "rollout.max_completion_tokens"):
         return (prompt or 1) + 1, f"data.max_prompt_tokens is {prompt or 1}, and a completion follows"
@@ -42,7 +42,7 @@ def window(recipe: Recipe, positions: int | None, trained: bool = True) -> tuple
     """Returns the most tokens of a prompt and its completion together, and what limits them.
 
     Args:
-        positions: of the model; None: it does not say.
+        positions: of the model; None: its config names none.
         trained: whether the trainer learns from such rows, in micro-batches.
     """
     limits = [(positions, f"model.path {recipe.model.path} has {positions} positions")] if positions is not None else []
@@ -56,10 +56,10 @@ def window(recipe: Recipe, positions: int | None, trained: bool = True) -> tuple
 
 
 def prompt_limit(recipe: Recipe, positions: int | None) -> PromptLimit:
-    """Returns how long a prompt may be: as the recipe says, or as the model leaves room beside a completion.
+    """Returns how long a prompt may be: as the recipe sets, or what the model has left beside a completion.
 
     Raises:
-        RecipeError: what is written does not fit into the model.
+        RecipeError: the sizes that the recipe sets do not fit into the model.
     """
     prompt, completion = recipe.data.max_prompt_tokens, recipe.rollout.max_completion_tokens
     most, why = window(recipe, positions)
@@ -77,10 +77,10 @@ def prompt_limit(recipe: Recipe, positions: int | None) -> PromptLimit:
 
 
 def fitted(recipe: Recipe, positions: int | None, longest: int, used: int) -> Recipe:
-    """Returns the recipe with every size that it does not say itself.
+    """Returns the recipe with every size that it does not set itself.
 
     Args:
-        positions: of the model; None: it does not say.
+        positions: of the model; None: its config names none.
         longest: tokens of the longest prompt.
         used: number of prompts.
     """
@@ -112,7 +112,7 @@ def eval_prompt_limit(recipe: Recipe, settings: EvalRecipe, positions: int | Non
         recipe: with the sizes of training.
 
     Raises:
-        RecipeError: what is written does not fit into the model.
+        RecipeError: the sizes that the recipe sets do not fit into the model.
     """
     prompt, written = settings.max_prompt_tokens, settings.max_completion_tokens
     most, why = window(recipe, positions, trained=False)
@@ -129,7 +129,7 @@ def eval_prompt_limit(recipe: Recipe, settings: EvalRecipe, positions: int | Non
 
 
 def fitted_eval(recipe: Recipe, settings: EvalRecipe, positions: int | None, longest: int) -> EvalRecipe:
-    """Returns the section `eval` with every size that it does not say itself.
+    """Returns the section `eval` with every size that it does not set itself.
 
     Args:
         longest: tokens of the longest prompt that is evaluated.
@@ -145,7 +145,7 @@ def fitted_eval(recipe: Recipe, settings: EvalRecipe, positions: int | None, lon
 
 
 def what_follows(recipe: Recipe, found: Recipe) -> list[str]:
-    """Returns a line for each size that gave way: "rollout.max_completion_tokens is 452 instead of 512: ..."."""
+    """Returns a line for each size that was fitted: "rollout.max_completion_tokens is 452 instead of 512: ..."."""
     said = []
     for path in FOLLOWING:
         section, key = path.split(".")

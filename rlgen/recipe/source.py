@@ -85,7 +85,7 @@ def read_source(path: Path) -> Source:
 def _merged(
     below: dict[str, Any], places_below: dict[yaml.Path, str], above: dict[str, Any], places_above: dict[yaml.Path, str]
 ) -> tuple[dict[str, Any], dict[yaml.Path, str]]:
-    """Merges what a child file says over what its parent says; returns the merged data and the position of each value."""
+    """Merges the data of a child file over those of its parent; returns the merged data and the position of each value."""
     replaced: set[yaml.Path] = set()
 
     def merge(old: dict[str, Any], new: dict[str, Any], path: yaml.Path) -> dict[str, Any]:
@@ -117,9 +117,9 @@ def read_text(path: Path) -> str:
         return RecipeError([Problem(str(path), what, hint)])
 
     if str(path) == "-":
-        raise refused("standard input is not read", "name a recipe file")
+        raise refused("standard input cannot be a recipe", "name a recipe file")
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", str(path)):
-        raise refused("is an address, and a recipe is a file", "download it and read it first")
+        raise refused("is an address, but a recipe must be a file", "download it and read it first")
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -173,7 +173,7 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
                 else:
                     node = node[step]
         except (TypeError, IndexError, ValueError):
-            problems.append(Problem(where, f"there is no place {dotted}", "`rlgen show RECIPE` lists all"))
+            problems.append(Problem(where, f"there is no key {dotted}", "`rlgen show RECIPE` lists all"))
             continue
         for old in [place for place in places if place[: len(path)] == path]:
             del places[old]

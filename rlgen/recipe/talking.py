@@ -30,7 +30,7 @@ def _tool_contradictions(recipe: Recipe) -> list[Finding]:
         what = "tools are shown to the model by the chat template, but the prompts of a task are texts"
         found.append(Finding("tools", what, "set data.chat to true"))
     if recipe.structured_regex is not None:
-        what = "engine.structured_regex restricts each turn to one expression, and calls of tools are others"
+        what = "engine.structured_regex restricts each turn to one expression, which calls of tools do not match"
         found.append(Finding("engine.structured_regex", what, "remove it, or tools"))
     return found
 
@@ -43,13 +43,13 @@ def _environment_contradictions(recipe: Recipe) -> list[Finding]:
     if recipe.environment is None:
         paths = [f"rewards.{place}.use" for place in given]
         paths += [f"eval.rewards.{place}.use" for place, reward in enumerate(held) if reward.use == ENVIRONMENT_REWARD]
-        what = "the reward environment adds up what an environment gives, and there is none"
+        what = "the reward environment adds up the rewards of an environment, but there is none"
         return [Finding(path, what, "add the section environment, or remove the reward") for path in paths]
     if not given:
-        what = "environment: no reward says what becomes of its rewards, and of conversations in which it fails"
-        found.append(Finding("environment", what, "add {use: environment} to rewards; with weight 0 it is only measured"))
+        what = "environment: no entry of rewards uses its rewards, or its failed conversations"
+        found.append(Finding("environment", what, "add {use: environment} to rewards; with weight 0 it only measures"))
     if recipe.tools:
-        what = "environment and tools: each of them answers the turns of the model"
+        what = "environment and tools both answer the turns of the model"
         found.append(Finding("environment", what, "remove one of them; an environment may call functions itself"))
     if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
         what = "environment: the chat template puts observations between turns, but the prompts of a task are texts"
@@ -63,10 +63,10 @@ def _rollout_contradictions(recipe: Recipe) -> list[Finding]:
     if recipe.rollout.use is None:
         return []
     others = (
-        ("tools", bool(recipe.tools), "leads conversations by itself, and so do tools"),
-        ("environment", recipe.environment is not None, "leads conversations by itself, and so does an environment"),
-        ("eval", recipe.eval is not None, "is not called by evaluations, whose completions would be of another kind"),
-        ("rollout.ahead", recipe.rollout.ahead > 0, "is called when a step needs its samples, and not while another one trains"),
+        ("tools", bool(recipe.tools), "leads conversations itself, and so do tools"),
+        ("environment", recipe.environment is not None, "leads conversations itself, and so does an environment"),
+        ("eval", recipe.eval is not None, "is not called by evaluations, so that their completions would differ in kind"),
+        ("rollout.ahead", recipe.rollout.ahead > 0, "is called when a step needs its samples, not while another step trains"),
         (
             "engine.tensor_parallel_size",
             isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1,

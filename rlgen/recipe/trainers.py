@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from rlgen.recipe.fields import Number, Strict
+from rlgen.recipe.fields import Number, Strict, Text
 
 
 class Preset(Strict):
@@ -41,12 +41,12 @@ class CorrectionRecipe(Preset):
     }
 
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "none"] = "token_truncate"
-    """Importance weight between the engine's and the trainer's log-probs: of tokens or of whole completions, moved to the caps
-    (truncate) or 0 outside of them (mask). icepop is token_mask with its paper's caps."""
+    """Importance weight between the engine's and the trainer's log-probs, of tokens or of whole completions. Outside the caps a
+    weight is moved to the cap (truncate) or set to 0 (mask). icepop is token_mask with its paper's caps."""
     min: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    """Lower cap. For token_mask and icepop 0.5 unless said."""
+    """Lower cap. Default for token_mask and icepop: 0.5."""
     max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 2.0
-    """Upper cap. For sequence_mask 3 and for icepop 5 unless said."""
+    """Upper cap. Default for sequence_mask: 3, for icepop: 5."""
     geometric: GeometricRecipe | None = None
     """Also drop completions by their mean ratio."""
 
@@ -57,7 +57,7 @@ class CorrectionRecipe(Preset):
 
 
 class PairCorrectionRecipe(CorrectionRecipe):
-    """The correction for preference pairs: a pair has no weight; it is kept, or dropped if one of its completions is dropped."""
+    """The correction for preference pairs, which have no weights: a pair is dropped if one of its completions is dropped."""
 
     mode: Literal["sequence_mask", "none"] = "none"
     """Drop pairs by the ratio of a whole completion."""
@@ -78,34 +78,34 @@ class PolicyRecipe(Strict):
     """Settings that the policy-gradient trainers share."""
 
     beta: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
-    """Weight of the KL to a reference; a reference is held only above 0."""
+    """Weight of the KL to a reference model, which is kept in memory only if beta is above 0."""
     kl: KLPlace = "k3_is"
-    """Estimator of the KL, in the loss or taken from the reward. k3 is what older tools have; its gradient is biased."""
+    """Estimator of the KL, in the loss or subtracted from the reward. Older tools use k3, whose gradient is biased."""
     kl_use_weight: StrictBool = False
-    """Multiply the KL in the loss by the importance weight, as the rest of the loss."""
+    """Multiply the KL in the loss by the importance weight, like the rest of the loss."""
     clip_low: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
     """The ratio is clipped below 1 - clip_low. Acts from the second update of a rollout on."""
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.28
     """The ratio is clipped above 1 + clip_high."""
     delta: Annotated[float, Field(strict=True, gt=1, le=1e6)] | None = None
-    """Upper bound of the ratio where the advantage is negative too; above 1 + clip_high."""
+    """Upper bound of the ratio that holds for negative advantages too; above 1 + clip_high."""
     off_policy_max: Annotated[float, Field(strict=True, ge=0, le=1000)] | None = None
-    """Drop completions of negative advantage whose tokens are on average further off the policy, in nats."""
+    """Drop completions of negative advantage whose tokens are on average further from the policy than this, in nats."""
     top_entropy: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
-    """Learn from this share of the tokens only, those of the highest entropy. Below 1 it costs a forward pass."""
+    """Learn only from this share of the tokens, those of the highest entropy. A value below 1 costs a forward pass."""
     entropy_bonus: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
     """Weight of the mean entropy of the tokens, which the loss rewards."""
     mask_truncated: StrictBool = False
     """Learn nothing from completions that reached rollout.max_completion_tokens; their reward stays in the baseline."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups of equal rewards teach nothing: keep them in the denominators of the loss, or drop them."""
+    """Groups with equal rewards teach nothing: keep them in the denominators of the loss, or drop them."""
     updates_per_rollout: Updates = 1
     """Optimizer steps on each rollout, all of its rows in each."""
     correction: CorrectionRecipe = CorrectionRecipe()
     """Importance weights for the difference between the engine's and the trainer's log-probs."""
 
 
-# Losses with settings of their own, which begin with the loss's name, in place of clip_low, clip_high and delta.
+# Losses that have their own settings, prefixed with the loss's name, instead of clip_low, clip_high and delta.
 OWN_SETTINGS = ("cispo", "sapo", "vespo")
 SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 
@@ -126,11 +126,11 @@ class GRPORecipe(PolicyRecipe, Preset):
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo"] = "dapo"
     """A paper's loss with its aggregation, scaling and clipping, each of which can be set. bnpo is another name of dapo."""
     aggregation: Literal["token_mean", "seq_mean", "fixed", "seq_sum", "prompt_mean"] = "token_mean"
-    """Mean over all tokens, mean over each completion, sum by a fixed length, sum over each completion, mean over each prompt's
-    tokens. Unless said as the loss's paper has it: seq_mean for grpo, gspo, gspo_token and sapo, fixed for dr_grpo, seq_sum for
-    luspo."""
+    """Mean over all tokens, mean over each completion, sum divided by a fixed length, sum over each completion, mean over each
+    prompt's tokens. The default is that of the loss's paper: seq_mean for grpo, gspo, gspo_token and sapo, fixed for dr_grpo,
+    seq_sum for luspo."""
     scale_rewards: Literal["group", "batch", "batch_centered", "none"] = "group"
-    """Standard deviation that advantages are divided by. Unless said none for dr_grpo."""
+    """Standard deviation that advantages are divided by. Default for dr_grpo: none."""
     combine_rewards: Literal["sum", "normalize_then_sum"] = "sum"
     """Several rewards: sum them, or normalise each within its groups first (GDPO)."""
     cispo_max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 5.0
@@ -153,15 +153,24 @@ class RLOORecipe(PolicyRecipe):
     kind: Literal["rloo"]
     """rloo: a completion is compared with the mean of the others of its group."""
     kl: KLPlace = "k1_in_reward"
-    """Estimator of the KL, in the loss or taken from the reward."""
+    """Estimator of the KL, in the loss or subtracted from the reward."""
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.2
     """The ratio is clipped above 1 + clip_high."""
     ratio: Literal["token", "sequence"] = "token"
     """Clip the ratio of each token, or the product over the whole completion, which explodes on long ones."""
     reward_clip: tuple[Number, Number] | None = None
-    """Lowest and highest reward; others are moved there, before any KL is taken off."""
+    """Lowest and highest reward; others are moved to these bounds, before a KL is subtracted."""
     normalize_advantages: StrictBool = False
     """Also centre and scale the advantages over the whole rollout."""
+
+
+class OwnRecipe(PolicyRecipe):
+    kind: Literal["own"]
+    """own: an algorithm from a file, see `rlgen docs python`. `use` alone says this too."""
+    use: Text
+    """file.py:Class, or pkg.mod:Class, with the functions `advantages` and `loss`."""
+    args: dict[StrictStr, Any] = {}
+    """Settings of the algorithm's own, which it finds in `recipe.args`."""
 
 
 Beta = Annotated[float, Field(strict=True, gt=0, le=1000)]
@@ -171,23 +180,23 @@ class OnlineDPORecipe(Strict):
     kind: Literal["online_dpo"]
     """online_dpo: pairs of a group's completions, the better one preferred."""
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of a pair: that of DPO, IPO or SLiC."""
+    """Loss of a pair: that of DPO (sigmoid), IPO or SLiC (hinge)."""
     beta: Beta | Annotated[list[Beta], Field(min_length=1, max_length=1000)] = 0.1
-    """How strongly the reference holds. A list: one value for each pass over the data, the last for all after it."""
+    """Strength of the pull to the reference. A list: a value for each pass over the data; the last one for later passes."""
     length: Literal["sum", "mean"] = "sum"
     """Log-probs of a completion: summed over its tokens, or their mean."""
     pairing: Literal["best_worst", "outside_in", "best_random"] = "best_worst"
-    """Pairs of a group: the best and the worst; also the second best and second worst, and so on; the best and any other."""
+    """Pairs of a group: the best and the worst; also the second best and second worst, and so on; the best and a random one."""
     min_margin: Annotated[float, Field(strict=True, ge=0, le=1e6)] = 0.0
-    """The rewards of a pair differ by more than this."""
+    """The rewards of a pair must differ by more than this."""
     ties: Literal["skip", "first"] = "skip"
     """Completions of equal rewards: no pair, or the first against the last."""
     missing_eos_penalty: Annotated[float, Field(strict=True, ge=0, le=1e6)] = 0.0
-    """Taken from the reward of a completion that did not end."""
+    """Subtracted from the reward of a truncated completion."""
     updates_per_rollout: Updates = 1
     """Optimizer steps on each rollout, all of its pairs in each."""
     correction: PairCorrectionRecipe = PairCorrectionRecipe()
     """Drops pairs by the difference between the engine's and the trainer's log-probs."""
 
 
-TrainerRecipe = Annotated[GRPORecipe | RLOORecipe | OnlineDPORecipe, Field(discriminator="kind")]
+TrainerRecipe = Annotated[GRPORecipe | RLOORecipe | OnlineDPORecipe | OwnRecipe, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""Says for every option of TRL what it is in a recipe: for the message about an unknown key, and for the page `coming-from-trl`.
+"""Maps every option of TRL to a recipe: for the message about an unknown key, and for the page `coming-from-trl`.
 
 The options are those of TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig with what they inherit from TrainingArguments, of its
 ModelConfig and ScriptArguments, and some of earlier versions. A test compares them with the classes.
@@ -51,7 +51,11 @@ RENAMED = {
     "rewards.*.weight": "reward_weights",
     "rollout.group_size": "num_generations",
     "rollout.max_completion_tokens": "max_completion_length max_new_tokens response_length",
+    "rollout.max_turns": "max_tool_calling_iterations",
     "rollout.temperature": "temperature",
+    "rollout.top_p": "top_p",
+    "rollout.top_k": "top_k",
+    "rollout.min_p": "min_p",
     "engine.kind": "use_vllm vllm_mode",
     "engine.model_impl": "vllm_model_impl",
     "engine.sleep": "vllm_enable_sleep_mode",
@@ -123,12 +127,12 @@ DIFFERS = {
     "reward_funcs": "a list: `[{use: exact_match}, {use: 'rewards.py:mine'}]`; functions written for TRL work as they are",
     "reward_model_name_or_path": "an entry of the list: `{use: reward_model, args: {path: ...}}`",
     "reward_model_path": "an entry of the list: `{use: reward_model, args: {path: ...}}`",
-    "use_vllm": "colocated, the default, and server are vLLM; transformers is without",
+    "use_vllm": "colocated, the default, and server use vLLM; transformers does not",
     "vllm_mode": "colocate is called colocated",
     "vllm_server_host": "together with the port, like http://127.0.0.1:8000; `rlgen serve RECIPE` prints it",
     "vllm_server_port": "together with the host, like http://127.0.0.1:8000; `rlgen serve RECIPE` prints it",
     "importance_sampling_level": "sequence is `loss: gspo`; with kind rloo it is `trainer.ratio`",
-    "use_bias_correction_kl": "k3_is is with it, k3 without",
+    "use_bias_correction_kl": "k3_is has it, k3 does not",
     "epsilon": "the upper one is `trainer.clip_high`",
     "cliprange": "the upper one is `trainer.clip_high`",
     "scale_rewards": "true is group, false is none",
@@ -199,23 +203,23 @@ NOT_NEEDED = {
     "a checkpoint has all that an exact resume needs; `rlgen export` writes the model alone": "save_only_model",
     "a run's folder is shared by all machines": "save_on_each_node",
     "SIGTERM and Ctrl-C save and end with exit 75 at the end of a step; run.must_save_by sets a time": "enable_jit_checkpoint",
-    "`rlgen train RECIPE --resume` goes on to the last bit, data and random states included": (
+    "`rlgen train RECIPE --resume` resumes to the last bit, data and random states included": (
         "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint"
     ),
     "the sentinel compares engine and trainer before step 1, after each sync and on every batch": "debug",
     "the command says what is done: `rlgen train`, `rlgen eval`": "do_train do_predict",
-    "rlgen wraps the model by itself": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
+    "rlgen wraps the model itself": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
     "there is no DeepSpeed; processes.strategy fsdp gathers weights for the engine": "ds3_gather_for_generation",
     "the token of the hub comes from `hf auth login` or HF_TOKEN": "hub_token",
 }
 # What to use instead -> the options.
 NOT_SUPPORTED = {
-    "the log-probs of a truncated or penalised distribution are not the trainer's; only rollout.temperature shapes it": (
-        "top_p top_k min_p repetition_penalty generation_kwargs"
+    "log-probs of a penalised distribution are not the trainer's; rollout has temperature, top_p, top_k and min_p": (
+        "repetition_penalty generation_kwargs"
     ),
     "rlgen runs no code of a repository; take a model whose architecture transformers has": "trust_remote_code",
-    "say model.dtype, model.attention and model.revision": "model_init_kwargs",
-    "the loss has no term of a router": "router_aux_loss_coef",
+    "write model.dtype, model.attention and model.revision": "model_init_kwargs",
+    "the loss has no term for a router": "router_aux_loss_coef",
     "model.dtype is bfloat16 or float32": "fp16 half_precision_backend",
     "torch's own precision is kept": "tf32",
     "layers are checkpointed whole: model.gradient_checkpointing": "gradient_checkpointing_kwargs",
@@ -231,19 +235,18 @@ NOT_SUPPORTED = {
     "trainer.entropy_bonus stays as it is, and health.entropy watches the entropy": (
         "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
     ),
-    "a completion is one answer": "max_tool_calling_iterations",
-    "prompts and completions are texts": "log_multimodal",
+    "rollouts/ keeps texts and ids of all samples, and no pictures": "log_multimodal",
     "processes.strategy is ddp or fsdp": "deepspeed fsdp_config accelerator_config parallelism_config",
-    "a run makes no upload; `rlgen export RUN --out DIR --push-to-hub REPO` sends the model": (
+    "a run uploads nothing; `rlgen export RUN --out DIR --push-to-hub REPO` sends the model": (
         "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision log_completions_hub_repo"
     ),
-    "trackio makes the bucket of a Space; say `sinks: [{kind: trackio, space_id: me/curves}]`": (
+    "trackio makes the bucket of a Space; write `sinks: [{kind: trackio, space_id: me/curves}]`": (
         "trackio_bucket_id trackio_static_space_id"
     ),
-    "model.lora adapts linear layers, plainly": "lora_modules_to_save lora_task_type lora_target_parameters use_dora",
+    "model.lora is plain LoRA of linear layers": "lora_modules_to_save lora_task_type lora_target_parameters use_dora",
     "model.quantization is nf4 or int8": "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
-    "data are read whole": "dataset_streaming",
-    "say data.source": "datasets",
+    "rlgen reads the whole data set": "dataset_streaming",
+    "write data.source": "datasets",
     "processes.strategy is ddp or fsdp, which need no such list": "ignore_bias_buffers",
 }
 

@@ -21,6 +21,8 @@ INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # characters that escapes can write, but that no file name and no UTF-8 text can hold
+QUOTELESS = re.compile(r"(- )?[\w.-]+:\s+[^\"'{\[].*:(\s|$)")  # a plain value with a colon: `system: Answer: yes`
+NO_VALUE = re.compile(r"\s*(- )?[\w.-]+(:\S|\s+[^:\s]+$)")  # no space after the colon, or no colon: `name:a`, `weight 0.5`
 PLAIN_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
 MAX_NODES, MAX_DEPTH = 12_000, 50  # nodes are keys and values; a repeated anchor counts each time
 MAX_QUOTED = 300  # most characters of a file that a message quotes
@@ -28,8 +30,8 @@ TOO_LARGE = "too large or too deep for a recipe"
 
 
 class _Loader(yaml.BaseLoader):
-    """Stops at MAX_NODES and MAX_DEPTH while PyYAML reads: it recurses for every level, and takes seconds for a hundred thousand
-    nodes.
+    """Stops at MAX_NODES and MAX_DEPTH while PyYAML reads, because it recurses for every level, and needs seconds for a hundred
+    thousand nodes.
     """
 
     nodes = depth = 0
@@ -67,7 +69,8 @@ def parse(text: str, name: str) -> Document:
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         what = " ".join(part for part in (error.context, error.problem) if part)
         what = TOO_LARGE if what == TOO_LARGE else f"not YAML: {shortened(what, MAX_QUOTED)}"  # the message may quote a long name
-        document.problems.append(((line, column), Problem(f"{name}:{line}:{column}", what)))
+        remedy = remedy_of(what, text.splitlines(), line)
+        document.problems.append(((line, column), Problem(f"{name}:{line}:{column}", what, remedy)))
         return document
     except yaml.YAMLError as error:  # characters that YAML does not allow
         document.problems.append(((1, 1), Problem(name, f"not YAML: {' '.join(str(error).split())}")))
@@ -76,6 +79,21 @@ def parse(text: str, name: str) -> Document:
         reader = _Reader(name, document)
         document.data = reader.value(root, ())
     return document
+
+
+def remedy_of(problem: str, lines: list[str], number: int) -> str | None:
+    """Returns what to write instead, by what PyYAML reports about line `number`, counted from 1; None if that is not clear."""
+    line = lines[number - 1].strip() if number <= len(lines) else ""
+    if r"'\t' that cannot start" in problem:
+        return "indent with spaces, not with tabs"
+    if "expected <block end>" in problem:
+        return f"`{shortened(line)}` is indented differently from the lines beside it: indent all keys of a section alike"
+    if "but got ':'" in problem or ("mapping values are not allowed" in problem and QUOTELESS.match(line)):
+        return "put quotes around a value that holds a colon"
+    if "mapping values are not allowed" in problem or "could not find expected ':'" in problem:
+        before = [one.strip() for one in lines[:number] if NO_VALUE.match(one)]
+        return f"write a colon and a space after the key in `{shortened(before[-1])}`" if before else None
+    return None
 
 
 class _Reader:
@@ -105,7 +123,7 @@ class _Reader:
             return None
         if isinstance(node, yaml.ScalarNode):
             if NO_TEXT.search(node.value):
-                self.complain(node, "holds a character that no text has", "remove the escape")
+                self.complain(node, "holds a character that text cannot hold", "remove the escape")
                 return None
             return scalar(node.value) if node.style is None else node.value
         if isinstance(node, yaml.SequenceNode):
@@ -124,7 +142,7 @@ class _Reader:
             key = key_node.value
             line, column = key_node.start_mark.line + 1, key_node.start_mark.column + 1
             if key in first:
-                self.complain(key_node, f"`{shortened(key)}` stands twice, first in line {first[key]}", "remove one")
+                self.complain(key_node, f"`{shortened(key)}` appears twice, first in line {first[key]}", "remove one")
                 continue
             first[key] = line
             self.document.places[(*path, key)] = f"{self.name}:{line}:{column}"

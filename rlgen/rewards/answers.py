@@ -3,7 +3,7 @@
 One file for each judge and process of training, one line for each request that was sent:
 
 {"request": "SHA-256", "answer": "Score: 7", "tokens": 321}     an answer
-{"failed": "HTTP 503"}                                           none; it counts as a request all the same
+{"failed": "HTTP 503"}                                           no answer; it counts as a request, too
 """
 
 import json

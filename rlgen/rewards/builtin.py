@@ -54,7 +54,7 @@ def numeric_match(completion: str, answer: object, tolerance: float = 1e-6) -> f
     """
     expected = last_number(str(answer))
     if expected is None:
-        raise ValueError(f"the answer {str(answer)[:80]!r} holds no number; exact_match compares texts")
+        raise ValueError(f"the answer {str(answer)[:80]!r} holds no number; use exact_match to compare texts")
     found = last_number(completion)
     return float(found is not None and abs(found - expected) <= Fraction(tolerance))
 
@@ -148,7 +148,7 @@ def math_verify(completion: str, answer: object, seconds: int = 5, longest: int 
     try:
         expected = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=seconds, raise_on_error=True)
         if not expected:
-            raise ValueError(f"the answer {gold[:80]!r} is no mathematical expression; exact_match compares texts")
+            raise ValueError(f"the answer {gold[:80]!r} is not a mathematical expression; use exact_match to compare texts")
         found = [] if too_deep(text) else parse(text, parsing_timeout=seconds, raise_on_error=True)
         return float(verify(expected, found, timeout_seconds=seconds, raise_on_error=True))
     except TimeoutException:  # the package's message holds the whole completion
@@ -189,7 +189,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def environment(messages: Sequence[dict[str, Any]]) -> float:
-    """Returns the sum of what the recipe's `environment` gave for the turns of a conversation.
+    """Returns the sum of the rewards that the recipe's `environment` gave for the turns of a conversation.
 
     Args:
         messages: of the conversation; those of the environment have a `reward`.

@@ -15,7 +15,7 @@ class EarlyScoring:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._step = 0  # the open one
         self._scoring: Scoring | None = None  # of the open step
         self._waiting: dict[int, list[Group]] = {}  # by step
@@ -30,7 +30,7 @@ class EarlyScoring:
             self._open(step)
 
     def add(self, step: int, group: Group) -> None:
-        """Starts the calls for a group, all of whose completions are there, or keep it until `step` is open. From any thread."""
+        """Starts the calls for a group with all its completions, or keeps it until `step` is open. Called from any thread."""
         with self._lock:
             if self._scoring is not None and self._step == step:
                 self._scoring.add(group)
@@ -52,7 +52,7 @@ class EarlyScoring:
         return scored
 
     def close(self) -> None:
-        """Gives the open step up, and whatever arrives later: end the calls that still run."""
+        """Abandons the open step and ends its calls that still run. Ignores groups that arrive later."""
         with self._lock:
             self._closed = True
             self._waiting.clear()

@@ -12,9 +12,9 @@ from typing import Any
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import JudgeArgs
 from rlgen.rewards.answers import Answers
-from rlgen.workers.failures import shortened
+from rlgen.worker_pool.failures import shortened
 
-PASSING = (408, 409, 425, 429)  # status codes of failures that pass, besides 5xx
+PASSING = (408, 409, 425, 429)  # status codes of temporary failures, besides 5xx
 # Seconds before a request is sent again; each wait is twice the one before, up to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 RESERVE = 0.9  # share of the call's timeout within which the judge answers or fails by itself, with the reason
@@ -61,7 +61,9 @@ class Endpoint:
         self._headers: dict[str, str] = {}
         if settings.key_env is not None:
             if not (key := os.environ.get(settings.key_env)):
-                raise RewardError(f"rewards: judge: the environment variable {settings.key_env} is not set; it holds the key")
+                raise RewardError(
+                    f"rewards: judge: the environment variable {settings.key_env} is not set; set it to the key of the judge"
+                )
             self._headers["Authorization"] = f"Bearer {key}"
         self._requests, self._tokens = (
             None if budget is None else budget // world + (rank < budget % world)
@@ -74,7 +76,7 @@ class Endpoint:
         """Returns the answer to a question: the one that was given before, or a new one.
 
         Raises:
-            NoAnswer: the server refuses, fails after every retry or in time, or the budget is spent.
+            NoAnswer: the server refuses, fails in every attempt, does not answer in time, or the budget is spent.
         """
         settings = self._settings
         system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
@@ -138,7 +140,7 @@ class Endpoint:
 
         Raises:
             Passing: another attempt may succeed.
-            NoAnswer: no attempt can, or what arrived is no answer.
+            NoAnswer: no attempt can, or the response is not an answer.
         """
         from aiohttp import ClientError, ClientSession, ClientTimeout
 
@@ -163,7 +165,7 @@ class Endpoint:
             answer, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
             tokens = int(usage.get("total_tokens") or 0)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise NoAnswer(f"the judge sent no answer of a chat ({type(error).__name__}: {error}): {said}") from error
+            raise NoAnswer(f"the judge sent no chat completion ({type(error).__name__}: {error}): {said}") from error
         if not isinstance(answer, str):
             raise NoAnswer(f"the judge sent an answer without a text: {said}")
         return answer, tokens
@@ -177,4 +179,4 @@ class Endpoint:
             if budget is not None and spent >= budget:
                 whole = self._settings.budget_requests if name == "budget_requests" else self._settings.budget_tokens
                 share = "" if whole == budget else f", of which this process has {budget}"
-                raise NoAnswer(f"{name} {whole} is spent{share}; raise it, or let on_error leave the samples out")
+                raise NoAnswer(f"{name} {whole} is spent{share}; raise it, or set on_error to skip")

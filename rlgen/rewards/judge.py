@@ -15,10 +15,10 @@ from rlgen.recipe.judges import COMPARISON, PLACEHOLDER, RATING, SCORE, VERDICT,
 from rlgen.rewards.answers import Answers
 from rlgen.rewards.endpoint import Endpoint
 from rlgen.rewards.winrates import win_rates
-from rlgen.workers.failures import shortened
+from rlgen.worker_pool.failures import shortened
 
 SHOWN = 500  # characters of an answer in a message
-VERDICTS = {"A": 1.0, "B": 0.0, "C": 0.5, "TIE": 0.5}  # what is the first answer's share of the win
+VERDICTS = {"A": 1.0, "B": 0.0, "C": 0.5, "TIE": 0.5}  # the first answer's share of the win
 
 
 class Unreadable(Exception):
@@ -39,7 +39,7 @@ def question_of(settings: JudgeArgs) -> str:
         text = Path(settings.prompt_file).read_text(encoding="utf-8")
         settings.check_question(text)
     except (OSError, ValueError) as error:
-        raise RewardError(f"rewards: judge: {settings.prompt_file} cannot be the question: {error}") from error
+        raise RewardError(f"rewards: judge: {settings.prompt_file} cannot be used as the question: {error}") from error
     return text
 
 
@@ -64,7 +64,7 @@ class Judge:
 
         Args:
             timeout: seconds that a call may take.
-            answers: folder of the run for what the judge has said; None: it is kept in memory only.
+            answers: folder of the run for the judge's answers; None: they are kept in memory only.
             name: of the reward, which names its files in `answers`.
 
         Raises:
@@ -90,7 +90,7 @@ class Judge:
         try:
             score = float(found)
         except (TypeError, ValueError):
-            raise Unreadable(f"the score is {str(found)[:80]!r}, no number, in: {shortened(said, SHOWN)}") from None
+            raise Unreadable(f"the score is {str(found)[:80]!r}, which is not a number, in: {shortened(said, SHOWN)}") from None
         if not settings.low <= score <= settings.high:
             raise Unreadable(f"the score {score:g} is not within {settings.low:g} and {settings.high:g}")
         return score

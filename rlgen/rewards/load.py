@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlgen.errors import RewardError
 from rlgen.rewards.builtin import BUILTIN
-from rlgen.workers.failures import Failed, failure_of, shortened
-from rlgen.workers.find import facts_of, find
-from rlgen.workers.source import FunctionFacts, Trade
+from rlgen.worker_pool.failures import Failed, failure_of, shortened
+from rlgen.worker_pool.find import facts_of, find
+from rlgen.worker_pool.source import FunctionFacts, Trade
 
 if TYPE_CHECKING:  # a worker of functions does without pydantic
     from rlgen.recipe.judges import JudgeArgs, RewardModelArgs
@@ -47,8 +47,8 @@ class RewardSource:
     timeout: float
     # Of a reward that asks a model:
     settings: "RewardModelArgs | JudgeArgs | None" = None
-    name: str = ""  # which its files in `answers` have
-    answers: Path | None = None  # folder of the run for what judges say; None: it is kept in memory only
+    name: str = ""  # of its files in `answers`
+    answers: Path | None = None  # folder of the run for the answers of judges; None: they are kept in memory only
     memory: int = 0  # bytes that it may use besides the model
     trade: ClassVar[Trade] = REWARDS
 
@@ -114,7 +114,7 @@ def values_of(answer: Any, of_group: int | None) -> list[float | None] | Failed:
     numbers = [None if value is None else as_number(value) for value in values]
     for value, number in zip(values, numbers, strict=True):
         if number is not None and not math.isfinite(number):
-            return Failed("error", f"returned {shown(value)}; a reward is a finite number, or None: does not apply")
+            return Failed("error", f"returned {shown(value)}; a reward is a finite number, or None if it does not apply")
     return numbers
 
 

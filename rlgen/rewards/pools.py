@@ -1,7 +1,7 @@
 """Several pools behind the interface of one: the functions of a recipe share one, and each reward that asks a model has its own.
 
-So a model is loaded once, in one process that imports torch, and neither is its memory limit that of the functions nor does it
-wait behind them.
+So a model is loaded once, in the only process that imports torch. It has a memory limit of its own, and its calls do not wait
+behind those of functions.
 """
 
 from collections import defaultdict
@@ -10,9 +10,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from rlgen.workers.pool import CallOutcome, CallStream, Pool
-from rlgen.workers.source import FunctionFacts
-from rlgen.workers.worker import WorkerCall
+from rlgen.worker_pool.pool import CallOutcome, CallStream, Pool
+from rlgen.worker_pool.source import FunctionFacts
+from rlgen.worker_pool.worker import WorkerCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rlgen.errors import DataError, RewardError
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.models import RewardRecipe
-from rlgen.workers.source import FunctionFacts
+from rlgen.worker_pool.source import FunctionFacts
 
 # Arguments that rlgen passes to a reward besides the data set's columns: for one sample, or as lists for a group.
 OF_EITHER = frozenset({"prompt_ids", "completion_ids", "finish_reason", "max_completion_tokens", "step", "prompt_messages"})

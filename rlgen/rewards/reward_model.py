@@ -38,7 +38,7 @@ class RewardModel:
             further: bytes that it may use besides what it uses once the model is loaded.
 
         Raises:
-            RewardError: there is no such model, or it is none that gives one score to a text.
+            RewardError: there is no such model, or it does not give one score to a text.
         """
         self._settings = settings
         folder = folder_of(settings)
@@ -84,7 +84,7 @@ class RewardModel:
         if len(ids) <= self._most:
             return ids
         if self._settings.overlong == "error":
-            raise TooLong(f"prompt and completion have {len(ids)} tokens, and the model takes {self._most}; see `overlong`")
+            raise TooLong(f"prompt and completion have {len(ids)} tokens, but the model takes {self._most}; see `overlong`")
         self._cut += 1
         return ids[-self._most :]  # a score is read at the end
 
@@ -125,7 +125,7 @@ def folder_of(settings: RewardModelArgs) -> Path:
         return Path(snapshot_download(settings.path, revision=settings.revision, allow_patterns=list(FILES)))
     except (OSError, ValueError) as error:  # the hub's own errors are such
         said = " ".join(str(error).split())[:300]
-        raise RewardError(f"rewards: reward_model: the hub gives no {settings.path}: {type(error).__name__}: {said}") from error
+        raise RewardError(f"rewards: reward_model: the hub has no {settings.path}: {type(error).__name__}: {said}") from error
 
 
 def digest_of(folder: Path) -> str:

@@ -25,9 +25,9 @@ from rlgen.rewards.load import RewardSource
 from rlgen.rewards.pools import Pools
 from rlgen.rewards.resolve import MESSAGES, RewardFunction, resolve
 from rlgen.types import Group, Ids, Sample, whole_conversation
-from rlgen.workers.failures import Failed
-from rlgen.workers.pool import CallOutcome, Pool, WorkerLimits, limits_of
-from rlgen.workers.worker import WorkerCall, ids_from
+from rlgen.worker_pool.failures import Failed
+from rlgen.worker_pool.pool import CallOutcome, Pool, WorkerLimits, limits_of
+from rlgen.worker_pool.worker import WorkerCall, ids_from
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Scorer:
         """Returns the same groups with `rewards`, `reward` and `reward_errors` of every sample filled in.
 
         Raises:
-            RewardError: a call failed whose reward says `on_error: fail`, or more than `max_error_fraction` of a reward's calls.
+            RewardError: a call of a reward with `on_error: fail` failed, or more than `max_error_fraction` of a reward's calls.
         """
         with closing(self.begin(step)) as scoring:
             return scoring.result(groups)
@@ -289,11 +289,11 @@ def open_scorer(
         output: file for what the functions print; None: standard error.
         failures: folder for samples whose reward failed; None: they are not kept.
         turns: completions are conversations, whose messages a function may take.
-        answers: folder of the run for what judges say; None: they are asked anew by the next attempt.
+        answers: folder of the run for the answers of judges; None: the next attempt asks them again.
         group_size: completions of a prompt, by which a pairwise judge compares several groups at once; None: one after the other.
 
     Raises:
-        DataError: a function takes what is no column of the data, and nobody else provides.
+        DataError: a function has a parameter that is not a column of the data, and that nothing else provides.
         RewardError: a function is not there, its import fails or does not end, or it cannot be called by name.
         CheckpointError: the disk is full.
     """

@@ -1,4 +1,4 @@
-"""Makes rewards of comparisons."""
+"""Turns comparisons into rewards."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,7 +11,7 @@ def win_rates(items: Sequence[T], wins: Callable[[T, T], float]) -> list[float |
 
     Args:
         items: [G] what is compared.
-        wins: the share of the first of two items, from 0 (it loses) to 1; with the two swapped it gives the rest of 1.
+        wins: the share of the first of two items, from 0 (it loses) to 1; for the swapped items it gives 1 minus that.
 
     Returns:
         [G] from 0 to 1; None for a single item, which has nothing to be compared with.

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.types import Completion, Request, Sampling, turns_of
+from rlgen.types import Completion, LogProbs, Request, Sampling, turns_of
 
 ROUNDING = 1e-6  # a log-prob of a certain token may come out this much above 0
 
@@ -27,7 +28,7 @@ def check_answers(
         version: of the weights that the trainer holds.
         oldest: oldest version that may have sampled. None: `version` alone.
         joined: answers may be conversations, with ids between their turns that were not sampled.
-        free: ids that were not sampled may stand anywhere in them, as a rollout of the user has put them.
+        free: ids that were not sampled may stand anywhere: the answers come from rollout code of the user.
 
     Raises:
         SentinelError: an answer does not match its request, or lacks what training needs.
@@ -35,21 +36,42 @@ def check_answers(
     if flattened(requests, answers, sampling):
         raise SentinelError(
             Fault.FLATTENED_COMPLETIONS,
-            f"every one of {len(answers)} answers to {len(requests)} requests has a single token, and not every one was ended"
-            " by it: a list of completions was flattened into a list of tokens",
+            f"each of the {len(answers)} answers to {len(requests)} requests is a single token, though some did not end with it:"
+            " a list of completions was flattened into a list of tokens",
         )
     if len(answers) != len(requests):
         raise SentinelError(
             Fault.MISSING_PROMPT,
-            f"{len(requests)} completions were asked for, {len(answers)} came: a prompt was dropped or repeated",
+            f"{len(requests)} completions were requested and {len(answers)} returned: a prompt was dropped or repeated",
         )
     check_prompts(requests, answers)
+    check_ids(answers, sampling.vocab_size)
     for place, answer in enumerate(answers):
         if free:
             check_spans(place, answer)
         else:
             check_answer(place, answer, sampling, joined)
         check_versions(place, answer, version if oldest is None else oldest, version, joined)
+
+
+def check_ids(answers: Sequence[Completion], vocab_size: int | None) -> None:
+    """Checks that each id of the answers is one of the vocabulary. Raises SentinelError."""
+    for place, answer in enumerate(answers):
+        wrong = answer.token_ids < 0
+        if vocab_size is not None:
+            wrong |= answer.token_ids >= vocab_size
+        if wrong.any():
+            size = "" if vocab_size is None else f" of {vocab_size:,} ids"
+            raise SentinelError(
+                Fault.UNKNOWN_IDS,
+                f"answer {place} has the id {answer.token_ids[wrong][0]}, which is not in the vocabulary{size}: the engine"
+                " serves another model, or its answer was changed on the way",
+            )
+
+
+def is_logp(logp: LogProbs) -> NDArray[np.bool_]:
+    """Returns which numbers can be the log-prob of an id that was sampled: finite, and not above 0 apart from rounding."""
+    return np.isfinite(logp) & (logp <= ROUNDING)
 
 
 def check_prompts(requests: Sequence[Request], answers: Sequence[Completion]) -> None:
@@ -60,14 +82,14 @@ def check_prompts(requests: Sequence[Request], answers: Sequence[Completion]) ->
             first = next(place for place, pair in enumerate(zip(asked, told, strict=True)) if pair[0] != pair[1])
             raise SentinelError(
                 Fault.COMPLETION_ORDER,
-                f"answer {first} and others belong to other prompts: the engine answers in another order than it was asked; put"
-                " the answers in the order of the requests, by request id",
+                f"answer {first} and others belong to other prompts: the engine returned answers in another order; put them in"
+                " the order of the requests, by request id",
             )
         lost, extra = Counter(asked) - Counter(told), Counter(told) - Counter(asked)
         raise SentinelError(
             Fault.MISSING_PROMPT,
             f"{lost.total()} of {len(asked)} requests have no answer to their prompt and {extra.total()} answers are to prompts"
-            " that were not asked, or not so often: a prompt was dropped, repeated or changed",
+            " that were not requested, or not that often: a prompt was dropped, repeated or changed",
         )
 
 
@@ -78,13 +100,13 @@ def check_versions(place: int, answer: Completion, oldest: int, newest: int, joi
         wrong = max(versions) if max(versions) > newest else min(versions)
         raise SentinelError(
             Fault.STALE_ROLLOUTS,
-            f"answer {place} was sampled by weights of version {wrong}, the trainer holds version {newest}",
+            f"answer {place} was sampled by weights of version {wrong}, but the trainer holds version {newest}",
         )
     if not joined and versions != sorted(versions):  # the turns of a conversation may be by several servers
         raise SentinelError(
             Fault.STALE_ROLLOUTS,
-            f"answer {place} was sampled by weights of versions {versions}, one after the other, says the engine: none goes"
-            " back to earlier weights",
+            f"the engine says that weights of versions {versions} sampled answer {place}, in this order; but no engine goes back"
+            " to earlier weights",
         )
 
 
@@ -106,25 +128,30 @@ def check_answer(place: int, answer: Completion, sampling: Sampling, joined: boo
         joined: the answer may be a conversation: what its spans leave out has no log-prob.
     """
     ids, logp = answer.token_ids, answer.logp
-    if not len(ids) or (answer.finish_reason == "stop" and sampling.regex is None and ids[-1] not in sampling.stop_ids):
+    if not len(ids):
+        raise SentinelError(
+            Fault.DROPPED_STOP_TOKEN, f"answer {place} has no ids, not even a stop token; make the engine keep it"
+        )
+    by_text = sampling.stop and not joined  # `groups_of` has the tokenizer, and looks for the text
+    if answer.finish_reason == "stop" and sampling.regex is None and not by_text and ids[-1] not in sampling.stop_ids:
         raise SentinelError(
             Fault.DROPPED_STOP_TOKEN,
-            f"answer {place} was ended by a stop token, says the engine, but its last id is {ids[-1] if len(ids) else 'none'}:"
+            f"the engine says that a stop token ended answer {place}, but its last id is {ids[-1]}:"
             " without that token the model never learns to stop; make the engine keep it",
         )
     if joined and len(turns := turns_of(answer.spans)) > 1:
         check_turns(place, answer, turns, sampling)
         return
-    scored = int((logp <= ROUNDING).sum())
+    scored = int(is_logp(logp).sum())
     if len(logp) != len(ids) or scored != len(ids):
         raise SentinelError(
             Fault.MISSING_LOGPROBS,
-            f"answer {place} has {len(ids)} ids and {scored} log-probs: each id needs the one that it was sampled with, the stop"
-            " token too; without it nothing proves what sampled it",
+            f"answer {place} has {len(ids)} ids and {scored} log-probs. Each id needs the log-prob that it was sampled with, the"
+            " stop token too: it proves which weights sampled the id. NaN, infinities and numbers above 0 do not count",
         )
     if (named := sum(span.stop - span.start for span in answer.spans)) not in (0, len(ids)):
         raise SentinelError(
-            Fault.STALE_ROLLOUTS, f"answer {place} has {len(ids)} ids, and the engine says of {named} which weights sampled them"
+            Fault.STALE_ROLLOUTS, f"answer {place} has {len(ids)} ids, but the engine names the weights of {named} of them"
         )
 
 
@@ -133,12 +160,12 @@ def check_spans(place: int, answer: Completion) -> None:
     sampled = np.zeros(len(answer.token_ids), dtype=bool)
     for start, stop, _ in answer.spans:
         sampled[start:stop] = True
-    scored = answer.logp <= ROUNDING
+    scored = is_logp(answer.logp)
     if len(scored) != len(sampled) or not sampled.any() or not np.array_equal(scored, sampled):
         raise SentinelError(
             Fault.MISSING_LOGPROBS,
-            f"answer {place} has {int(sampled.sum())} ids that were sampled, and {int(scored.sum())} log-probs in"
-            f" {len(answer.token_ids)} ids: exactly those that were sampled have one",
+            f"answer {place} has {len(answer.token_ids)} ids, of which {int(sampled.sum())} were sampled, and {int(scored.sum())}"
+            " log-probs: exactly the sampled ids must have one",
         )
 
 
@@ -157,16 +184,16 @@ def check_turns(place: int, answer: Completion, turns: Sequence[tuple[int, int]]
             Fault.STALE_ROLLOUTS,
             f"answer {place} has {len(ids)} ids, and the turns that its spans name overlap or do not reach its end: {turns}",
         )
-    if len(logp) != len(ids) or not np.array_equal(logp <= ROUNDING, sampled) or not np.array_equal(np.isnan(logp), ~sampled):
+    if len(logp) != len(ids) or not np.array_equal(is_logp(logp), sampled) or not np.array_equal(np.isnan(logp), ~sampled):
         raise SentinelError(
             Fault.MISSING_LOGPROBS,
-            f"answer {place} has {int(sampled.sum())} ids in {len(turns)} turns and {int((logp <= ROUNDING).sum())} log-probs:"
-            " each sampled id needs the one that it was sampled with, and what stands between turns has none",
+            f"answer {place} has {int(sampled.sum())} ids in {len(turns)} turns and {int(is_logp(logp).sum())} log-probs:"
+            " each sampled id needs the log-prob that it was sampled with, and ids between turns have none",
         )
     for _, stop in turns[:-1]:
         if sampling.regex is None and ids[stop - 1] not in sampling.stop_ids:
             raise SentinelError(
                 Fault.DROPPED_STOP_TOKEN,
-                f"answer {place} goes on after a turn whose last id is {ids[stop - 1]}, which is no stop token: without that"
-                " token the model never learns to end a turn; keep it when turns are joined",
+                f"answer {place} goes on after a turn whose last id is {ids[stop - 1]}, which is not a stop token: without its"
+                " stop token the model never learns to end a turn; keep that token when turns are joined",
             )

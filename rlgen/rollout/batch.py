@@ -93,7 +93,7 @@ def deal(
         for place, unit in enumerate(by_length):
             turn, hand = divmod(place, world)
             hands[hand if turn % 2 == 0 else world - 1 - hand].append(unit)  # directions alternate, to balance the tokens
-    else:  # groups stay together, but for those where the next process begins
+    else:  # groups stay together, except those in which the next process begins
         by_group = sorted(range(len(units)), key=lambda unit: prompts.group[units[unit][0]])
         ends = np.cumsum([sum(lengths[row] - prompts.tokens[row] for row in units[unit]) for unit in by_group])
         for unit, end in zip(by_group, ends.tolist(), strict=True):

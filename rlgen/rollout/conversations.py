@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from rlgen.engines.base import Finished, Pending
-from rlgen.engines.further import Further
+from rlgen.engines.further import FollowUpQueue
 from rlgen.errors import RlgenError, SentinelError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.digests import digest
-from rlgen.rollout.turns import Reply, Talk, Turns
+from rlgen.rollout.turns import ConversationState, Reply, Turns
 from rlgen.types import Completion, FinishReason, Ids, Prompt, Request, Sampling, Span
 
 UNANSWERED = "unanswered"  # counts replies that were not given, or not read, because turns or tokens ran out
@@ -95,7 +95,7 @@ class Conversations:
     Args:
         places: prompt and sample index of each request.
         version, oldest: of the weights that may sample, as in `check_answers`.
-        ended: told of each conversation that has ended, by index into `requests`, in any thread.
+        ended: called for each conversation that has ended, with its index into `requests`, from any thread.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Conversations:
         oldest: int,
         ended: Finished | None = None,
     ) -> None:
-        self.further = Further()
+        self.further = FollowUpQueue()
         self._dialogue, self._sampling, self._version, self._oldest = dialogue, sampling, version, oldest
         self._ended = ended
         self._all = [
@@ -118,21 +118,21 @@ class Conversations:
         self._asked = list(requests)  # all requests, and their answers
         self._told: dict[int, Completion] = {}
         self._joined: dict[int, Completion] = {}
-        self._lock = threading.Lock()  # guards what is above, and what is in a conversation
+        self._lock = threading.Lock()  # guards the fields above, and those of each conversation
         self._telling = threading.Lock()
         self._clock = Clock(dialogue.reply_timeout)
 
     def finished(self, number: int, answer: Completion) -> None:
-        """Takes the engine's answer to its request `number`: a turn, which ends the conversation or is replied to."""
+        """Handles the engine's answer to its request `number`: a turn, which ends the conversation or gets a reply."""
         place = self._of_request[number]
         talk = self._all[place]
         self._told[number] = answer
-        with suppress(SentinelError):  # `result` looks at all answers, and says more
+        with suppress(SentinelError):  # `result` checks all answers, and its error says more
             check_answers([talk.request], [answer], self._sampling, self._version, self._oldest)
             self._go_on(place, answer)
 
     def _go_on(self, place: int, answer: Completion) -> None:
-        """Takes a turn that answers its request."""
+        """Handles a turn that matches its request."""
         talk = self._all[place]
         talk.turns.append(answer)
         if answer.finish_reason == "length":
@@ -140,7 +140,7 @@ class Conversations:
             return
         turn, room = len(talk.turns) - 1, self._sampling.max_tokens - talk.tokens
         last = turn + 1 >= self._dialogue.max_turns or room < 1
-        told = Talk(
+        told = ConversationState(
             conversation=talk, prompt=talk.prompt, sample_index=talk.sample_index, turn=turn, completion=answer, last=last
         )
         talk.waits = True
@@ -158,7 +158,7 @@ class Conversations:
             self._clock.start(lambda: self._late(place, turn))
 
     def _replied(self, place: int, turn: int, reply: Reply | RlgenError | None, last: bool) -> None:
-        """Takes the reply to a turn. In any thread."""
+        """Handles the reply to a turn. Called from any thread."""
         talk = self._all[place]
         with self._lock:
             if not talk.waits or len(talk.turns) != turn + 1:
@@ -206,14 +206,14 @@ class Conversations:
         self.further.drop()
 
     def _end(self, place: int, finish_reason: FinishReason) -> None:
-        """Joins a conversation that has ended, and tells of it."""
+        """Joins a conversation that has ended, and passes it to `ended`."""
         completion = self._joined[place] = self._all[place].joined(finish_reason)
         self._dialogue.turns.end(self._all[place])
         if self._ended is not None:
             try:
                 with self._telling:  # one at a time, as an engine does
                     self._ended(place, completion)
-            except RlgenError as error:  # in a thread of `Turns` nobody would hear of it
+            except RlgenError as error:  # in a thread of `Turns` it would be lost
                 self.further.fail(error)
 
     def result(self) -> list[Completion]:
@@ -229,7 +229,7 @@ class Conversations:
         return [self._joined[place] for place in range(len(self._all))]
 
     def close(self) -> None:
-        """Ends the clock, and gives up the conversations that have not ended: no reply is late any more."""
+        """Stops the clock, and abandons the conversations that have not ended."""
         self._clock.close()
         for place, talk in enumerate(self._all):
             if place not in self._joined:
@@ -257,7 +257,7 @@ class Joined:
 
 
 class Clock:
-    """Calls functions a fixed time after each was given, in one thread, which is started when there is one to call."""
+    """Calls each function a fixed time after it was passed to `start`, in one thread, which starts with the first function."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -266,7 +266,7 @@ class Clock:
         self._running = self._closed = False
 
     def start(self, call: Callable[[], None]) -> None:
-        """Has `call` called when the time has passed, unless `close` comes first."""
+        """Calls `call` when the time has passed, unless `close` is called before."""
         with self._changed:
             self._due.append((time.monotonic() + self._seconds, call))
             self._changed.notify_all()
@@ -287,7 +287,7 @@ class Clock:
             call()
 
     def close(self) -> None:
-        """Calls nothing any more."""
+        """Cancels all calls that are not due yet."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

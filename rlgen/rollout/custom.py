@@ -8,8 +8,8 @@ The function is called as function(prompts, engine) in the trainer's process, on
         ...
         return [Rolled(prompt, sample, ids, logp) for ...]
 
-Each token of what it returns either has no log-prob, and is not trained on; or it is one that the engine answered to exactly the
-ids before it, with that log-prob to the bit. Anything else ends the run.
+Each token that it returns either has no log-prob, and is not trained on; or the engine must have sampled it after exactly the ids
+before it, with bit for bit that log-prob. Anything else ends the run.
 """
 
 import itertools
@@ -28,9 +28,9 @@ from rlgen.errors import Fault, RlgenError, SentinelError, ToolError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import turn_seed
 from rlgen.types import Completion, Ids, LogProbs, Prompt, Request, Sampling, Span, ids_of
-from rlgen.workers.failures import described, user_line
-from rlgen.workers.find import find
-from rlgen.workers.source import Trade
+from rlgen.worker_pool.failures import described, user_line
+from rlgen.worker_pool.find import find
+from rlgen.worker_pool.source import Trade
 
 ROLLOUT = Trade("rollout.use", "rollout", ToolError)
 
@@ -61,7 +61,7 @@ class Rolled:
     prompt: int
     sample: int
     ids: Sequence[int]
-    logp: Sequence[float | None]  # as the engine answered it; None, or NaN: not sampled, and not trained on
+    logp: Sequence[float | None]  # as the engine returned it; None, or NaN: not sampled, and not trained on
 
 
 Function: TypeAlias = Callable[[Sequence[Prompt], "Handle"], Sequence[Rolled]]
@@ -69,7 +69,7 @@ Function: TypeAlias = Callable[[Sequence[Prompt], "Handle"], Sequence[Rolled]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Given:
-    """An answer of the engine, and what stood before it."""
+    """An answer of the engine, and the ids between the prompt and it."""
 
     after: Ids
     answer: Completion
@@ -109,21 +109,21 @@ class Handle:
         return [Answer(one.token_ids.tolist(), one.logp.tolist(), one.finish_reason == "stop") for one in found]
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text that is to be put between what was sampled; never of a text that was sampled."""
+        """Returns the ids of a text, to be put between sampled ids. Never encode a text that was sampled."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, to decide by."""
+        """Returns the text of ids, for decisions only: never encode it again."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _request(self, ask: Ask) -> Request:
         """Returns the request of an ask, with the seed of its place. Raises ValueError."""
         if not (0 <= ask.prompt < len(self._prompts) and 0 <= ask.sample < self.group_size):
-            raise ValueError(f"{ask} is for none of {len(self._prompts)} prompts and {self.group_size} samples")
+            raise ValueError(f"{ask} names none of the {len(self._prompts)} prompts with {self.group_size} samples each")
         room = self.max_tokens - len(ask.after)
         tokens = room if ask.max_tokens is None else min(room, ask.max_tokens)
         if tokens < 1:
-            raise ValueError(f"{len(ask.after)} ids before it leave no token of rollout.max_completion_tokens {self.max_tokens}")
+            raise ValueError(f"{len(ask.after)} ids in `after` leave no token of rollout.max_completion_tokens {self.max_tokens}")
         place = ask.prompt, ask.sample
         seed = self._requests[ask.prompt * self.group_size + ask.sample].seed
         request = Request(
@@ -135,10 +135,10 @@ class Handle:
         return request
 
     def proved(self, rolled: Rolled, where: str) -> Completion:
-        """Returns a completion, every sampled token of which the engine gave for the ids before it.
+        """Checks that the engine sampled each token that is marked as sampled after the ids before it. Returns the completion.
 
         Raises:
-            SentinelError: for one that it did not give, or gave with another log-prob; or no token was sampled.
+            SentinelError: the engine did not sample such a token there, or with another log-prob; or no token was sampled.
         """
         ids, logp = ids_of(rolled.ids), as_logp(rolled.logp)
         if len(logp) != len(ids):
@@ -157,8 +157,8 @@ class Handle:
             at = int(wrong[0])
             raise SentinelError(
                 Fault.FOREIGN_TOKENS,
-                f"id {ids[at]} at place {at} has the log-prob {logp[at]:.6g}, but the engine has not answered with both to"
-                f" the {at} ids before it; return ids and log-probs as they came, and None for what was not sampled",
+                f"id {ids[at]} at place {at} has the log-prob {logp[at]:.6g}, but the engine did not sample it with this log-prob"
+                f" after the {at} ids before it; return ids and log-probs as the engine gave them, and None for all others",
                 where,
             )
         if not sampled.any():
@@ -205,11 +205,11 @@ class CustomRollout:
         Args:
             requests: of the completions, those of one prompt side by side.
             version: of the weights that must have sampled.
-            finished: told of each completion, by index into `requests`.
+            finished: called for each completion, with its index into `requests`.
 
         Raises:
-            ToolError: the function raised, or returned other than one Rolled for each sample.
-            SentinelError: a token that it calls sampled is none that the engine gave.
+            ToolError: the function raised, or did not return one Rolled for each sample.
+            SentinelError: the engine did not sample a token that the function marks as sampled.
         """
         size = len(requests) // max(1, len(prompts))
         handle = Handle(
@@ -232,13 +232,13 @@ class CustomRollout:
             line = user_line(error, self.use.rpartition(":")[0])
             raise ToolError(f"{where} raised {described(error)} {line}".rstrip()) from error
         if odd := next((one for one in returned if not isinstance(one, Rolled)), None):
-            raise ToolError(f"{where} returned a {type(odd).__name__}; it returns a list of rlgen.rollout.custom.Rolled")
+            raise ToolError(f"{where} returned a {type(odd).__name__}; it must return a list of rlgen.rollout.custom.Rolled")
         wanted = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(size)]
         there = Counter((one.prompt, one.sample) for one in returned)
         for prompt, sample in [*wanted, *there]:
             if there[prompt, sample] != 1 or (prompt, sample) not in wanted:
                 what = f"returned sample {sample} of prompt {prompt} {there[prompt, sample]} times"
-                raise ToolError(f"{where} {what}; it returns each of {size} samples of {len(prompts)} prompts once")
+                raise ToolError(f"{where} {what}; it must return each of {size} samples of {len(prompts)} prompts once")
         completions: dict[int, Completion] = {}
         for one in returned:
             position = prompts[one.prompt].position

@@ -1,4 +1,4 @@
-"""Answers the turns of a model by an environment: passes on what the model says, and appends what the environment answers."""
+"""Answers the model's turns with an environment: passes on what the model says, and appends what the environment answers."""
 
 import hashlib
 import json
@@ -14,22 +14,22 @@ from rlgen.data.suffix import Suffixes
 from rlgen.errors import RlgenError, ToolError
 from rlgen.rollout.observed import begin_of, every, first_of
 from rlgen.rollout.tools import COUNTS
-from rlgen.rollout.turns import Answer, Reply, Talk
-from rlgen.tools.arena import Arena
+from rlgen.rollout.turns import Answer, ConversationState, Reply
+from rlgen.tools.arena import EnvPool
 from rlgen.types import ENVIRONMENT, Prompt
-from rlgen.workers.failures import Failed
+from rlgen.worker_pool.failures import Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnvironmentTurns:
-    """An environment as what answers the model. Implements `Turns`.
+    """Answers the model with an environment. Implements `Turns`.
 
-    What it gives for a turn is in the messages, as {"role": "user", "content": observation, "reward": 0.5}. What it answers to
-    the last turn has the role "environment", because the model does not read it; or {"role": "environment", "error": why} where
-    it has failed. The reward `environment` adds them up.
+    The messages hold its answer to each turn, as {"role": "user", "content": observation, "reward": 0.5}. Its answer to the last
+    turn has the role "environment", because the model does not read it. If it failed, that message is {"role": "environment",
+    "error": why}. The reward `environment` adds up the rewards of the messages.
     """
 
-    arena: Arena
+    arena: EnvPool
     suffixes: Suffixes
     tokenizer: PreTrainedTokenizerBase
     column: str  # of the data set, which holds prompts
@@ -37,7 +37,7 @@ class EnvironmentTurns:
     _talks: dict[Hashable, int] = field(default_factory=dict)  # the arena's number of each conversation that is not done
 
     @classmethod
-    def of(cls, arena: Arena, suffixes: Suffixes, tokenizer: PreTrainedTokenizerBase, column: str) -> "EnvironmentTurns":
+    def of(cls, arena: EnvPool, suffixes: Suffixes, tokenizer: PreTrainedTokenizerBase, column: str) -> "EnvironmentTurns":
         """Puts the parts together."""
         decides = [arena.digest, str(tokenizer.chat_template), dict(suffixes.data.template_args)]
         digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
@@ -48,7 +48,7 @@ class EnvironmentTurns:
         """Returns the SHA-256 of the environment's code, by "environment/NAME"."""
         return {f"environment/{self.arena.settings.use.rpartition(':')[2]}": self.arena.pools[0].facts()[0].sha256}
 
-    def reply(self, talk: Talk, room: int, answer: Answer) -> None:
+    def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         """Passes a turn on. `answer` gets a Reply, which ends the conversation if the environment is done or has failed.
 
         Args:
@@ -67,7 +67,12 @@ class EnvironmentTurns:
             self.arena.step(self._talks[talk.conversation], turn["content"], done)
 
     def answered(
-        self, talk: Talk, room: int, turn: Mapping[str, str], answer: Answer, came: Mapping[str, Any] | Failed | RlgenError
+        self,
+        talk: ConversationState,
+        room: int,
+        turn: Mapping[str, str],
+        answer: Answer,
+        came: Mapping[str, Any] | Failed | RlgenError,
     ) -> None:
         """Passes on what the environment answers to a turn."""
         if isinstance(came, RlgenError):
@@ -93,7 +98,7 @@ class EnvironmentTurns:
         answer(Reply(ids=ids, counts=dict(+counts), messages=(turn, told), unread=(unread,)))
 
     def demonstrated(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[int]]]:
-        """Returns for each prompt the ids of what is good to say first, and of what the environment answers to it.
+        """Returns for each prompt the ids of a good first message, and of the environment's answer to it.
 
         Raises:
             ToolError: the environment has no method `demonstrate`, or fails.
@@ -109,7 +114,7 @@ class EnvironmentTurns:
         return found
 
     def end(self, conversation: Hashable) -> None:
-        """Gives up a conversation in which the environment is not done."""
+        """Abandons a conversation in which the environment is not done."""
         talk = self._talks.pop(conversation, None)
         if talk is not None:
             self.arena.end(talk)

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlgen.engines.base import Facts
+from rlgen.engines.base import EngineInfo
 from rlgen.files import append_text, flush, unwritable, written
 from rlgen.processes import Processes
 from rlgen.rollout.digests import asked_digest, columns_digest, digest, digest_of
@@ -48,7 +48,7 @@ class Journal:
     say: Callable[[str], None]
     files: Mapping[int, Sequence[str]] = field(default_factory=dict)  # earlier attempts' files by step; the same in all ranks
     starts: Sequence[Line] = ()  # start records of earlier attempts: weights, and the weights of the versions before
-    versions: int = 1  # before that of a start which may have sampled for its step: their digests are in the record
+    versions: int = 1  # how many earlier versions may have sampled for a step: its start record has their digests
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
     begun: set[int] = field(default_factory=set)  # steps for which this process has written records
     kept: set[int] = field(default_factory=set)  # steps whose rollouts lack some answers
@@ -64,7 +64,7 @@ class Journal:
         folder: Path,
         done: int,
         processes: Processes,
-        engine: Facts,
+        engine: EngineInfo,
         judge: Sequence[object],
         say: Callable[[str], None],
         beside: Sequence[object] = (),
@@ -176,7 +176,7 @@ class Journal:
             if why is not None:
                 refused[why] = refused.get(why, 0) + 1
         for why, count in refused.items():
-            self.say(f"journal: {count} of {len(requests)} answers of step {step} are {why}: sampled anew")
+            self.say(f"journal: {count} of {len(requests)} answers of step {step} are sampled again: they are {why}")
         return found
 
     def newest_version(self, step: int) -> int:
@@ -202,7 +202,7 @@ class Journal:
             if not name.endswith(".parquet"):
                 found = read_frames(self.folder / name)
                 if found.damaged:
-                    self.say_once(name, f"{found.damaged} records of {name} are damaged, or of another rlgen: left out")
+                    self.say_once(name, f"{found.damaged} records of {name} are ignored: damaged, or of another version of rlgen")
                 yield from found.records
 
     def tables(self, step: int) -> Iterator[tuple[Samples, Stamp]]:
@@ -212,7 +212,7 @@ class Journal:
                 found = read_part(part)
                 if found is None:
                     file = str(part.relative_to(self.folder))
-                    self.say_once(file, f"{file} is damaged, or of another rlgen: left out")
+                    self.say_once(file, f"{file} is ignored: damaged, or of another version of rlgen")
                 else:
                     yield found
 
@@ -231,7 +231,7 @@ class Journal:
         versions = {version for _, _, version in answer.spans}
         same = all(answer.weights.get(one) == self.weights.get(one) is not None for one in versions)
         if min(versions, default=-1) < oldest or not same:
-            return "by other weights: training did not come to the same bits here"
+            return "by other weights: training gave other bits in this attempt"
         return None
 
     def score(self, step: int, groups: Sequence[Group], scorer: Callable[[list[Group]], list[Group]]) -> list[Group]:
@@ -331,11 +331,11 @@ class Journal:
                 if name not in own:
                     remove(self.folder / name)
 
-    def distrust(self, step: int) -> None:
+    def invalidate(self, step: int) -> None:
         """Removes the records of all processes from `step` on, because the sentinel found a fault in the engine that made them.
 
-        Call it in the main process after all processes have closed their journals. The last start record is
-        kept. Raises CheckpointError.
+        Call it in the main process after all processes have closed their journals. The last start record is kept. Raises
+        CheckpointError.
         """
         self.drop(step, sys.maxsize, kept=self.start_path(self.started))
 

@@ -23,7 +23,7 @@ def sound_lines(path: Path, say: Callable[[str], None]) -> Iterator[Line]:
     *whole, last = read_bytes(path).split(b"\n")
     lines = [line for text in whole if (line := parsed(text)) is not None]
     if damaged := len(whole) - len(lines):
-        say(f"journal: {damaged} lines of {path.name} are damaged, or of another rlgen: left out")
+        say(f"journal: {damaged} lines of {path.name} are ignored: damaged, or of another version of rlgen")
     yield from lines
     if (line := parsed(last)) is not None:
         yield line

@@ -15,16 +15,16 @@ import pyarrow
 from rlgen.data.source import Rows, TextRows
 from rlgen.errors import RlgenError, ToolError
 from rlgen.recipe.models import SEED_COLUMN
-from rlgen.tools.arena import Arena, Done
-from rlgen.workers.failures import Failed
+from rlgen.tools.arena import Done, EnvPool
+from rlgen.worker_pool.failures import Failed
 
 BEFORE = "before_reset"  # column of the data's own prompts, where the environment has replaced them
 AT_ONCE = 1000  # rows
 
 
-def observed(rows: Rows, column: str, arena: Arena) -> Rows:
-    """Returns the rows with a column `seed`, and with what `reset` returned for each in place of its prompt, or of the text of
-    its last message. Where that is None the prompt stays.
+def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
+    """Returns the rows with a column `seed` and with new prompts: what `reset` returned replaces a row's prompt, or the text of
+    its last message. Where `reset` returned None, the prompt stays.
 
     Args:
         column: of prompts.
@@ -50,12 +50,12 @@ def observed(rows: Rows, column: str, arena: Arena) -> Rows:
     return replace(rows, rows=held, columns=columns, fingerprint=digest)
 
 
-def firsts(rows: Sequence[Mapping[str, Any]], column: str, arena: Arena) -> list[str | Failed | None]:
+def firsts(rows: Sequence[Mapping[str, Any]], column: str, arena: EnvPool) -> list[str | Failed | None]:
     """Returns what `reset` returns for each row. Raises RlgenError if no process of the environment can be started."""
     found: list[str | Failed | None] = []
     for one in every([begin_of(row, column) for row in rows], arena.first):
         if not isinstance(one, Failed) and one["text"] is not None and one["characters"] > len(one["text"]):
-            raise ToolError("environment: what reset returns is longer than environment.max_output_tokens; raise that")
+            raise ToolError("environment: reset returned a text longer than environment.max_output_tokens; raise that")
         found.append(one if isinstance(one, Failed) else one["text"])
     return found
 

@@ -36,7 +36,7 @@ class Rollout:
 
     step: int
     samples: Samples  # those that it trains, and those that it sampled and no process trains
-    policy_logp: Ragged  # float32, the trainer's log-probs before the first update, at `Sampling.logp_temperature`
+    policy_logp: Ragged  # float32, the trainer's log-probs before the first update, under `Sampling.distribution`
     advantage: NDArray[np.float64]  # [B]
     trained: NDArray[np.bool_]  # [B]
 

@@ -38,15 +38,27 @@ def read_rollouts(place: Path, step: int | None = None, columns: Sequence[str] |
                 wanted = known if columns is None else [name for name in known if name in columns]
                 tables.append(file.read(columns=wanted).replace_schema_metadata(None))
         except UNREADABLE as error:
-            raise CheckpointError(f"{part} cannot be read ({error}); it is damaged: remove it, or bring it back") from error
+            raise unreadable(part, error) from error
     if not tables:
         raise CheckpointError(
-            f"{path} is not there: no process has written its rollouts; recipe: rollouts.every says which steps are"
+            f"{path} does not exist: no process has written these rollouts; rollouts.every in the recipe sets which are written"
         )
     if len(tables) == 1:
         return tables[0]  # rows of one file are in order already
     joined = pa.concat_tables(as_one_kind(tables), promote_options="permissive")
     return joined.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+
+
+def metadata_of(part: Path) -> pq.FileMetaData:
+    """Returns the metadata of a file of rollouts. Raises CheckpointError if it is damaged."""
+    try:
+        return pq.read_metadata(part)
+    except UNREADABLE as error:
+        raise unreadable(part, error) from error
+
+
+def unreadable(part: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"{part} cannot be read ({error}); it is damaged: remove it, or restore it from a copy")
 
 
 def as_one_kind(tables: Sequence[pa.Table]) -> list[pa.Table]:

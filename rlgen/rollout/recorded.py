@@ -2,7 +2,7 @@
 
 The rollouts hold all of a step: ids, log-probs as float32, spans with weight versions, and rewards. The journal holds a step from
 its first answer until its rollouts are on disk; a step that `rollouts.every` leaves out, until the oldest checkpoint is a later
-one. It lacks the prompts, which come from the data again. Nothing here writes.
+one. It lacks the prompts, which are read from the data again. Nothing here writes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ Rewarded = Sequence[Mapping[str, Any]]  # of the samples of a group, as `rewards
 
 
 def is_recorded(run: Path, step: int) -> bool:
-    """Returns whether files of a step are there; whether they are whole shows when they are read."""
+    """Returns whether files of a step are there; whether they are complete shows only when they are read."""
     return bool(parts_of(rollouts_of(run, step)) or journal_of(run, step))
 
 
@@ -93,7 +93,7 @@ def from_journal(
 
 
 def read(journal: Journal, step: int) -> tuple[dict[int, dict[int, Answer]], dict[int, Rewarded]]:
-    """Returns of a step the newest answers, by group id and sample index, and the newest rewards of each group, by group id."""
+    """Returns the newest answers of a step, by group id and sample index, and the newest rewards of each group, by group id."""
     answers: dict[int, dict[int, Answer]] = {}
     rewarded: dict[int, Rewarded] = {}
     for samples, stamp in journal.tables(step):

@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine
+from rlgen.errors import Fault, SentinelError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import Conversations, Dialogue
 from rlgen.types import Completion, Group, Ids, Prompt, Request, Sample, Sampling, Span, turns_of
@@ -53,7 +54,7 @@ def rollout(
             engine.generate(requests, sampling, talks.finished, talks.further)
         completions = talks.result()
     check_answers(requests, completions, sampling, version, joined=dialogue is not None)
-    return groups_of(prompts, requests, completions, sampling.stop_ids, tokenizer)
+    return groups_of(prompts, requests, completions, sampling, tokenizer)
 
 
 def requests_for(prompts: Sequence[Prompt], group_size: int, run_seed: int) -> list[Request]:
@@ -69,14 +70,26 @@ def groups_of(
     prompts: Sequence[Prompt],
     requests: Sequence[Request],
     completions: Sequence[Completion],
-    stop_ids: Sequence[int],
+    sampling: Sampling,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Group]:
-    """Builds one group per prompt from checked completions, which must be in the order of `requests_for`."""
+    """Builds one group per prompt from checked completions, which must be in the order of `requests_for`.
+
+    Raises:
+        SentinelError: nothing ended a completion of which the engine says so.
+    """
     group_size = len(requests) // max(1, len(prompts))
     places = [(prompt, index) for prompt in prompts for index in range(group_size)]
     samples: dict[int, list[Sample]] = {prompt.position: [] for prompt in prompts}
     for (prompt, index), request, completion in zip(places, requests, completions, strict=True):
+        text = completion_text(tokenizer, completion, sampling.stop_ids)
+        ended = sampling.regex is not None or int(completion.token_ids[-1]) in sampling.stop_ids
+        if sampling.stop and completion.finish_reason == "stop" and not ended and not any(one in text for one in sampling.stop):
+            raise SentinelError(
+                Fault.DROPPED_STOP_TOKEN,
+                f"the engine says that completion {index} of prompt {prompt.position} has ended, but neither a stop token nor a"
+                " text of rollout.stop is at its end; make the engine keep all ids",
+            )
         samples[prompt.position].append(
             Sample(
                 group_id=prompt.position,
@@ -87,7 +100,7 @@ def groups_of(
                 spans=completion.spans,
                 finish_reason=completion.finish_reason,
                 seed=request.seed,
-                completion=completion_text(tokenizer, completion, stop_ids),
+                completion=text,
                 rewards={},
                 reward=None,
                 cached_tokens=completion.cached_tokens,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine, Finished, Pending, Submit
-from rlgen.engines.further import Further
+from rlgen.engines.further import FollowUpQueue
 from rlgen.errors import SentinelError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import Conversations, Dialogue, Joined
@@ -25,7 +25,7 @@ class Call:
     requests: Sequence[Request]
     found: Mapping[int, Completion]  # by index into `requests`
     asked: Sequence[int]  # indices into `requests`
-    finished: Finished  # told of each completion, by index into `asked`
+    finished: Finished  # called for each completion, with its index into `asked`
     talks: Conversations | None = None  # of the requests of `asked`; None: their completions are one turn
     pending: Pending | None = None  # the engine's future answers, if it answers in the background
 
@@ -39,9 +39,9 @@ class Sampler:
     which the engine gets meanwhile (`in_flight`). Every token carries the version of its weights; the importance weight corrects
     for the difference. The first steps of a run are asked for at once.
 
-    Each answer is written to the journal as soon as it arrives. A resumed run takes the answers to its requests from there. A
-    step that earlier attempts answered in part by weights which this one has not come to is asked for when it has: what had been
-    trained is then trained again to the last bit.
+    Each answer is written to the journal as soon as it arrives. A resumed run takes the answers to its requests from there. In
+    an earlier attempt, weights that are newer than the present ones may have sampled a part of a step. Such a step is submitted
+    only when this attempt has reached these weights: what had been trained is then trained again to the last bit.
     """
 
     engine: Engine
@@ -59,12 +59,12 @@ class Sampler:
     # The last bits of an answer depend on the other requests of its batch: if one is missing, the whole step is sampled again.
     all_or_none: bool
     say: Callable[[str], None]
-    # Told of each group of a step when all its answers are there, perhaps in another thread; None: nobody needs them early.
+    # Called with each group of a step when all its answers are there, perhaps from another thread; None: nobody needs them early.
     group_finished: Callable[[int, Group], None] | None = None
     dialogue: Dialogue | None = None  # how conversations of several turns are led; None: a completion is one turn
-    custom: CustomRollout | None = None  # the user's own sampler, which asks for the answers of a step by itself
+    custom: CustomRollout | None = None  # the user's own sampler, which sends the requests of a step itself
     interruptible: bool = False  # another thread may call `give_up`
-    joining: Further | None = None  # what may join the call of the engine that is going on, if it can be given up
+    joining: FollowUpQueue | None = None  # further requests of the running call to the engine, by which it can be given up
     given_up: BaseException | None = None
     pending: dict[int, Call] = field(default_factory=dict)
 
@@ -87,8 +87,8 @@ class Sampler:
             self.submit(step, self.submit_to)
             if step > 1 and not self.in_flight and (late := len(self.pending[step].asked)):
                 self.say(
-                    f"journal: {late} answers of step {step} are not in it: weights of version {version} sample them, and not"
-                    " earlier ones as in a run that is not disturbed"
+                    f"journal: {late} answers of step {step} are missing: weights of version {version} sample them, not earlier"
+                    " ones as in an uninterrupted run"
                 )
         self.fill(range(step + 1, step + self.ahead), version, self.submit_to)
         call = self.pending[step]
@@ -132,13 +132,13 @@ class Sampler:
         return Call(prompts=prompts, requests=requests, found=found, asked=asked, finished=finished, talks=talks)
 
     def generate(self, call: Call, version: int) -> list[Completion]:
-        """Samples what the journal does not answer, turn by turn where there is a dialogue, by weights of `version`."""
+        """Samples what the journal does not answer, turn by turn where there is a dialogue, with the weights of `version`."""
         if self.custom is not None:
             given = call.prompts, call.requests, self.sampling, self.tokenizer, version, call.finished
             return self.custom(self.engine, *given)
         asked = [call.requests[place] for place in call.asked]
         if self.interruptible:
-            self.joining = Further() if call.talks is None else call.talks.further
+            self.joining = FollowUpQueue() if call.talks is None else call.talks.further
             if self.given_up is not None:
                 raise self.given_up
         if call.talks is None:
@@ -149,7 +149,7 @@ class Sampler:
         return call.talks.result()
 
     def give_up(self, error: BaseException) -> None:
-        """Makes the call of the engine that goes on or begins in another thread raise `error`, at its next decode step."""
+        """Makes the call to the engine in another thread, running or about to begin, raise `error` at its next decode step."""
         self.given_up = error
         if self.joining is not None:
             self.joining.fail(error)
@@ -157,14 +157,14 @@ class Sampler:
     def hand_over(
         self, step: int, prompt: Prompt, requests: Sequence[Request], answers: Sequence[Completion], oldest: int
     ) -> None:
-        """Tells of a group whose answers are there.
+        """Passes a group whose answers are all there to `group_finished`.
 
-        Not if one of them is no answer to its request: `answered` raises that when all of the step are there.
+        Skips a group with a wrong answer: `answered` raises that error when the whole step is there.
         """
         with suppress(SentinelError):
             check_answers(requests, answers, self.sampling, step - 1, oldest, joined=self.dialogue is not None)
             assert self.group_finished is not None
-            self.group_finished(step, *groups_of([prompt], requests, answers, self.sampling.stop_ids, self.tokenizer))
+            self.group_finished(step, *groups_of([prompt], requests, answers, self.sampling, self.tokenizer))
 
     def answered(self, call: Call, answers: Sequence[Completion], version: int, oldest: int) -> list[Group]:
         """Builds the groups of a call from the engine's answers and those of the journal; both are checked in the same way.
@@ -178,10 +178,10 @@ class Sampler:
         check_answers(replayed, list(call.found.values()), self.sampling, version, oldest, joined, free)
         of_place = {**dict(zip(call.asked, answers, strict=True)), **call.found}
         completions = [of_place[place] for place in range(len(call.requests))]
-        return groups_of(call.prompts, call.requests, completions, self.sampling.stop_ids, self.tokenizer)
+        return groups_of(call.prompts, call.requests, completions, self.sampling, self.tokenizer)
 
     def fill(self, steps: Iterable[int], version: int, submit_to: Submit) -> None:
-        """Submits those of `steps` that are not under way, but for those of which the journal has answers by weights to come.
+        """Submits those of `steps` that are not under way, except those with journal answers from weights newer than the present.
 
         Args:
             version: of the present weights.
@@ -206,20 +206,20 @@ class Sampler:
     def before_sync(self) -> None:
         """Waits for the submitted requests, unless the weights may change while they are decoded (`in_flight`)."""
         if not self.in_flight:
-            self.rest()
+            self.drain()
 
-    def rest(self) -> None:
+    def drain(self) -> None:
         """Waits for the submitted requests. An error is not raised here but in `groups`, which takes the answers."""
         for call in self.pending.values():
             if call.pending:
                 call.pending.exception()
 
-    def settle(self, done: int) -> None:
+    def flush_pending(self, done: int) -> None:
         """Waits until the journal holds all answers for step `done` + 1, and flushes it; called before the checkpoint of `done`.
 
         Older weights sampled these answers, so they cannot be sampled again after a resume. Requests to the weights that the
         checkpoint contains can be repeated. Nothing is waited for if the weights change under the requests (`in_flight`): there
-        are always some under way, and what sampled an answer is a matter of time in any case.
+        are always some under way, and which weights sample an answer depends on timing in any case.
         """
         call = self.pending.get(done + 1)
         if call is not None and call.pending and not self.in_flight:

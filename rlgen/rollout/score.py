@@ -11,20 +11,22 @@ from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, collate, deal, plan, unpad
-from rlgen.types import Batch, Sample, Samples
+from rlgen.types import Batch, Distribution, Sample, Samples
 
 Scored: TypeAlias = Policy | BasePolicy
 
 
-def score(policy: Scored, samples: Sequence[Sample], temperature: float, budget: int, processes: Processes) -> list[Tensor]:
+def score(
+    policy: Scored, samples: Sequence[Sample], distribution: Distribution, budget: int, processes: Processes
+) -> list[Tensor]:
     """Returns the log-prob of each token, one [L] float32 tensor per sample, in their order, on the CPU; 0 where not sampled."""
-    return [logp_KL[0] for logp_KL in score_at(policy, samples, (temperature,), budget, processes)]
+    return [logp_KL[0] for logp_KL in score_at(policy, samples, (distribution,), budget, processes)]
 
 
 def score_at(
-    policy: Scored, samples: Sequence[Sample], temperatures: tuple[float, ...], budget: int, processes: Processes
+    policy: Scored, samples: Sequence[Sample], distributions: Sequence[Distribution], budget: int, processes: Processes
 ) -> list[Tensor]:
-    """Returns log-probs at K temperatures from one forward pass: one [K, L] tensor per sample, otherwise as `score`.
+    """Returns log-probs under K distributions from one forward pass: one [K, L] tensor per sample, otherwise as `score`.
 
     Meant for the few samples of a probe: all processes pass the same samples, each scores a share of them, and all get
     bit-identical results.
@@ -32,21 +34,37 @@ def score_at(
     Raises:
         SetupError: not enough memory.
     """
-    return shared_out(samples, budget, processes, lambda batch: policy(batch, temperatures).logp)
+    return shared_out(samples, budget, processes, lambda batch: policy(batch, distributions).logp)
+
+
+def sure_of(
+    policy: Policy, samples: Sequence[Sample], distribution: Distribution, budget: int, processes: Processes
+) -> list[Tensor]:
+    """Returns `Truncation.sure` of each token: one [L] bool tensor per sample, otherwise as `score_at`."""
+
+    def compute(batch: Batch) -> Tensor:
+        sure = policy(batch, (distribution,)).sure
+        return batch.mask[None] if sure is None else sure[None]
+
+    return [sure_1L[0] for sure_1L in shared_out(samples, budget, processes, compute)]
 
 
 def score_in(
     policy: Policy,
     samples: Sequence[Sample],
-    temperatures: tuple[float, ...],
+    distributions: Sequence[Distribution],
     budget: int,
     processes: Processes,
     held: torch.dtype,
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """Returns what `Policy.scores_in` computes: one [2, K, L] tensor per sample, otherwise as `score_at`."""
-    found = shared_out(samples, budget, processes, lambda batch: policy.scores_in(batch, temperatures, held, dtype).flatten(0, 1))
-    return [scores.unflatten(0, (2, len(temperatures))) for scores in found]
+
+    def compute(batch: Batch) -> Tensor:
+        return policy.scores_in(batch, distributions, held, dtype).flatten(0, 1)
+
+    found = shared_out(samples, budget, processes, compute)
+    return [scores.unflatten(0, (2, len(distributions))) for scores in found]
 
 
 def shared_out(samples: Sequence[Sample], budget: int, processes: Processes, compute: Callable[[Batch], Tensor]) -> list[Tensor]:
@@ -70,7 +88,7 @@ def shared_out(samples: Sequence[Sample], budget: int, processes: Processes, com
 def score_own(
     policy: Scored,
     samples: Samples,
-    temperature: float,
+    distribution: Distribution,
     budget: int,
     processes: Processes,
     micro_batches: Sequence[Sequence[int]] | None = None,
@@ -93,7 +111,7 @@ def score_own(
         micro_batches = [*planned, *([] for _ in range(most - len(planned)))]
 
     def compute(batch: Batch) -> Tensor:
-        return policy(batch, (temperature,)).logp
+        return policy(batch, (distribution,)).logp
 
     scored = [(rows, forward(compute, samples, rows, budget, processes)[0]) for rows in micro_batches]
     return unpad([(rows, values) for rows, values in scored if rows], samples.completion_ids.offsets)

@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from rlgen.data.suffix import Suffixes, identifier, told
 from rlgen.errors import RlgenError
 from rlgen.recipe.models import ToolFormat
-from rlgen.rollout.turns import Answer, Reply, Talk
+from rlgen.rollout.turns import Answer, ConversationState, Reply
 from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
 from rlgen.tools.formats import Malformed, Turn, read_turn
 from rlgen.types import Prompt
 
-# Names of the counts of replies, by what kept a call from its tool's answer.
+# The name of the count for each reason why a call has no answer of its tool.
 COUNTS = {
     "unknown": "unknown",
     "arguments": "invalid",
@@ -32,7 +32,7 @@ COUNTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ToolTurns:
-    """Tools as what answers the model. Implements `Turns`."""
+    """Answers the model with tools. Implements `Turns`."""
 
     box: ToolBox
     suffixes: Suffixes
@@ -53,7 +53,7 @@ class ToolTurns:
         """Returns the SHA-256 of each tool's code, by "tools/NAME"."""
         return {f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.pool.facts(), strict=True)}
 
-    def reply(self, talk: Talk, room: int, answer: Answer) -> None:
+    def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered.
 
         Args:
@@ -69,11 +69,13 @@ class ToolTurns:
             calls = [call for call in turn.calls if isinstance(call, ToolCall)]
             self.box.call(calls, partial(self.answered, talk, room, turn, answer))
 
-    def answered(self, talk: Talk, room: int, turn: Turn, answer: Answer, answers: Sequence[ToolAnswer] | RlgenError) -> None:
+    def answered(
+        self, talk: ConversationState, room: int, turn: Turn, answer: Answer, answers: Sequence[ToolAnswer] | RlgenError
+    ) -> None:
         """Passes on what follows a turn whose tools have answered.
 
         Args:
-            answers: to the calls that are none of the malformed ones, in order.
+            answers: to the calls that are not malformed, in order.
         """
         if isinstance(answers, RlgenError):
             answer(answers)
@@ -103,7 +105,7 @@ class ToolTurns:
         )
 
     def demonstrated(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[int]]]:
-        """Returns for each prompt the ids of a turn that asks the first tool, by its first parameter, and of its answer."""
+        """Returns for each prompt the ids of a turn that calls the first tool with the prompt, and of the tool's answer."""
         entry, schema = self.box.entries[0], self.box.schemas[0]
         parameter = next(iter(schema["function"]["parameters"]["properties"]))
         calls = [ToolCall(entry.label, {parameter: prompt.columns["prompt"]}) for prompt in prompts]
@@ -130,7 +132,7 @@ class ToolTurns:
 
 
 def malformed(call: Malformed) -> ToolAnswer:
-    """Returns what the model is told of a call that cannot be read."""
+    """Returns the answer to a call that cannot be read."""
     return ToolAnswer(f"Error: the call cannot be read: {call.why}")
 
 

@@ -1,4 +1,4 @@
-"""Defines what answers the model between its turns: tools, an environment, a user that is played.
+"""Defines what answers the model between its turns: tools, an environment, a simulated user.
 
 A conversation is one completion: the turns that the model samples, and between them ids that are appended as they are. A sampled
 id is never decoded and tokenised again.
@@ -13,13 +13,13 @@ from rlgen.types import Completion, Ids, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Talk:
+class ConversationState:
     """A conversation after a turn of the model that a stop token ended.
 
-    Talk(conversation=7, prompt=Prompt(...), sample_index=0, turn=1, completion=Completion(token_ids=[9, 4], ...), last=False)
+    ConversationState(conversation=7, prompt=Prompt(...), sample_index=0, turn=1, completion=Completion(...), last=False)
     """
 
-    conversation: Hashable  # the same object in all turns of one, and no other's
+    conversation: Hashable  # the same object in all turns of a conversation, and in no other
     prompt: Prompt
     sample_index: int  # 0..G-1 within the prompt's group
     turn: int  # 0 for the first
@@ -36,9 +36,9 @@ class Reply:
 
     ids: Ids  # [L] appended, not trained on: the rest of the turn's end, the answer, the header of the next turn
     counts: Mapping[str, int] = field(default_factory=dict)  # added to the metrics tools/NAME: {"calls": 2, "malformed": 1}
-    # What the turn and its reply are as messages, for rewards and people: the assistant's, then those of the tools.
+    # The turn and its reply as messages, for rewards and people: the assistant's, then those of the tools.
     messages: tuple[Mapping[str, Any], ...] = ()
-    unread: tuple[Mapping[str, Any], ...] = ()  # kept in place of `messages` where no turn follows: what the model never sees
+    unread: tuple[Mapping[str, Any], ...] = ()  # kept instead of `messages` if no turn follows: the model never reads it
     ends: bool = False  # the conversation is over, with this turn as its last one; it does not count as truncated
 
 
@@ -59,11 +59,11 @@ class Turns(Protocol):
         """Returns the SHA-256 of the user's code behind each part that replies: {"tools/search": "9f86d0..."}; None: built in."""
         ...
 
-    def reply(self, talk: Talk, room: int, answer: Answer) -> None:
+    def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         """Works out what follows a turn, and calls `answer` once, perhaps from another thread, perhaps before it returns.
 
-        It must not wait: other conversations go on meanwhile. If `talk.last`, `answer` gets None if the turn calls for no reply,
-        else any Reply, whose ids are dropped; unless that one ends the conversation, it then counts as truncated.
+        It must not wait: other conversations go on meanwhile. If `talk.last`, `answer` gets None if the turn needs no reply, else
+        any Reply, whose ids are dropped. The conversation then counts as truncated, unless the Reply `ends` it.
 
         Args:
             room: tokens that the completion may still take, reply and next turn together. A Reply whose ids leave no room for a
@@ -72,7 +72,7 @@ class Turns(Protocol):
         ...
 
     def end(self, conversation: Hashable) -> None:
-        """Is told of each conversation that has ended, in whatever way, and of those that `reply` never saw. It must not wait."""
+        """Called for each conversation that has ended, in whatever way, even if `reply` never saw it. It must not wait."""
         ...
 
     def close(self) -> None:

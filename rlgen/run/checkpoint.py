@@ -62,14 +62,29 @@ from rlgen.types import Position
 LOOK = 0.1  # seconds between two looks whether all processes have written their part
 
 
+def little_space(folder: Path, model: PreTrainedModel) -> str | None:
+    """Returns a warning if the disk has less space than two checkpoints need; None if it has enough.
+
+    A checkpoint has the trained weights and two moments of each. An old one is removed when the new one is complete.
+    """
+    size = 3 * sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
+    free = shutil.disk_usage(folder).free
+    if free >= 2 * size:
+        return None
+    return (
+        f"{folder} has {free / 1e9:.1f} GB of free space, and a checkpoint takes about {size / 1e9:.1f} GB. A save needs that"
+        " much before it removes an old checkpoint: free space, or set run.dir to another disk"
+    )
+
+
 class Checkpoints:
     """Saves and loads the checkpoints of one run, and keeps the newest `keep`.
 
     All processes save and load together; the main process writes the manifest and renames the folder.
 
     Args:
-        base: digest of the frozen weights under an adapter. They are in no checkpoint, so that they must not change.
-        held: digest of this process's shards of them; None: they are not sharded, and `base` is.
+        base: digest of the frozen weights under an adapter. No checkpoint contains them, so they must not change.
+        held: digest of this process's shards of them; None: they are not sharded, and `base` is that digest.
         trainer: kind of the trainer, stored in each manifest.
 
     `pinned` is the step of the checkpoint that is never removed, which changes in the course of a run; None: there is none.
@@ -127,9 +142,10 @@ class Checkpoints:
         self.folder.sweep()
         choice = self.folder.choose(step)
         if choice.path is not None and (name := non_finite(stored_tensors(choice.path))):
+            earlier = ", ".join(str(one) for one in self.folder.steps() if one < choice.step)
             raise CheckpointError(
-                f"{choice.path}: {name} has values that are not finite: the run had diverged when it was saved; go on from an"
-                f" earlier one with --resume-step, of {', '.join(map(str, self.folder.steps()))}"
+                f"{choice.path}: {name} has values that are not finite: the run had diverged when it was saved; "
+                + (f"resume from an earlier checkpoint with --resume-step: {earlier}" if earlier else "start again with --clean")
             )
         return choice
 
@@ -161,7 +177,7 @@ class Checkpoints:
         moments = optimizer_tensors(model, optimizer)
         draws = processes.gather([random_tensors()])
         processes.on_main(partial(self._begin, at.step))
-        copied = processes.agreed(
+        copied = processes.run_all(
             lambda: Snapshot(
                 at=at,
                 schedule=deepcopy(schedule.state_dict()),
@@ -193,7 +209,7 @@ class Checkpoints:
         return part.final
 
     def _facts(self, at: Position, model: PreTrainedModel) -> dict[str, Any]:
-        """Returns what the manifest says of a checkpoint besides the hashes of its files."""
+        """Returns the contents of the manifest except the hashes of the files."""
         return {
             "step": at.step,
             "time": time.time(),
@@ -235,7 +251,7 @@ class Checkpoints:
         if failed and writer.error is None:
             writer.give_up()  # it may wait for the part of the process that has failed
         try:
-            self.processes.agreed(partial(outcome, writer), patient=True)
+            self.processes.run_all(partial(outcome, writer), keepalive=True)
         finally:
             self._writer = None if writer.ended else writer
         self._longest = max(self._longest, writer.elapsed)
@@ -280,8 +296,7 @@ class Checkpoints:
         processes: Processes,
         base: str | None = None,
     ) -> Position:
-        """Loads weights, optimizer, schedule and random states from `path`. `choose` has compared its bytes with their hashes
-        before.
+        """Loads weights, optimizer, schedule and random states from `path`, whose bytes `choose` has compared with their hashes.
 
         Args:
             base: digest of the frozen weights under an adapter; None: it is computed.
@@ -292,11 +307,11 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged, or of another model or version of rlgen.
         """
-        return processes.agreed(lambda: load_parts(path, model, optimizer, schedule, processes.rank, base))
+        return processes.run_all(lambda: load_parts(path, model, optimizer, schedule, processes.rank, base))
 
 
 def outcome(writer: Writer) -> None:
-    """Waits for the writer, and raises its error. One that gave up, because another process has failed, has none of its own."""
+    """Waits for the writer, and raises its error. A writer that gave up because another process failed has no error."""
     with suppress(GivenUpError):
         writer.result()
 
@@ -332,8 +347,8 @@ def load_parts(
     except (OSError, ValueError, KeyError, TypeError, AssertionError, SafetensorError, CheckpointException) as error:
         # torch's message may advise to unpickle, so only its type is shown.
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}); `rlgen checkpoints verify` says what is wrong, --resume-step"
-            " goes on from another one"
+            f"{path} cannot be read ({type(error).__name__}); `rlgen checkpoints verify` says what is wrong, and --resume-step"
+            " resumes from another checkpoint"
         ) from error
     return at
 

@@ -42,9 +42,9 @@ class CheckpointFolder:
         return self.root / f"{WRITING}{step:06d}"
 
     def steps(self) -> dict[int, Path]:
-        """Returns every folder that is named like a checkpoint, complete or not, by step, oldest first."""
+        """Returns every folder that is named as `path` names a checkpoint, complete or not, by step, oldest first."""
         names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.root.glob("step_*"))
-        return dict(sorted((int(match[1]), path) for match, path in names if match))
+        return dict(sorted((int(match[1]), path) for match, path in names if match and path == self.path(int(match[1]))))
 
     def has(self, step: int) -> bool:
         """Returns whether a complete checkpoint of `step` exists. Compares file names and sizes, not hashes."""
@@ -72,11 +72,11 @@ class CheckpointFolder:
                 damaged.append(str(error))
                 continue
             later = tuple(path for other, path in found.items() if other > number)
-            notices = tuple(f"DAMAGED CHECKPOINT: {text}; going on from step {number} instead" for text in damaged)
+            notices = tuple(f"DAMAGED CHECKPOINT: {text}; resuming from step {number} instead" for text in damaged)
             return Choice(step=number, path=found[number], later=later, notices=notices)
         if damaged:
             raise DamagedCheckpoint(
-                "no good checkpoint to go on from: " + "; ".join(damaged) + ". Bring the files back, name another with"
+                "no good checkpoint to resume from: " + "; ".join(damaged) + ". Restore the files, name another checkpoint with"
                 " --resume-step, or start again with --clean"
             )
         return Choice(step=0, path=None, later=(), notices=())

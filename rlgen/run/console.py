@@ -54,7 +54,7 @@ class Terminal(RichConsole):
 
     @property  # type: ignore[misc]  # rich's can be set, too
     def size(self) -> ConsoleDimensions:
-        """Returns columns and lines of the terminal that is printed to, whatever descriptors 0 to 2 are."""
+        """Returns columns and lines of the terminal that this console prints to, wherever descriptors 0 to 2 lead."""
         with suppress(OSError, ValueError, AttributeError):
             columns, lines = os.get_terminal_size(self.file.fileno())
             if self._width is None and columns and lines:
@@ -151,7 +151,7 @@ class Console:
         return remaining(self.seconds, self.steps - step)
 
     def answer(self, text: str) -> None:
-        """Prints a message from a signal handler, which may interrupt any other print: past all buffers."""
+        """Prints a message from a signal handler. Bypasses all buffers, because the handler may interrupt any other print."""
         if not self.terminal.quiet:
             write_at_once(self.file, text)
 
@@ -205,7 +205,8 @@ def check_progress(progress: Progress) -> None:
     """Raises UsageError if standard output cannot show what `--progress` asks for."""
     if progress == "live" and not takes_live_view(sys.stdout):
         raise UsageError(
-            "--progress live: standard output is no terminal that can move its cursor and write UTF-8; leave it out, or say plain"
+            "--progress live: standard output is not a terminal that can move its cursor and write UTF-8; leave the option out,"
+            " or set it to plain"
         )
 
 
@@ -242,10 +243,10 @@ def evaluation_line(record: Record, steps: int) -> str:
 def step_line(record: Record, steps: int, left: float | None = None) -> str:
     """Returns `step  12/100  reward 0.531 ±0.50  loss -0.0123  Δ 1e-6  803 tok/s  left 3h20m`, of at most `WIDTH` characters.
 
-    Of a run so long or so fast that it would be more, the last parts but the time are left out.
+    If the line would be longer, its last parts are left out, but not the time.
 
     Args:
-        left: seconds that the steps to come may take; None: not known.
+        left: seconds that the remaining steps may take; None: not known.
     """
     time = "" if left is None else f"  left {as_clock(left)}"
     line = f"step {record[Metric.STEP]:>{len(str(steps))}}/{steps}"

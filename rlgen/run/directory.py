@@ -8,6 +8,8 @@ nonfinite/       step_000012.json, which numbers were not finite in a step whose
 sinks/           ids of the run in trackers, and their files, if the recipe has sinks
 journal/         what was sampled and scored since the last checkpoint, see rollout/journal.py
 judge/           what judges have said, so that they are not asked again, see rewards/answers.py
+failed_rewards/  calls of rewards that failed, with the message
+save_now         made by somebody who wants a checkpoint after the step that is going on
 logs/            of this attempt; those of earlier attempts are under attempt_K
 checkpoints/     step_000020/
 """
@@ -123,7 +125,7 @@ class RunDirectory:
             UsageError: this process does not see the directory.
         """
         if not appears(path / "resolved.yaml"):
-            raise UsageError(f"{path} is not seen by every process; set run.dir to a folder that all machines share")
+            raise UsageError(f"{path} is not visible to every process; set run.dir to a folder that all machines share")
         return cls(path, None)
 
     @staticmethod
@@ -307,10 +309,9 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> int:
-    """Locks the directory and returns the descriptor of the lock file. The kernel frees the lock when the process dies, however
-    it dies.
+    """Locks the directory and returns the descriptor of the lock file.
 
-    Waits up to `PATIENCE` seconds for another process to free the lock.
+    Waits up to `PATIENCE` seconds for another process to free the lock. The kernel frees it when a process dies in any way.
 
     Raises:
         UsageError: another process holds the lock.
@@ -340,7 +341,7 @@ def _not_to_be_cleaned(path: Path) -> str | None:
     if path.is_symlink():
         return "is a link"
     if not path.is_dir():
-        return "is no folder"
+        return "is not a folder"
     place = path.resolve()
     if any(kept.resolve().is_relative_to(place) for kept in (Path.home(), Path.cwd())):
         return "is the home directory, the working directory, or holds one of them"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlgen.errors import UsageError
 
-RUNS = Path("runs")  # where runs are unless the recipe says another `run.dir`
+RUNS = Path("runs")  # where runs are unless the recipe sets another `run.dir`
 LISTED = 5  # names of runs that a message shows
 
 
@@ -25,7 +25,7 @@ def find_run(name: Path, runs: Path = RUNS) -> Path:
             return place
     there = names_of_runs(runs)
     if not there:
-        hint = f"and {runs}/ holds none; name the folder of a run, run.dir/run.name of its recipe"
+        hint = f"and {runs}/ holds none; pass the folder of a run, which is run.dir/run.name of its recipe"
     elif close := difflib.get_close_matches(name.name, there, n=1):
         hint = f"and {runs}/ has none of that name; did you mean `{close[0]}`?"
     else:

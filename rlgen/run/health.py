@@ -52,17 +52,22 @@ class Rule:
         return len(rows.get(self.name, ())) == self.steps and self.beyond(rows) >= needed
 
     def words(self, rows: Rows, step: int) -> str:
-        """Returns `entropy of a token 0.004, 0.003, 0.003: below 0.01 for 5 steps, to step 12 (health.entropy); lower ...`."""
+        """Returns `entropy of a token 0.004, 0.003, 0.003: below 0.01 for 5 steps, up to step 12 (health.entropy); lower ...`."""
         last = ", ".join(f"{value:.3g}" for value in rows[self.name][-SHOWN:])
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         how_long = f"in {self.beyond(rows)} of {steps}" if self.name in MOSTLY else f"for {steps}"
         beyond = f"{self.side} {self.threshold:g} {how_long}"
-        return f"{self.what} {last}: {beyond}, to step {step} (health.{self.name}); {self.remedy}"
+        return f"{self.what} {last}: {beyond}, up to step {step} (health.{self.name}); {self.remedy}"
 
 
 def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     """Returns the rules that apply to this recipe and are not set to ignore."""
-    signs = reward_signs() | update_signs() | completion_signs(recipe.rollout.max_completion_tokens) | sampler_signs()
+    signs = (
+        reward_signs(recipe.samples_per_step)
+        | update_signs()
+        | completion_signs(recipe.rollout.max_completion_tokens)
+        | sampler_signs()
+    )
     useless = {finding.path for finding in inert(recipe)}
     rules = []
     for name, setting in recipe.health:
@@ -83,8 +88,13 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def reward_signs() -> dict[str, Sign]:
-    """Returns the signs about rewards, by the name of their rule."""
+def reward_signs(samples: int) -> dict[str, Sign]:
+    """Returns the signs about rewards, by the name of their rule. `samples`: of a step."""
+
+    def unscored(record: Record) -> float | None:
+        count = record.get(Metric.REWARD_UNSCORED)
+        return None if count is None else min(1.0, count / samples)
+
     return {
         "reward": (
             "at or below",
@@ -104,10 +114,16 @@ def reward_signs() -> dict[str, Sign]:
             "failed rewards of samples",
             "the first traceback is in the log",
         ),
+        "unscored": (
+            "at or above",
+            unscored,
+            "share of samples without a reward",
+            "a reward returned None, as a function without `return` does, or failed: try it with `rlgen rewards test`",
+        ),
         "zero_std": (
             "at or above",
             lambda record: record.get(Metric.GROUPS_ZERO_STD),
-            "share of groups of equal rewards",
+            "share of groups with equal rewards",
             "drop prompts that are always or never solved, raise rollout.group_size or rollout.temperature",
         ),
     }
@@ -163,7 +179,7 @@ def completion_signs(limit: int) -> dict[str, Sign]:
             "above",
             lambda r: None if r.get(Metric.COMPLETIONS_MEAN_TOKENS) is None else r[Metric.COMPLETIONS_MEAN_TOKENS] / limit,
             "mean length as a share of the limit",
-            "read rollouts/: long answers may be how the reward is won",
+            "read rollouts/: the reward may favour long answers",
         ),
     }
 
@@ -183,7 +199,7 @@ def sampler_signs() -> dict[str, Sign]:
             "below",
             lambda record: record.get(Metric.IS_ESS_RAW),  # uncapped: with capped weights a single extreme ratio would not show
             "effective share of the samples",
-            "lower optim.learning_rate, or look at what parts engine and trainer with `rlgen doctor`",
+            "lower optim.learning_rate, or find out with `rlgen doctor` why engine and trainer differ",
         ),
     }
 
@@ -235,7 +251,7 @@ class Health:
         broken = [rule for rule in self._rules if rule.broken(rows)]
         began = [f"health: {rule.words(rows, step)}" for rule in broken if not rule.broken(before)]
         well = [
-            f"health: {rule.what} is well again at step {step} (health.{rule.name})"
+            f"health: {rule.what} has recovered at step {step} (health.{rule.name})"
             for rule in self._rules
             if rule.broken(before) and not rule.broken(rows)
         ]
@@ -244,7 +260,8 @@ class Health:
         if ending:
             words = "; ".join(rule.words(rows, step) for rule in ending)
             ends = DivergedError(
-                f"health: {words}. To go on all the same, change its threshold or set its action to warn, and start with --resume"
+                f"health: {words}. To go on anyway, change the threshold of the rule or set its action to warn, then start with"
+                " --resume"
             )
         return Checkup(
             metrics={Family.HEALTH.of(rule.name): rule.broken(rows) for rule in self._rules if rule.name in rows},

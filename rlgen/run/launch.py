@@ -67,8 +67,8 @@ def check_launch(launch: Launch, count: int | None, environment: Mapping[str, st
     if asked is not None and asked[1] != launch.world:
         launcher, number = asked
         raise ProcessError(
-            f"`{launcher}` was asked for {number} processes, but {launch.world} runs: it starts several only where it finds as"
-            f" many GPUs, or is told --multi_gpu; {START_ALL.format(n=number)}"
+            f"`{launcher}` was asked for {number} processes, but {launch.world} runs: it starts several only if it finds as many"
+            f" GPUs, or with --multi_gpu; {START_ALL.format(n=number)}"
         )
     if count is not None and count != launch.world:
         how = START_ALL.format(n=count) if count > 1 else "start `rlgen train` alone"

@@ -1,6 +1,6 @@
 """Shows a run on a terminal while it trains: step, time left, the curve of the reward, health, and completions of the last step.
 
-Messages and evaluations scroll above the view. What a model wrote is shown, never obeyed.
+Messages and evaluations scroll above the view. Control characters in what a model wrote are escaped.
 """
 
 import re
@@ -56,7 +56,7 @@ def share_of_step(metric: Metric) -> Callable[[Record], float | None]:
     return lambda record: record[metric] / record[whole] if record.get(metric) and record.get(whole) else None
 
 
-# The four groups; what fits into a line is shown, and what is bad in any case.
+# The four groups. A line shows the cells that fit; bad ones come first.
 GROUPS: dict[str, tuple[Cell, ...]] = {
     "learning": (
         Cell("reward", of(Metric.REWARD_MEAN), ".3f", "reward"),
@@ -125,7 +125,7 @@ class View:
         """Returns the lines of the view, none wider than `width`.
 
         Args:
-            height: lines of the terminal; of a low one, some parts are left out.
+            height: lines of the terminal; if there are few, some parts are left out.
             elapsed, left: seconds of this attempt so far, and seconds to come.
         """
         drawn = [self.head(width, elapsed, left)]

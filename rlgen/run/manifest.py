@@ -7,6 +7,7 @@ checkpoint is detected. It protects against faults, not against forgery: no file
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -78,11 +79,11 @@ def read_manifest(folder: Path) -> Manifest:
         own = content.pop("sha256")
     except FileNotFoundError:
         check_format(folder, old_format(folder))
-        raise DamagedCheckpoint(f"{folder}: {NAME} is missing: it was never finished") from None
+        raise DamagedCheckpoint(f"{folder}: {NAME} is missing: the checkpoint was never finished") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{folder}: {NAME} cannot be read: {error}") from error
     if digest(content) != own:
-        raise DamagedCheckpoint(f"{folder}: {NAME} is not what was written")
+        raise DamagedCheckpoint(f"{folder}: {NAME} has changed since it was written")
     check_format(folder, content.get("format"))
     return Manifest(**{**content, "files": {name: File(**file) for name, file in content["files"].items()}})
 
@@ -95,8 +96,8 @@ def check_format(folder: Path, found: object) -> None:
     """
     if found != FORMAT and found is not None:
         raise CheckpointError(
-            f"{folder} is of checkpoint format {found}, and this rlgen reads {FORMAT}: go on with the rlgen that wrote it, or"
-            " start another run"
+            f"{folder} is of checkpoint format {found}, but this rlgen reads {FORMAT}: use the rlgen that wrote it, or start a"
+            " new run"
         )
 
 
@@ -135,7 +136,7 @@ def damage(folder: Path, manifest: Manifest, hashes: bool) -> list[str]:
 
 
 def check_files(folder: Path, hashes: bool) -> Manifest:
-    """Checks that the files of a checkpoint are as they were written, and returns its manifest.
+    """Checks that the files of a checkpoint are as they were written, and that its name has its step; returns its manifest.
 
     Args:
         hashes: read and hash every byte; otherwise only names and sizes are compared.
@@ -149,6 +150,8 @@ def check_files(folder: Path, hashes: bool) -> Manifest:
         wrong = damage(folder, manifest, hashes)
     except OSError as error:
         raise DamagedCheckpoint(f"{folder} cannot be read: {error}") from error
+    if re.fullmatch(r"step_\d+", folder.name) and int(folder.name.removeprefix("step_")) != manifest.step:
+        wrong.append(f"it was written after step {manifest.step}, and renamed or copied since")
     if wrong:
         raise DamagedCheckpoint(f"{folder}: {'; '.join(wrong)}")
     return manifest
@@ -171,8 +174,8 @@ def check_model_files(folder: Path) -> None:
         raise DamagedCheckpoint(f"model.path: {folder} cannot be read: {error}") from error
     if wrong := [name for name, written in files.items() if now.get(name) != written]:
         raise DamagedCheckpoint(
-            f"model.path: {folder}: not what was written: {', '.join(wrong)}. Bring the files back, or take another checkpoint;"
-            f" if they were changed on purpose, remove {NAME}"
+            f"model.path: {folder}: changed since it was written: {', '.join(wrong)}. Restore the files, or take another"
+            f" checkpoint; if you changed them on purpose, remove {NAME}"
         )
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-LAST = 50  # steps whose mean time is expected of the steps to come: with several evaluations among them
+LAST = 50  # steps whose mean time predicts the remaining steps: enough to include several evaluations
 
 
 def remaining(seconds: Sequence[float], left: int) -> float | None:
-    """Returns the seconds that the `left` steps to come may take, from those of the steps before; None: no step was timed."""
+    """Returns the seconds that the `left` remaining steps may take, from those of earlier steps; None: no step was timed."""
     known = seconds[-LAST:]
     return sum(known) / len(known) * left if known else None
 

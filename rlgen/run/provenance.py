@@ -1,4 +1,4 @@
-"""Collects the versions, machine, command and code revision of a run, and what of it a bug report needs."""
+"""Collects the versions, machine, command and code revision of a run, and the part of these that a bug report needs."""
 
 import importlib.metadata
 import os

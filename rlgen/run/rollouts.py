@@ -52,7 +52,7 @@ class RolloutWriter:
     stop_ids: Sequence[int]
     every: int  # steps between two that are written; 0: only those that are written with `always`
     keep: int | None  # number of newest steps that are kept; None: all
-    needed: Callable[[], int]  # rollouts of steps after the returned one are never deleted: a resumed run may need them
+    needed: Callable[[], int]  # rollouts of steps after the returned step are never deleted: a resumed run may need them
     stamp: Callable[[Rollout], Stamp]  # metadata of a step's file, which the journal reads when a run is resumed
     on_disk: Callable[[int, Path], None]  # called in the thread when all processes have written their rows of a step
     turns: bool = False  # completions are conversations of several turns, whose messages are written too
@@ -114,7 +114,7 @@ class RolloutWriter:
         with written(part):
             part.parent.mkdir(parents=True, exist_ok=True)
         rollout = rollout.in_order()
-        texts, digests = self._texts(rollout.samples)
+        texts, digests = self.texts(rollout.samples)
         write_part(part, rollout, texts, {**stamp, "columns": digests, **({"turns": True} if self.turns else {})})
         with written(part):
             flush(part.parent)
@@ -149,7 +149,7 @@ class RolloutWriter:
                 else:
                     path.unlink(missing_ok=True)
 
-    def _texts(self, samples: Samples) -> tuple[dict[str, pa.Array], dict[str, str]]:
+    def texts(self, samples: Samples) -> tuple[dict[str, pa.Array], dict[str, str]]:
         """Returns the columns of text and of the data set, one value per row, and a digest of the data set's columns by group."""
         if self.columns is None:
             self.columns = DataColumns.of(self.prompts.at, FIXED | OF_TURNS if self.turns else FIXED)

@@ -40,7 +40,7 @@ class StopRequest:
             processes, and sends SIGTERM to the remaining processes when one has ended; so its repeated signals do not count as a
             second request. Only a second SIGINT does, if it comes `ECHO_SECONDS` after the first signal or later. The launcher
             kills after 30 seconds. If the launcher itself is gone, nothing supervises its processes: they stop, too.
-        answer: is told at once, inside the signal handler, what a signal leads to. It must not wait for anything.
+        answer: called at once, inside the signal handler, with what a signal leads to. It must not wait for anything.
     """
 
     def __init__(self, launched: bool, answer: Callable[[str], None] = lambda text: None) -> None:
@@ -72,13 +72,13 @@ class StopRequest:
             raise StopNow
 
     def words(self) -> str:
-        """Returns what a request leads to now: "finishing step 7, then saving; again: stop now"."""
+        """Returns what a request leads to now: "finishing step 7, then saving; interrupt again to stop now"."""
         if self.step == 0:
-            return "stopping before the first step: nothing is lost; again: stop now"
+            return "stopping before the first step: nothing is lost; interrupt again to stop now"
         if self._sampling:
             saving = ", then saving" if self.step > 1 else ": nothing is lost"
-            return f"stopping before step {self.step}{saving}; again: stop now"
-        return f"finishing step {self.step}, then saving; again: stop now"
+            return f"stopping before step {self.step}{saving}; interrupt again to stop now"
+        return f"finishing step {self.step}, then saving; interrupt again to stop now"
 
     def _echo(self, number: int) -> bool:
         return self.launched and (number != signal.SIGINT or time.monotonic() - self._asked < ECHO_SECONDS)

@@ -165,7 +165,7 @@ class Part:
             SentinelError: the base of an adapter has changed.
         """
         if name := non_finite([*self.snapshot.weights.items(), *self.snapshot.moments.items()]):
-            raise DivergedError(f"{name} has values that are not finite; nothing was saved, the last checkpoint stands")
+            raise DivergedError(f"{name} has values that are not finite; nothing was saved, and the last checkpoint is intact")
         if not self.snapshot.adapted:
             return ""
         now = same_base(self.model, self.held)
@@ -187,7 +187,7 @@ class Part:
             writer.goes_on()
             if self.processor is not None:
                 self.processor.save_pretrained(self.aside)
-            self.tokenizer.save_pretrained(self.aside)  # after it: the recipe may say another chat template
+            self.tokenizer.save_pretrained(self.aside)  # after the processor: the recipe may set another chat template
             for rank, draw in enumerate(self.snapshot.draws):
                 save_file(draw, state / random_name(rank))
             write_json(state / "state.json", self.snapshot.progress)
@@ -225,7 +225,7 @@ class Part:
         with written_as(self.final):
             for shard in (self.aside / "state" / "optimizer" / name for name in shards):
                 if not appears(shard):  # with a manifest that lacks it, this would count as complete
-                    raise CheckpointError(f"{shard}, of another process, is not seen: is run.dir on shared storage?")
+                    raise CheckpointError(f"{shard} of another process is not visible here; set run.dir to shared storage")
             seal(self.aside, self.snapshot.facts)
             writer.goes_on()
             if self.final.exists():  # it is damaged: a step with a complete checkpoint is not saved again
@@ -259,6 +259,6 @@ def same_base(model: PreTrainedModel, before: str | None) -> str:
         raise SentinelError(
             Fault.BASE_CHANGED,
             f"the frozen weights under the adapter are not those that the run began with (SHA-256 {before[:12]}, now {now[:12]}):"
-            " something writes into them, and the adapter would be worth nothing on the model as it was; nothing was saved",
+            " something writes into them, and the adapter would be useless on the original model; nothing was saved",
         )
     return now

@@ -10,11 +10,12 @@ on the same logits is added.
 
 The bounds are `FACTOR` times the noise in two statistics. The mean moves when most tokens are wrong. The root of the mean square
 (RMS) moves when a few rows are wrong: one row of 64, off by 2 nats, moves it by 0.25. The maximum has no bound, nor has any
-quantile: single tokens, at which the model is undecided, round many times more than others. On tiny trained models the largest
-gap of a batch is up to eight times the noise of that very token, where the RMS of the batch is at most 2.2 times the noise.
+quantile: at single tokens, where the model is undecided, rounding is many times larger than at others. On tiny trained models the
+largest gap of a batch is up to eight times the noise of that very token, while the RMS of the batch is at most 2.2 times the
+noise.
 
-A gap beyond its bounds is held against a closer measurement on the same rows: the trainer computes them under `ROUNDINGS` other
-roundings, which are as right. A single error can be small by chance, and would make the noise of its token too small.
+A gap beyond its bounds is compared with a closer measurement on the same rows: the trainer computes them under `ROUNDINGS` other
+roundings, each as valid as its own. A single error can be small by chance, and would make the noise of its token too small.
 """
 
 import math
@@ -26,8 +27,8 @@ from torch import Tensor
 from rlgen.sentinel.gap import Gap
 
 POWER = 5.0  # a check counts only if the fault would move the gap by more than this many bounds
-FACTOR = 3.0  # bounds by the noise
-FLOOR = 1e-6  # nats; a float32 log-prob of -8 has steps of this size, in which engines report it
+FACTOR = 3.0  # the bounds, in multiples of the noise
+FLOOR = 1e-6  # nats; the distance of neighbouring float32 log-probs near -8; engines report float32
 ROUNDINGS = 4  # of the closer measurement
 
 
@@ -50,7 +51,7 @@ class Noise:
 
 
 class Excess(NamedTuple):
-    """The statistic of a gap that is largest beside its bound."""
+    """The statistic of a gap that is largest relative to its bound."""
 
     name: str
     value: float
@@ -58,7 +59,7 @@ class Excess(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Returns the value in bounds; infinite for a gap that is NaN."""
+        """Returns the value as a multiple of its bound; infinite for a gap that is NaN."""
         return math.inf if math.isnan(self.value) else self.value / self.bound
 
 
@@ -129,7 +130,7 @@ class Bounds:
 
 NAMES = {"mean_delta": "mean", "rms_delta": "RMS of", "max_delta": "max"}
 
-# Whatever the noise: no healthy engine was seen near these. The coarser dtype of trainer and engine decides.
+# The widest bounds, whatever the noise: no healthy engine came near them. The coarser dtype of trainer and engine decides.
 MOST = {"float32": Bounds(mean_delta=1e-3, rms_delta=3e-3), "bfloat16": Bounds(mean_delta=0.2, rms_delta=0.6)}
 MOST_QUANTIZED = Bounds(mean_delta=0.3, rms_delta=0.9)
 

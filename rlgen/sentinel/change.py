@@ -64,7 +64,7 @@ def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None
 
 @contextmanager
 def changed_weights(policy: Policy) -> Iterator[Change]:
-    """Changes every tensor of the policy but those of an adapter inside the block, and restores them bit for bit after it."""
+    """Changes every tensor of the policy except those of an adapter inside the block, and restores them bit for bit after it."""
     parameters = own_tensors(policy.model)  # includes buffers, such as a router's bias
     with changed(parameters, {name: max(size(parameter), LEAST) for name, parameter in parameters.items()}) as change:
         yield change

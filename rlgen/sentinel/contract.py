@@ -12,7 +12,7 @@ from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import sample_seed
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.verdict import Rung, Verdict
-from rlgen.types import Request, Sampling
+from rlgen.types import WHOLE, Request
 
 PROMPTS, SAMPLES, TOKENS = 3, 2, 8
 CHAT = [{"role": "user", "content": "Sort 3 1 2, then say: done."}]
@@ -38,7 +38,7 @@ def contract(probe: Probe) -> Rung:
         for prompt in uneven
         for index in range(SAMPLES)
     ]
-    sampling = Sampling(max_tokens=min(TOKENS, probe.sampling.max_tokens), temperature=1.0, stop_ids=probe.sampling.stop_ids)
+    sampling = probe.plain(WHOLE, TOKENS)
     answers = probe.engine.generate(requests, sampling)
     check_answers(requests, answers, sampling, probe.version)
     # Few models end an answer this early. Ids that have just been sampled become stop ids, so that stopping is tested.
@@ -49,8 +49,8 @@ def contract(probe: Probe) -> Rung:
     if not any(answer.finish_reason == "stop" for answer in answers):
         raise SentinelError(
             Fault.DROPPED_STOP_TOKEN,
-            "no completion ended at ids that were made stop ids because they had just been sampled: the engine does not take"
-            " stop ids, or not its seeds",
+            "ids that had just been sampled were made stop ids, but no completion ended at them: the engine ignores stop ids or"
+            " seeds",
         )
     return Rung(number=0, name="contract", verdict=Verdict.OK, sentence="Engine and trainer see the same tokens.")
 

@@ -4,9 +4,11 @@ The trainer scores the same ids as each possible fault would have made the engin
 again is the cause. The statistics of a gap alone say little: raw log-probs at temperature 0.7 have a mean Δ near 0.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,18 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from rlgen.errors import Fault
 from rlgen.models.lora import adapted_layers, is_adapted, without_adapter
+from rlgen.processes import Processes
 from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.change import Change, earlier_head
 from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import TrainerSide
-from rlgen.types import Sample
+from rlgen.types import WHOLE, Distribution, Sample
 
 TEMPERATURES = tuple(step / 20 for step in range(1, 41))  # 0.05 to 2
 FEW = 4  # number of samples that a search through many causes rescores
-SWAPS = 2000  # maximum number of pairs of tensors that are tried
+SEARCH_SECONDS = 60.0  # of one search through tensors: a large model has thousands of pairs
 CLEAR = 1e-4  # probability of the last kept and the first dropped id above which their ranks can be told apart
 OUTLIERS = 0.02  # share of tokens to ignore: equal probabilities at the edge of the kept set make its size ambiguous
 
+T = TypeVar("T")
 Cause = tuple[Fault, str]
 ADAPTER_IGNORED: Cause = (
     Fault.ADAPTER_IGNORED,
@@ -33,68 +37,75 @@ ADAPTER_IGNORED: Cause = (
 )
 
 
-def explain(trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds) -> Cause | None:
+def explain(trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds) -> Cause | None:
     """Returns the cause that brings the engine's log-probs of `samples` within the bounds; None if no known cause does."""
-    for cause, gap in rivals(trainer, samples, temperature):
-        if trainer.processes.gather([bounds.hold(gap)])[
-            0
-        ]:  # the main process decides for all: a last bit may differ between processes
+    for cause, gap in rivals(trainer, samples, distribution):
+        # The main process decides for all: a last bit may differ between processes.
+        if trainer.processes.gather([bounds.hold(gap)])[0]:
             return cause
     return None
 
 
-def rivals(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) -> Iterator[tuple[Cause, Gap]]:
+def rivals(trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution) -> Iterator[tuple[Cause, Gap]]:
     """Yields each possible cause, with the gap that would remain if it were the true one."""
-    reported, own = sampler_logp(samples), trainer.logp(samples, temperature)
+    reported, own = sampler_logp(samples), trainer.logp(samples, distribution)
     if is_adapted(trainer.policy.model):
         with without_adapter(trainer.policy.model):
-            yield ADAPTER_IGNORED, trainer.gap(samples, temperature)
-    others = tuple(t for t in TEMPERATURES if t != temperature)
+            yield ADAPTER_IGNORED, trainer.gap(samples, distribution)
+    others = [other for t in TEMPERATURES if (other := Distribution(temperature=t)) != distribution]
     at_others = trainer.logp_at(samples, others)
     for k, other in enumerate(others):
-        yield temperature_cause(trainer, samples, temperature, other), between([logp[k] for logp in at_others], reported)
+        yield distribution_cause(trainer, samples, distribution, other), between([logp[k] for logp in at_others], reported)
     # The main process decides for all: if only some processes found a rule, their collectives would no longer match.
-    if found := trainer.processes.gather([truncation(trainer, samples, reported, temperature)])[0]:
+    if found := trainer.processes.gather([truncation(trainer, samples, reported, distribution.whole)])[0]:
         rule, gap = found
-        sentence = f"the engine samples from a truncated distribution ({rule}) and reports its log-probs; switch that off"
+        remedy = f"have it sample with {distribution}" if distribution.truncated else "switch that off"
+        sentence = f"the engine samples from a truncated distribution ({rule}) and reports its log-probs; {remedy}"
         yield (Fault.TRUNCATED_SUPPORT, sentence), gap
     long = [row for row, logp in enumerate(own) if len(logp) > 2]
     if long:
-        shifted = Fault.SHIFTED_LOGPROBS, "log-probs stand one place off: each token has that of its neighbour"
+        shifted = Fault.SHIFTED_LOGPROBS, "log-probs are shifted by one place: each token has that of its neighbour"
         yield shifted, between([own[row][1:] for row in long], [reported[row][:-1] for row in long])
         yield shifted, between([own[row][:-1] for row in long], [reported[row][1:] for row in long])
     exchanged = "log-probs belong to other completions of the same length: rows were exchanged after sampling"
     yield (Fault.COMPLETION_ORDER, exchanged), between(own, matched_rows(own, reported))
-    attached = "completions stand under other prompts than they were sampled for: rows were exchanged after sampling"
-    yield (Fault.COMPLETION_ORDER, attached), other_prompts(trainer, samples, own, reported, temperature)
+    attached = "completions are attached to prompts that they were not sampled for: rows were exchanged after sampling"
+    yield (Fault.COMPLETION_ORDER, attached), other_prompts(trainer, samples, own, reported, distribution)
 
 
-def temperature_cause(trainer: TrainerSide, samples: Sequence[Sample], ours: float, theirs: float) -> Cause:
-    """Returns the cause of log-probs at temperature `theirs`: raw log-probs, or sampling at that temperature, too."""
-    if theirs == 1.0 and surprise(trainer, samples, ours) < surprise(trainer, samples, theirs):
+def distribution_cause(trainer: TrainerSide, samples: Sequence[Sample], ours: Distribution, theirs: Distribution) -> Cause:
+    """Returns the cause of log-probs of the distribution `theirs`: raw log-probs, or sampling from it, too."""
+    if theirs == ours.whole:
+        return (
+            Fault.TRUNCATED_SUPPORT,
+            f"the engine reports log-probs of all ids, as if nothing was truncated, but rollout says {ours}; have it truncate"
+            " and report processed log-probs (logprobs_mode)",
+        )
+    if theirs == WHOLE and surprise(trainer, samples, ours) < surprise(trainer, samples, theirs):
         return (
             Fault.RAW_LOGPROBS,
-            f"the engine samples at temperature {ours:g}, but reports raw log-probs, those of temperature 1; have it report"
-            " processed ones (logprobs_mode)",
+            f"the engine samples at temperature {ours.temperature:g}, but reports raw log-probs, those of temperature 1; have it"
+            " report processed ones (logprobs_mode)",
         )
     return (
         Fault.WRONG_TEMPERATURE,
-        f"the engine samples at temperature {theirs:g}, the trainer scores at {ours:g}; both must mean rollout.temperature",
+        f"the engine samples at temperature {theirs.temperature:g}, the trainer scores at {ours.temperature:g};"
+        " both must use rollout.temperature",
     )
 
 
-def surprise(trainer: TrainerSide, samples: Sequence[Sample], temperature: float) -> float:
-    """Returns how far the mean log-prob of the sampled ids is from its expectation under sampling at `temperature`, in nats."""
+def surprise(trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution) -> float:
+    """Returns how far the mean log-prob of the sampled ids is from that expected of sampling from `distribution`, in nats."""
     gaps = []
     for sample in samples[:FEW]:
-        logp_LV = trainer.distributions(sample, temperature)
-        expected_L = (logp_LV.exp() * logp_LV).sum(-1)
+        logp_LV = trainer.logp_of_all(sample, distribution)
+        expected_L = -torch.special.entr(logp_LV.exp()).sum(-1)
         gaps.append(logp_LV.gather(-1, torch.from_numpy(sample.completion_ids).long()[:, None])[:, 0] - expected_L)
     return abs(torch.cat(gaps).mean().item())
 
 
 def truncation(
-    trainer: TrainerSide, samples: Sequence[Sample], reported: list[Tensor], temperature: float
+    trainer: TrainerSide, samples: Sequence[Sample], reported: list[Tensor], distribution: Distribution
 ) -> tuple[str, Gap] | None:
     """Returns a top-k, top-p or min-p that explains the reported log-probs, with the gap that remains; None if there is none.
 
@@ -104,7 +115,7 @@ def truncation(
     """
     left, all_mass, count, mass, mass_before, last_kept, first_dropped = [], [], [], [], [], [], []
     for sample, told_L in zip(samples[:FEW], reported, strict=False):
-        logp_LV = trainer.distributions(sample, temperature)
+        logp_LV = trainer.logp_of_all(sample, distribution)
         logp_L = logp_LV.gather(-1, torch.from_numpy(sample.completion_ids).long()[:, None])[:, 0]
         ranked_LV = logp_LV.exp().sort(-1, descending=True).values
         mass_LV = ranked_LV.cumsum(-1)
@@ -144,7 +155,7 @@ def matched_rows(own: list[Tensor], reported: list[Tensor]) -> list[Tensor]:
 
 
 def other_prompts(
-    trainer: TrainerSide, samples: Sequence[Sample], own: list[Tensor], reported: list[Tensor], temperature: float
+    trainer: TrainerSide, samples: Sequence[Sample], own: list[Tensor], reported: list[Tensor], distribution: Distribution
 ) -> Gap:
     """Returns the gap that remains if each of the worst rows is scored under whichever prompt of all samples fits it best."""
     off = [(told - logp).abs().max().item() for logp, told in zip(own, reported, strict=True)]
@@ -152,13 +163,13 @@ def other_prompts(
     prompts = list({sample.prompt_ids.tobytes(): sample.prompt_ids for sample in samples}.values())
     left = []
     for row in worst:
-        scored = trainer.logp([replace(samples[row], prompt_ids=prompt) for prompt in prompts], temperature)
+        scored = trainer.logp([replace(samples[row], prompt_ids=prompt) for prompt in prompts], distribution)
         left.append(min((logp - reported[row] for logp in scored), key=lambda delta: delta.abs().max().item()))
     return Gap.of(torch.cat(left))
 
 
 def explain_sync(
-    trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds, change: Change
+    trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds, change: Change
 ) -> Cause | None:
     """Returns why samples after a sync of changed weights do not fit them: tensors that did not arrive, or were exchanged.
 
@@ -175,42 +186,53 @@ def explain_sync(
     for name in names:
         if tied and change.parameters[name].data_ptr() == head.data_ptr():
             with earlier_head(policy, change.saved[name]):
-                if bounds.hold(trainer.gap(few, temperature)):
+                if bounds.hold(trainer.gap(few, distribution)):
                     return (
                         Fault.STALE_HEAD,
                         f"the engine's head multiplies with an earlier copy of {name}, to which it is tied: repack it after"
                         " each reload",
                     )
-    if stale := stale_tensors(trainer, few, temperature, bounds, change):
+    if stale := stale_tensors(trainer, few, distribution, bounds, change):
         return Fault.STALE_TENSOR, f"the engine computes with earlier values of {named(stale)}"
     pairs = [(a, b) for a, b in combinations(names, 2) if change.parameters[a].shape == change.parameters[b].shape]
-    for one, other in pairs[:SWAPS]:
+    place = {name: number for number, name in enumerate(names)}
+    pairs.sort(key=lambda pair: place[pair[1]] - place[pair[0]])  # neighbours first: they are the ones that loaders exchange
+    for one, other in in_time(pairs, trainer.processes):
         with change.swapped(one, other):
-            if bounds.hold(trainer.gap(few, temperature)):
-                return Fault.SWAPPED_TENSORS, f"the engine holds {one} in the place of {other}, and the other way round"
+            if bounds.hold(trainer.gap(few, distribution)):
+                return Fault.SWAPPED_TENSORS, f"the engine holds {one} in the place of {other}, and vice versa"
     return None
+
+
+def in_time(causes: Iterable[T], processes: Processes) -> Iterator[T]:
+    """Yields the causes until `SEARCH_SECONDS` are over, by the clock of the main process."""
+    until = time.monotonic() + SEARCH_SECONDS
+    for cause in causes:
+        if not processes.gather([time.monotonic() < until])[0]:
+            return
+        yield cause
 
 
 def named(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds) -> Cause | None:
+def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds) -> Cause | None:
     """Returns why samples after a sync of a changed adapter do not fit it; None if no cause is found.
 
     The causes are an engine that ignores the adapter in all layers, or in some.
     """
     model = trainer.policy.model
     with without_adapter(model):
-        if bounds.hold(trainer.gap(samples, temperature)):
+        if bounds.hold(trainer.gap(samples, distribution)):
             return ADAPTER_IGNORED
     few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
 
     def left(*names: str) -> Gap:
         with without_adapter(model, only=names):
-            return trainer.gap(few, temperature)
+            return trainer.gap(few, distribution)
 
-    if ignored := explaining(left, list(adapted_layers(model)), bounds):
+    if ignored := explaining(left, list(adapted_layers(model)), bounds, trainer.processes):
         return (
             Fault.ADAPTER_IGNORED,
             f"the engine ignores the adapter of {named(ignored)}: there its weights are the base model's",
@@ -219,26 +241,26 @@ def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], temperature
 
 
 def stale_tensors(
-    trainer: TrainerSide, samples: Sequence[Sample], temperature: float, bounds: Bounds, change: Change
+    trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds, change: Change
 ) -> list[str]:
     """Returns the names of tensors whose old values explain the samples; [] if there are none."""
 
     def left(*names: str) -> Gap:
         with change.put_back(*names):
-            return trainer.gap(samples, temperature)
+            return trainer.gap(samples, distribution)
 
-    return explaining(left, list(change.parameters), bounds)
+    return explaining(left, list(change.parameters), bounds, trainer.processes)
 
 
-def explaining(left: Callable[..., Gap], names: Sequence[str], bounds: Bounds) -> list[str]:
+def explaining(left: Callable[..., Gap], names: Sequence[str], bounds: Bounds, processes: Processes) -> list[str]:
     """Returns names for which `left(*names)` is within the bounds; [] if there are none.
 
     Adds the names one by one, in the order of the gap that each leaves alone, and keeps those that reduce it.
     """
     least = left()
-    alone = {name: left(name).mean_delta for name in names}
+    alone = {name: left(name).mean_delta for name in in_time(names, processes)}
     stale: list[str] = []
-    for name in sorted(alone, key=alone.__getitem__):
+    for name in in_time(sorted(alone, key=alone.__getitem__), processes):
         gap = left(*stale, name)
         if gap.mean_delta < least.mean_delta:
             stale, least = [*stale, name], gap

@@ -40,11 +40,20 @@ def sampler_logp(samples: Sequence[Sample]) -> list[Tensor]:
     return [torch.from_numpy(sample.sampler_logp).double() for sample in samples]
 
 
-def compare(samples: Sequence[Sample], logp: Sequence[Tensor]) -> Gap:
-    """Returns the gap between what the engine reported and `logp`, one [L] tensor per sample."""
-    return between(logp, sampler_logp(samples))
+def compare(samples: Sequence[Sample], logp: Sequence[Tensor], sure: Sequence[Tensor] | None = None) -> Gap:
+    """Returns the gap between what the engine reported and `logp`, one [L] tensor per sample.
+
+    Args:
+        sure: [L] bool per sample, the tokens to compare; None: all.
+    """
+    return between(logp, sampler_logp(samples), sure)
 
 
-def between(one: Sequence[Tensor], other: Sequence[Tensor]) -> Gap:
-    """Returns the gap between two lists of [L] tensors."""
-    return Gap.of(torch.cat([a.double() - b.double() for a, b in zip(one, other, strict=True)]))
+def between(one: Sequence[Tensor], other: Sequence[Tensor], sure: Sequence[Tensor] | None = None) -> Gap:
+    """Returns the gap between two lists of [L] tensors, at the tokens `sure`."""
+    return Gap.of(torch.cat(where([a.double() - b.double() for a, b in zip(one, other, strict=True)], sure)))
+
+
+def where(values: list[Tensor], sure: Sequence[Tensor] | None) -> list[Tensor]:
+    """Returns the values at the tokens `sure`; all of them for None."""
+    return values if sure is None else [value[kept] for value, kept in zip(values, sure, strict=True)]

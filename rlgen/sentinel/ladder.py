@@ -27,12 +27,12 @@ def climb(probe: Probe, gradient: rungs.Gradient | None = None) -> Iterator[Rung
 
 def steps(probe: Probe, gradient: rungs.Gradient | None) -> Iterator[Rung]:
     yield rungs.caught(
-        0, "contract", lambda: probe.processes.agreed(lambda: contract(probe), waits_for_others=probe.engine_share.shared)
+        0, "contract", lambda: probe.processes.run_all(lambda: contract(probe), has_collectives=probe.engine_share.shared)
     )
     first = rungs.caught(1, "same weights", lambda: rungs.numerics(probe))
     yield first  # `climb` stops here if the check failed
     above = after_check_1(probe, [first])
-    yield rungs.caught(2, "recipe's temperature", lambda: rungs.recipe_sampling(above))
+    yield rungs.caught(2, "recipe's sampling", lambda: rungs.recipe_sampling(above))
     yield rungs.caught(3, "changed weights", lambda: rungs.changed_sync(above))
     if is_adapted(probe.policy.model):
         yield rungs.caught(3, "adapter", lambda: rungs.changed_adapter_sync(above))
@@ -43,7 +43,7 @@ def steps(probe: Probe, gradient: rungs.Gradient | None) -> Iterator[Rung]:
 
 
 def after_check_1(probe: Probe, rungs: Sequence[Rung]) -> Probe:
-    """Returns the probe with the noise that check 1 has measured. Where it could measure none, its gap stands in for it."""
+    """Returns the probe with the noise that check 1 has measured. Where it could measure none, its gap takes that place."""
     for rung in rungs:
         if rung.number == 1:
             gap = rung.measured
@@ -52,7 +52,7 @@ def after_check_1(probe: Probe, rungs: Sequence[Rung]) -> Probe:
 
 
 def summary(rungs: Sequence[Rung]) -> str:
-    """Returns what was measured of what is allowed, and at check 3 what would have been measured if no weight had arrived:
+    """Returns each measured value with its bound, and at check 3 also the value that a sync of no weights would have given:
 
     `engine and trainer agree: same weights 4.8e-07 of 1.9e-06, changed weights 5.3e-07 of 2.1e-06 (0.84 without a sync)`
     """

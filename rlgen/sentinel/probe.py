@@ -1,23 +1,24 @@
 """Holds what every check needs: engine and trainer, some prompts, and the methods to sample and to score them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine, Settings
+from rlgen.losses.logp import log_softmax
 from rlgen.models.other_dtype import FP8, WIDER, nudged
 from rlgen.models.policy import Policy
 from rlgen.out_of_memory import is_out_of_memory
 from rlgen.processes import EngineShare, Processes
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
-from rlgen.rollout.score import score, score_at, score_in
+from rlgen.rollout.score import score, score_at, score_in, sure_of
 from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Noise
-from rlgen.sentinel.gap import Gap, compare
-from rlgen.types import Prompt, Sample, Samples, Sampling
+from rlgen.sentinel.gap import Gap, compare, where
+from rlgen.types import Distribution, Prompt, Sample, Samples, Sampling
 
 PROMPTS = 8
 TOKENS = 64  # maximum length of a completion in check 1
@@ -37,58 +38,69 @@ class TrainerSide:
     engine_dtype: torch.dtype | None  # in which the engine computes; None: quantised weights, whose rounding cannot be measured
     engine_holds: torch.dtype | None  # in which the engine holds its weights
 
-    def logp(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
+    def logp(self, samples: Sequence[Sample], distribution: Distribution) -> list[Tensor]:
         """Returns the log-probs of each sample, [L] float32."""
-        return score(self.policy, samples, temperature, self.budget, self.processes)
+        return score(self.policy, samples, distribution, self.budget, self.processes)
 
-    def logp_at(self, samples: Sequence[Sample], temperatures: tuple[float, ...]) -> list[Tensor]:
-        """Returns the log-probs of each sample at K temperatures, [K, L] float32."""
-        return score_at(self.policy, samples, temperatures, self.budget, self.processes)
+    def logp_at(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> list[Tensor]:
+        """Returns the log-probs of each sample under K distributions, [K, L] float32."""
+        return score_at(self.policy, samples, distributions, self.budget, self.processes)
 
-    def gap(self, samples: Sequence[Sample], temperature: float) -> Gap:
-        """Returns the gap between the trainer's log-probs of `samples` at `temperature` and those that the engine reported."""
-        return compare(samples, self.logp(samples, temperature))
+    def gap(self, samples: Sequence[Sample], distribution: Distribution) -> Gap:
+        """Returns the gap between the trainer's log-probs of `samples` and those that the engine reported.
 
-    def noise(self, samples: Sequence[Sample], temperatures: tuple[float, ...]) -> Noise | None:
-        """Returns what rounding explains of a gap on these samples, the most over `temperatures`; None if it cannot be measured.
+        Tokens at the edge of a truncation are left out: see `Truncation.sure`.
+        """
+        return compare(samples, self.logp(samples, distribution), self.sure(samples, distribution))
+
+    def sure(self, samples: Sequence[Sample], distribution: Distribution) -> list[Tensor] | None:
+        """Returns `Truncation.sure` of the tokens of each sample, [L] bool; None if the distribution is not truncated."""
+        if not distribution.truncated:
+            return None
+        return sure_of(self.policy, samples, distribution, self.budget, self.processes)
+
+    def noise(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> Noise | None:
+        """Returns what rounding explains of a gap on these samples, the most over `distributions`; None if it cannot be measured.
 
         That is the case with quantised weights of unknown rounding, and for models whose code does not run in another dtype.
         """
         if self.engine_dtype is None or self.engine_holds is None:
             return None
-        own, temperatures = self.policy.dtype, tuple(dict.fromkeys(temperatures))
+        own, distributions = self.policy.dtype, tuple(dict.fromkeys(distributions))
         computed = self.engine_dtype if self.engine_dtype != own or self.engine_holds == FP8 else WIDER[own]
         try:
             beside = score_in(
-                self.policy, samples, temperatures, self.budget, self.processes, held=self.engine_holds, dtype=computed
+                self.policy, samples, distributions, self.budget, self.processes, held=self.engine_holds, dtype=computed
             )
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # architectures have code of their own
             if is_out_of_memory(error):
                 raise
             return None
-        logp = self.logp_at(samples, temperatures)
+        logp = self.logp_at(samples, distributions)
         noise: Noise | None = None
-        for k in range(len(temperatures)):
+        for k, distribution in enumerate(distributions):
             rounded = [(one[k].double() - other[0, k]).abs() + other[1, k] for one, other in zip(logp, beside, strict=True)]
-            noise = Noise.of(torch.cat(rounded)).or_more(noise)
+            noise = Noise.of(torch.cat(where(rounded, self.sure(samples, distribution)))).or_more(noise)
         return noise
 
-    def noise_of_roundings(self, samples: Sequence[Sample], temperature: float) -> Noise:
-        """Returns how far log-probs on these samples are from those of `ROUNDINGS` other roundings, which are as right.
+    def noise_of_roundings(self, samples: Sequence[Sample], distribution: Distribution) -> Noise:
+        """Returns how far log-probs on these samples are from those of `ROUNDINGS` other roundings, each as valid.
 
         For each token this is the root of the mean square over the roundings.
         """
-        logp, squares = torch.cat(self.logp(samples, temperature)).double(), []
+        sure = self.sure(samples, distribution)
+        logp, squares = torch.cat(where(self.logp(samples, distribution), sure)).double(), []
         for first in range(ROUNDINGS):
             with nudged(self.policy.model, first, ROUNDINGS):
-                squares.append((torch.cat(self.logp(samples, temperature)).double() - logp).square())
+                nudged_logp = torch.cat(where(self.logp(samples, distribution), sure)).double()
+                squares.append((nudged_logp - logp).square())
         return Noise.of(torch.stack(squares).mean(0).sqrt())
 
     @torch.no_grad()
-    def distributions(self, sample: Sample, temperature: float) -> Tensor:
+    def logp_of_all(self, sample: Sample, distribution: Distribution) -> Tensor:
         """Returns the log-probs of all V ids at each of the L sampled positions, [L, V] float64 on the CPU."""
         logits_LV = self.policy.logits(collate(Samples.of([sample], ()), [0], self.processes.device))
-        return (logits_LV.double() / temperature).log_softmax(-1).cpu()
+        return log_softmax(logits_LV.double(), distribution).cpu()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +112,7 @@ class Probe:
     engine_share: EngineShare
     expected: Settings  # the engine's settings according to the recipe
     tokenizer: PreTrainedTokenizerBase
-    template: str | None = None  # chat template of the recipe, in place of the tokenizer's own; None: it says none
+    template: str | None = None  # chat template of the recipe, in place of the tokenizer's own; None: the recipe sets none
     prompts: Sequence[Prompt]  # `PROMPTS` prompts
     sampling: Sampling  # of the run
     given: Bounds | None  # bounds of the recipe, which replace measured ones
@@ -114,19 +126,19 @@ class Probe:
         """Returns the bounds of the recipe, or else those that follow from the noise, or else the widest."""
         return self.given or (self.most if self.noise is None else Bounds.by_noise(self.noise, self.most))
 
-    def measured(self, samples: Sequence[Sample], *temperatures: float) -> "Probe":
-        """Returns a copy whose noise is also that of `samples` under the current weights, if it was smaller before."""
-        found = None if self.given else self.trainer.noise(samples, temperatures)
+    def measured(self, samples: Sequence[Sample], *distributions: Distribution) -> "Probe":
+        """Returns a copy whose noise is at least that of `samples` under the current weights."""
+        found = None if self.given else self.trainer.noise(samples, distributions)
         return self if found is None else replace(self, noise=found.or_more(self.noise))
 
-    def looked_closer(self, gap: Gap, samples: Sequence[Sample], temperature: float) -> "Probe":
-        """Returns a copy whose noise is also that of `samples`, closely measured, if their `gap` exceeds the bounds by now."""
+    def looked_closer(self, gap: Gap, samples: Sequence[Sample], distribution: Distribution) -> "Probe":
+        """Returns a copy whose noise is at least that of `samples`, closely measured, if their `gap` exceeds the bounds."""
         if self.given or (self.noise and self.bounds.hold(gap)):
             return self
-        probe = self.measured(samples, temperature)
+        probe = self.measured(samples, distribution)
         if probe.noise is None:
             return probe
-        return replace(probe, noise=probe.noise.or_more(self.trainer.noise_of_roundings(samples, temperature)))
+        return replace(probe, noise=probe.noise.or_more(self.trainer.noise_of_roundings(samples, distribution)))
 
     @property
     def policy(self) -> Policy:
@@ -136,24 +148,38 @@ class Probe:
     def processes(self) -> Processes:
         return self.trainer.processes
 
-    def sample(self, temperature: float, tokens: int, prompts: Sequence[Prompt] | None = None) -> list[Sample]:
-        """Returns one completion of each prompt from each engine, sampled from the full distribution, in every process.
+    @property
+    def whole(self) -> Distribution:
+        """Returns the distribution of the run's temperature over all ids, in which every fault shows."""
+        return self.sampling.distribution.whole
+
+    def plain(self, distribution: Distribution | None, tokens: int) -> Sampling:
+        """Returns the settings of the run, without a regular expression.
+
+        Args:
+            distribution: to sample from; None: that of the run.
+            tokens: maximum length of a completion; that of the run also applies.
+        """
+        chosen = {} if distribution is None else asdict(distribution)
+        return replace(self.sampling, max_tokens=min(tokens, self.sampling.max_tokens), regex=None, **chosen)
+
+    def sample(self, distribution: Distribution | None, tokens: int, prompts: Sequence[Prompt] | None = None) -> list[Sample]:
+        """Returns one completion of each prompt from each engine, in every process.
 
         The samples of the first engine come first. With tensor parallelism, the first process of each engine contributes them.
 
         Args:
+            distribution: to sample from; None: that of the run.
             tokens: maximum length of a completion; that of the run also applies.
             prompts: None: those of the probe.
         """
-        settings = Sampling(
-            max_tokens=min(tokens, self.sampling.max_tokens), temperature=temperature, stop_ids=self.sampling.stop_ids
-        )
+        settings = self.plain(distribution, tokens)
 
         def of_engine() -> list[Sample]:
             groups = rollout(self.engine, prompts or self.prompts, settings, 1, self.seed, self.version, self.tokenizer)
             return [sample for group in groups for sample in group.samples] if self.engine_share.first else []
 
-        of_all = self.processes.together(of_engine, waits_for_others=self.engine_share.shared, patient=True)
+        of_all = self.processes.gather_all(of_engine, has_collectives=self.engine_share.shared, keepalive=True)
         return [sample for samples in of_all for sample in samples]
 
     def by_engine(self, samples: Sequence[Sample]) -> list[list[Sample]]:

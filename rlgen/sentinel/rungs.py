@@ -20,14 +20,14 @@ from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, Verdict
-from rlgen.types import Prompt, Sample
+from rlgen.types import WHOLE, Prompt, Sample
 
 ATTEMPTS = 3  # further changes of all weights until the gap shows: by 10, 20 and 40 % of their size, after 5 % at first
-# Bounds of the relative distance of two gradients: whatever rounding explains, and by what it explains. A wrong denominator moves
-# a gradient by a tenth of its size and more.
+# Bounds of the relative distance of two gradients: the least and the most, and in multiples of what rounding explains. A wrong
+# denominator moves a gradient by a tenth of its size and more.
 SPLIT_LEAST, SPLIT_MOST, SPLIT_FACTOR = 1e-5, 0.2, 10.0
-# The gradient [N] of a window of the run's own loss, in micro-batches of at most so many tokens, with other rounding or not. If
-# the weights are sharded, it is this process's shard.
+# Returns the gradient [N] of a window of the run's own loss, computed in micro-batches of at most so many tokens, and, if true,
+# with other rounding. If the weights are sharded, it is this process's shard.
 Gradient = Callable[[int, bool], Tensor]
 UNEXPLAINED = Fault.UNEXPLAINED, "no known cause fits"
 
@@ -58,7 +58,7 @@ def judged(
         sentence = f"{why}. {bounds.words(gap)}."
     elif power is not None and not bounds.see(power):
         verdict = Verdict.NOT_MEASURABLE
-        moved = f"the fault would move log-probs by {bounds.of(power):.2g} nats, less than {POWER:.0f} bounds"
+        moved = f"this fault would move log-probs by {bounds.of(power):.2g} nats, which is less than {POWER:.0f} times the bound"
         sentence = f"This check is blind: {moved}."
     return Rung(
         number=number,
@@ -75,7 +75,7 @@ def judged(
 
 
 def instead(probe: Probe) -> str:
-    """Returns advice where vLLM's code of an architecture differs from the trainer's: the engine that has the same code."""
+    """Returns advice for an architecture whose code in vLLM differs from the trainer's: the engine that has the same code."""
     on_vllm = probe.engine.facts().engine.startswith("vllm ")
     return "; if vLLM serves this architecture otherwise, engine.kind: transformers has the trainer's own code" if on_vllm else ""
 
@@ -90,18 +90,18 @@ def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
 
 def numerics(probe: Probe) -> Rung:
     """Check 1: compares log-probs of the same ids under the same weights at temperature 1, and measures the noise."""
-    samples = probe.sample(1.0, TOKENS)
-    probe = probe.measured(samples, 1.0, probe.sampling.logp_temperature)
-    unmeasured = "" if probe.given or probe.noise else " Rounding cannot be measured on this model: bounds are wide."
-    gap = probe.trainer.gap(samples, 1.0)
-    probe = probe.looked_closer(gap, samples, 1.0)
+    samples = probe.sample(WHOLE, TOKENS)
+    probe = probe.measured(samples, WHOLE, probe.whole)
+    unmeasured = "" if probe.given or probe.noise else " Rounding cannot be measured on this model, so the bounds are wide."
+    gap = probe.trainer.gap(samples, WHOLE)
+    probe = probe.looked_closer(gap, samples, WHOLE)
     return judged(
         1,
         "same weights",
         probe,
         gap,
         f"Both sides give the sampled tokens the same log-probs.{unmeasured}",
-        lambda: explain(probe.trainer, samples, 1.0, probe.bounds),
+        lambda: explain(probe.trainer, samples, WHOLE, probe.bounds),
         (
             Fault.NUMERICS,
             f"at the start, with the same ids, log-probs differ: dtype, head precision or model code{instead(probe)}",
@@ -110,25 +110,27 @@ def numerics(probe: Probe) -> Rung:
 
 
 def recipe_sampling(probe: Probe) -> Rung:
-    """Check 2: compares log-probs at the temperature of the recipe."""
-    temperature, scored_at = probe.sampling.temperature, probe.sampling.logp_temperature
-    if temperature == 1.0:
+    """Check 2: compares log-probs of the distribution that the recipe samples from."""
+    greedy, distribution = probe.sampling.temperature == 0, probe.sampling.distribution
+    if not greedy and distribution == WHOLE:
         sentence = "The recipe samples at temperature 1, as rung 1 did."
-        return Rung(number=2, name="recipe's temperature", verdict=Verdict.NOT_NEEDED, sentence=sentence)
-    samples = probe.sample(temperature, FEWER_TOKENS)
-    own = probe.trainer.logp(samples, scored_at)
-    gap = between(own, sampler_logp(samples))
-    probe = probe.looked_closer(gap, samples, scored_at)
+        return Rung(number=2, name="recipe's sampling", verdict=Verdict.NOT_NEEDED, sentence=sentence)
+    samples = probe.sample(None, FEWER_TOKENS)
+    own, sure = probe.trainer.logp(samples, distribution), probe.trainer.sure(samples, distribution)
+    gap = between(own, sampler_logp(samples), sure)
+    if distribution.truncated:
+        probe = probe.measured(samples, distribution)
+    probe = probe.looked_closer(gap, samples, distribution)
     # What a faulty engine would report: raw log-probs or, with greedy sampling, 0.
-    faulty = [torch.zeros_like(logp) for logp in own] if temperature == 0 else probe.trainer.logp(samples, 1.0)
+    faulty = [torch.zeros_like(logp) for logp in own] if greedy else probe.trainer.logp(samples, WHOLE)
     return judged(
         2,
-        "recipe's temperature",
+        "recipe's sampling",
         probe,
         gap,
-        f"Both sides mean log-probs at temperature {scored_at:g}.",
-        lambda: explain(probe.trainer, samples, scored_at, probe.bounds),
-        power=between(own, faulty),
+        f"Both sides mean log-probs of the same distribution: {distribution}.",
+        lambda: explain(probe.trainer, samples, distribution, probe.bounds),
+        power=between(own, faulty, sure),
     )
 
 
@@ -137,38 +139,38 @@ def changed_sync(probe: Probe) -> Rung:
 
     The engine is left with the weights of the run.
     """
-    name, temperature, trainer = "changed weights", probe.sampling.logp_temperature, probe.trainer
+    name, whole, trainer = "changed weights", probe.whole, probe.trainer
     if packing(probe.policy.model):
-        sentence = "Weights that are held in few bits cannot be changed a little; what the engine holds of them, rung 1 compared."
+        sentence = "Weights that are held in few bits cannot be changed a little. Rung 1 compared what the engine holds of them."
         return Rung(number=3, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
-    before = probe.sample(temperature, FEWER_TOKENS)
+    before = probe.sample(whole, FEWER_TOKENS)
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
         power, changed = enough(probe, change, before)
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True, whole=True)
-        samples = probe.sample(temperature, FEWER_TOKENS)
-        gap = trainer.gap(samples, temperature)
-        changed = changed.looked_closer(gap, samples, temperature)
+        samples = probe.sample(whole, FEWER_TOKENS)
+        gap = trainer.gap(samples, whole)
+        changed = changed.looked_closer(gap, samples, whole)
         bounds = changed.bounds
         if not bounds.hold(gap):
             before, samples = worst_engine(changed, before, samples)
             if same_answers(before, samples):
-                cause = Fault.STALE_WEIGHTS, "the engine answers to the last bit as before: the sync reached none of its weights"
+                cause = Fault.STALE_WEIGHTS, "the engine answers as before, to the last bit: the sync reached none of its weights"
             else:
-                cause = cached_only(changed, samples) or explain_sync(trainer, samples, temperature, bounds, change)
+                cause = cached_only(changed, samples) or explain_sync(trainer, samples, whole, bounds, change)
     if bounds.hold(gap):
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
-        samples = probe.sample(temperature, FEWER_TOKENS)
+        samples = probe.sample(whole, FEWER_TOKENS)
         if not same_answers(before, samples):  # otherwise the old weights are there again
-            gap = bounds.worst(gap, trainer.gap(samples, temperature))
+            gap = bounds.worst(gap, trainer.gap(samples, whole))
     return judged(
         3,
         name,
         changed,
         gap,
-        "Changed weights arrive whole, and so do the old ones again.",
+        "The engine loaded all changed weights, and then all original ones again.",
         lambda: cause,
         (Fault.UNEXPLAINED, f"after a sync the engine computes with other weights than it was sent{instead(probe)}"),
         power,
@@ -178,7 +180,7 @@ def changed_sync(probe: Probe) -> Rung:
 def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Returns the samples before and after the sync of the engine with the largest gap: one may be wrong and the others right."""
     pairs = list(zip(probe.by_engine(before), probe.by_engine(after), strict=True))
-    gaps = [probe.trainer.gap(samples, probe.sampling.logp_temperature) for _, samples in pairs]
+    gaps = [probe.trainer.gap(samples, probe.whole) for _, samples in pairs]
     off = [probe.bounds.of(gap) for gap in gaps]
     return pairs[max(range(len(pairs)), key=lambda engine: (math.isnan(off[engine]), off[engine]))]
 
@@ -192,19 +194,19 @@ def enough(probe: Probe, change: Change, before: list[Sample]) -> tuple[Gap, Pro
     Raises:
         SentinelError: the gap is still too small after `ATTEMPTS` changes.
     """
-    temperature = probe.sampling.logp_temperature
+    whole = probe.whole
     for attempt in range(ATTEMPTS + 1):
         if attempt:
             change()
-        power = probe.trainer.gap(before, temperature)
+        power = probe.trainer.gap(before, whole)
         # Noise is measured where it decides: it takes a forward pass in a wider dtype.
-        changed = probe.measured(before, temperature) if probe.bounds.see(power) else probe
+        changed = probe.measured(before, whole) if probe.bounds.see(power) else probe
         if changed.bounds.see(power):
             return power, changed
     raise SentinelError(
         Fault.BLIND_BOUNDS,
-        f"weights changed beyond use move log-probs by {changed.bounds.of(power):.2g} nats, less than {POWER:.0f} bounds of"
-        f" {changed.bounds.bound:.2g}: "
+        f"even strongly changed weights move log-probs by only {changed.bounds.of(power):.2g} nats, less than {POWER:.0f} times"
+        f" the bound {changed.bounds.bound:.2g}: "
         + (
             "lower sentinel.max_delta or sentinel.mean_delta, which hide every fault"
             if probe.given
@@ -219,25 +221,25 @@ def changed_adapter_sync(probe: Probe) -> Rung:
     Measures the effect of the adapter in trainer and engine, too: the gap between log-probs of the sampled ids and those of the
     trainer's base model.
     """
-    temperature, trainer = probe.sampling.logp_temperature, probe.trainer
+    whole, trainer = probe.whole, probe.trainer
     cause: Cause | None = None
     with changed_adapter(probe.policy) as change:
-        _, changed = enough(probe, change, probe.sample(temperature, FEWER_TOKENS))
+        _, changed = enough(probe, change, probe.sample(whole, FEWER_TOKENS))
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True)
-        samples = probe.sample(temperature, FEWER_TOKENS)
-        own = trainer.logp(samples, temperature)
+        samples = probe.sample(whole, FEWER_TOKENS)
+        own = trainer.logp(samples, whole)
         with without_adapter(probe.policy.model):
-            base = trainer.logp(samples, temperature)
+            base = trainer.logp(samples, whole)
         gap, effect, in_engine = between(own, sampler_logp(samples)), between(own, base), between(sampler_logp(samples), base)
-        changed = changed.looked_closer(gap, samples, temperature)
+        changed = changed.looked_closer(gap, samples, whole)
         bounds = changed.bounds
         if not bounds.hold(gap):
-            cause = cached_only(changed, samples) or explain_adapter(trainer, samples, temperature, bounds)
+            cause = cached_only(changed, samples) or explain_adapter(trainer, samples, whole, bounds)
     probe.engine.sleep()
     send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
     if bounds.hold(gap):
-        gap = bounds.worst(gap, trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature))
+        gap = bounds.worst(gap, trainer.gap(probe.sample(whole, FEWER_TOKENS), whole))
     rung = judged(
         3,
         "adapter",
@@ -263,11 +265,7 @@ def same_answers(before: list[Sample], after: list[Sample]) -> bool:
 def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
     """Returns a cause if only rows differ whose prompts came from the prefix cache; or None."""
     fresh = [sample for sample in samples if not sample.cached_tokens]
-    if (
-        not fresh
-        or len(fresh) == len(samples)
-        or not probe.bounds.hold(probe.trainer.gap(fresh, probe.sampling.logp_temperature))
-    ):
+    if not fresh or len(fresh) == len(samples) or not probe.bounds.hold(probe.trainer.gap(fresh, probe.whole)):
         return None
     return Fault.STALE_PREFIX_CACHE, "only completions of cached prompts differ: the cache holds activations of earlier weights"
 
@@ -275,30 +273,30 @@ def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
 def prefix_cache(probe: Probe) -> Rung:
     """Check 4: samples a prompt that is in the prefix cache after its weights have changed."""
     number, name = 4, "prefix cache"
-    facts, temperature, tokens = probe.engine.facts(), probe.sampling.logp_temperature, 8
+    facts, whole, tokens = probe.engine.facts(), probe.whole, 8
     if facts.cache_block is None:
         return Rung(number=number, name=name, verdict=Verdict.NOT_NEEDED, sentence="The engine keeps no prefix cache.")
-    length = facts.cache_block + 1
-    if facts.max_model_len is not None and length + tokens > facts.max_model_len:
-        sentence = f"Rows of at most {facts.max_model_len} tokens never fill a block of {facts.cache_block} and a token more."
+    length, longest = facts.cache_block + 1, facts.max_model_len
+    if longest is not None and length + tokens > longest:
+        sentence = f"The prefix cache is not used: it needs rows of {length + tokens} tokens, but they have at most {longest}."
         return Rung(number=number, name=name, verdict=Verdict.NOT_NEEDED, sentence=sentence)
     prompt = long_prompt(probe, length)
-    first, again = (probe.sample(temperature, tokens, [prompt]) for _ in range(2))
+    first, again = (probe.sample(whole, tokens, [prompt]) for _ in range(2))
     if not all(sample.cached_tokens for sample in again):
-        sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be looked at."
+        sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be checked."
         return Rung(number=number, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
     with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy) as change:
         power, probe = enough(probe, change, first)
         probe.engine.sleep()
         send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, whole=True)
-        after = probe.sample(temperature, tokens, [prompt])
-        gap = probe.trainer.gap(after, temperature)
-        probe = probe.looked_closer(gap, after, temperature)
+        after = probe.sample(whole, tokens, [prompt])
+        gap = probe.trainer.gap(after, whole)
+        probe = probe.looked_closer(gap, after, whole)
     probe.engine.sleep()
     send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
     reused = max(sample.cached_tokens for sample in after)
     if reused and not probe.bounds.hold(gap):
-        stale = f"{reused} tokens of a prompt came from the cache right after a sync: it holds old weights' work"
+        stale = f"{reused} tokens of a prompt came from the cache right after a sync: it holds activations of earlier weights"
         cause: Cause | None = (Fault.STALE_PREFIX_CACHE, f"{stale}; empty it with each sync, and salt it with the version")
     else:
         cause = None
@@ -317,7 +315,7 @@ def long_prompt(probe: Probe, length: int) -> Prompt:
 
 def paths(probe: Probe) -> Rung:
     """Check 5: compares decoding with prefilling the same ids, and decoding in a batch with decoding alone."""
-    samples = probe.sample(1.0, FEWER_TOKENS)
+    samples = probe.sample(WHOLE, FEWER_TOKENS)
     decoded = sampler_logp(samples)
     rows = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
     images = [sample.images for sample in samples]
@@ -326,9 +324,9 @@ def paths(probe: Probe) -> Rung:
         found = probe.engine.prefill_logp(rows, images if any(images) else ())
         return between(decoded, [torch.from_numpy(logp).double() for logp in found])
 
-    gaps = probe.processes.together(prefilled, waits_for_others=probe.engine_share.shared, patient=True)
+    gaps = probe.processes.gather_all(prefilled, has_collectives=probe.engine_share.shared, keepalive=True)
     gap = probe.bounds.worst(*gaps)  # of all engines, so that all processes reach the same verdict
-    probe = probe.looked_closer(gap, samples, 1.0)
+    probe = probe.looked_closer(gap, samples, WHOLE)
     fault: Cause = (Fault.DECODE_PREFILL, "decoding and prefilling the same ids give different log-probs")
     if probe.bounds.hold(gap):
         deltas = [alone(probe, row, sample) for row, sample in list(enumerate(samples))[:4]]
@@ -347,12 +345,12 @@ def alone(probe: Probe, row: int, sample: Sample) -> Tensor:
     Raises:
         SentinelError: the first token differs.
     """
-    single, *_ = probe.sample(1.0, FEWER_TOKENS, [probe.prompts[row]])  # the first engine's, as are the rows
+    single, *_ = probe.sample(WHOLE, FEWER_TOKENS, [probe.prompts[row]])  # the first engine's, as are the rows
     shorter = min(len(sample.completion_ids), len(single.completion_ids))
     differs = (sample.completion_ids[:shorter] != single.completion_ids[:shorter]).nonzero()[0]
     same = int(differs[0]) if len(differs) else shorter
     if not same:
-        sentence = f"prompt {row} alone starts with another token than in a batch, by the same seed"
+        sentence = f"prompt {row} alone starts with another token than in a batch, with the same seed"
         raise SentinelError(Fault.BATCH_DEPENDENCE, sentence)
     one, other = (torch.from_numpy(s.sampler_logp[:same]).double() for s in (sample, single))
     return one - other

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-from rlgen.engines.base import Engine, Ledger, Receipt, cast_for
+from rlgen.engines.base import Engine, SyncRecorder, SyncReport, cast_for
 from rlgen.errors import Fault, SentinelError
 from rlgen.models.lora import is_adapted
 from rlgen.models.weights import adapter_factors, checkpoint_tensors, gone_through
@@ -25,7 +25,7 @@ def send_weights(
 
     Args:
         hashed: compare the bytes, too; otherwise only names, dtypes and shapes.
-        whole: send all weights even to an engine that merges an adapter itself, because others than the adapter's have changed.
+        whole: send all weights even to an engine that merges an adapter itself, because weights outside of it have changed.
 
     Raises:
         SentinelError: a tensor is missing, unexpected, changed or exchanged with another.
@@ -33,7 +33,7 @@ def send_weights(
     """
 
     def send() -> None:
-        sent = Ledger(hashed)
+        sent = SyncRecorder(hashed)
         if engine.abilities.merges and is_adapted(model) and not whole:
             weights = sent.record(adapter_factors(model))
         else:
@@ -42,10 +42,10 @@ def send_weights(
             receipt = engine.sync(weights, version, hashed)
         check_receipt(sent.received, receipt, version, engine.weight_version)
 
-    processes.agreed(send)
+    processes.run_all(send)
 
 
-def check_receipt(sent: Mapping[str, str], receipt: Receipt, version: int, echoed: int) -> None:
+def check_receipt(sent: Mapping[str, str], receipt: SyncReport, version: int, echoed: int) -> None:
     """Compares the engine's receipt and its version `echoed` with what was `sent`.
 
     Raises:
@@ -55,7 +55,7 @@ def check_receipt(sent: Mapping[str, str], receipt: Receipt, version: int, echoe
     if receipt.version != version or echoed != version:
         raise SentinelError(
             Fault.STALE_WEIGHTS,
-            f"the engine reports version {receipt.version} received and {echoed} in use, but {version} was sent",
+            f"the engine reports that it received version {receipt.version} and uses version {echoed}, but {version} was sent",
             where,
         )
     got = receipt.received
@@ -64,8 +64,8 @@ def check_receipt(sent: Mapping[str, str], receipt: Receipt, version: int, echoe
     if missing:
         raise SentinelError(
             Fault.INCOMPLETE_SYNC,
-            f"{len(missing)} tensors did not arrive or were not loaded, among them {', '.join(missing[:3])}: the engine goes on"
-            " with earlier values of them",
+            f"{len(missing)} tensors did not arrive or were not loaded, among them {', '.join(missing[:3])}: the engine still has"
+            " their earlier values",
             where,
         )
     if extra := sorted(set(got) - set(sent)):

@@ -17,7 +17,7 @@ from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Verdict
-from rlgen.types import Sample, Samples, Sampling
+from rlgen.types import Distribution, Sample, Samples, Sampling
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
 WORST = 32  # number of samples of a batch that are used to find a cause
@@ -28,19 +28,19 @@ MEASURED = 8  # of these, those whose noise is measured
 class Watch:
     """Compares the log-probs of each batch. What happens on a drift is set in the recipe.
 
-    A gap is first held against the bounds of the probe, whose noise was measured when the run opened. Weights change, and so does
-    what rounding explains: a gap beyond these bounds is a drift only if it is also beyond those that follow from the noise of the
-    rows with the largest gaps, under the weights of now.
+    A gap is first compared with the bounds of the probe, whose noise was measured when the run opened. Weights change, and so
+    does what rounding explains. So a gap beyond these bounds is a drift only if it is also beyond those that follow from the
+    noise of the rows with the largest gaps, under the present weights.
     """
 
     probe: Probe
     on_drift: OnDrift
     sleeps: bool  # whether the engine frees its weights while the trainer works
     probe_every: int | None  # syncs between two comparisons of new completions; None: only batches are compared
-    rest: Callable[[], None]  # waits until the engine has no work in the background
+    drain: Callable[[], None]  # waits until the engine has no work in the background
     say: Callable[[str], None]
 
-    def __call__(self, samples: Samples, logp: Tensor, step: int) -> bool | None:
+    def __call__(self, samples: Samples, logp: Tensor, step: int, sure: Tensor | None = None) -> bool | None:
         """Returns whether engine and trainer differ on the tokens that version `step` - 1 sampled; None if there are none.
 
         Tokens of earlier weights are left out, because they differ legitimately. Those that follow them in a row count: the
@@ -49,7 +49,8 @@ class Watch:
 
         Args:
             samples: those of this process; all processes call this at the same time with theirs.
-            logp: [N] log-probs of the trainer, at the temperature of the engine's log-probs.
+            logp: [N] log-probs of the trainer, of the distribution that the run samples from.
+            sure: [N] bool, the tokens to compare: see `Truncation.sure`. None: all.
 
         Raises:
             SentinelError: they differ, and the recipe says stop.
@@ -59,6 +60,8 @@ class Watch:
         row_of = torch.from_numpy(np.repeat(np.arange(len(samples)), samples.completion_ids.lengths))
         unknown = torch.zeros(len(samples)).index_add(0, row_of, delta.isnan().float()) > 0
         sampled = torch.from_numpy(samples.sampled_by(step - 1).values) & ~unknown[row_of]
+        if sure is not None:
+            sampled &= sure
         total = self.probe.processes.total
         if not int(total(sampled.sum(), "sum")):
             return None
@@ -67,7 +70,7 @@ class Watch:
         largest = torch.full((len(samples),), -1.0, dtype=torch.float64).scatter_reduce(0, row_of, sizes, "amax")
         rows = largest.argsort(descending=True, stable=True)[:WORST].tolist()
         off = [(largest[row].item(), part_of(samples[row], step - 1)) for row in rows if largest[row] >= 0]
-        return self.drifted(gap, lambda: self.worst(off), step, f"batch of step {step}")
+        return self.drifted(gap, lambda: self.worst(off), self.probe.sampling.distribution, step, f"batch of step {step}")
 
     def after_sync(self, step: int) -> dict[str, Any]:
         """Samples a few completions with the weights of `step`, compares them, and returns metrics; {} if no comparison is due.
@@ -82,11 +85,11 @@ class Watch:
         due = step == 1 or step % self.probe_every == 0
         if not due and step != self.probe.version + 1:
             return {}
-        probe, temperature = replace(self.probe, version=step), self.probe.sampling.logp_temperature
-        samples = probe.sample(temperature, FEWER_TOKENS)
-        logp = probe.trainer.logp(samples, temperature)
+        probe = replace(self.probe, version=step)
+        samples = probe.sample(probe.whole, FEWER_TOKENS)
+        logp = probe.trainer.logp(samples, probe.whole)
         gap = compare(samples, logp)
-        drifted = self.drifted(gap, lambda: worst(samples, logp), step + 1, f"weight sync of step {step}")
+        drifted = self.drifted(gap, lambda: worst(samples, logp), probe.whole, step + 1, f"weight sync of step {step}")
         return {Metric.SENTINEL_PROBE_DELTA: gap.max_delta, Metric.SENTINEL_DRIFT: drifted} if due else {}
 
     def aside(self, sampling: Sampling) -> "Watch":
@@ -105,9 +108,10 @@ class Watch:
         if not samples:
             return {}
         samples = [turn for sample in samples for turn in turns_apart(sample)]
-        logp = self.probe.trainer.logp(samples, self.probe.sampling.logp_temperature)
-        gap = compare(samples, logp)
-        self.drifted(gap, lambda: worst(samples, logp), step + 1, f"evaluation after step {step}")
+        trainer, distribution = self.probe.trainer, self.probe.sampling.distribution
+        logp = trainer.logp(samples, distribution)
+        gap = compare(samples, logp, trainer.sure(samples, distribution))
+        self.drifted(gap, lambda: worst(samples, logp), distribution, step + 1, f"evaluation after step {step}")
         return {Metric.EVAL_DELTA_MEAN: gap.mean_delta, Metric.EVAL_DELTA_MAX: gap.max_delta}
 
     def worst(self, off: Sequence[tuple[float, Sample]]) -> list[Sample]:
@@ -115,27 +119,28 @@ class Watch:
         found = sorted(self.probe.processes.gather(off), key=lambda pair: -pair[0])
         return [turn for _, sample in found[:WORST] for turn in turns_apart(sample)]
 
-    def drifted(self, gap: Gap, worst: Callable[[], list[Sample]], step: int, where: str) -> bool:
+    def drifted(self, gap: Gap, worst: Callable[[], list[Sample]], distribution: Distribution, step: int, where: str) -> bool:
         """Returns whether engine and trainer differ by `gap` on samples of the weights before `step`. Warns or raises if they do.
 
         Args:
             worst: returns the samples to find a cause with, the same in all processes.
+            distribution: from which they were sampled.
             where: what was compared, for the message.
 
         Raises:
-            SentinelError: they differ, and the recipe does not say warn.
+            SentinelError: they differ, and the recipe does not set warn.
         """
         probe = replace(self.probe, version=step - 1)
         if (probe.given or probe.noise) and probe.bounds.hold(gap):
             return False
-        samples, temperature = worst(), probe.sampling.logp_temperature
-        probe = probe.looked_closer(gap, samples[:MEASURED], temperature)
+        samples = worst()
+        probe = probe.looked_closer(gap, samples[:MEASURED], distribution)
         if not probe.given and probe.bounds.hold(gap):
             return False
         words = probe.bounds.words(gap)
-        cause = explain(probe.trainer, samples, temperature, probe.bounds)
+        cause = explain(probe.trainer, samples, distribution, probe.bounds)
         if self.on_drift == "warn":
-            fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run and see `rlgen doctor`")
+            fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run, and run `rlgen doctor`")
             self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
             return True
         fault, why = cause or self.look_again(probe, gap)
@@ -146,16 +151,16 @@ class Watch:
 
         Checks whether the engine holds the current weights, and whether sending them again helps.
         """
-        self.rest()
-        temperature = probe.sampling.logp_temperature
-        if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(temperature, FEWER_TOKENS), temperature)):
+        self.drain()
+        whole = probe.whole
+        if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(whole, FEWER_TOKENS), whole)):
             if probe.bounds.mean_delta is not None and gap.mean_delta <= probe.bounds.mean_delta:
                 # Other weights would move most tokens.
-                return Fault.DRIFT, "the engine agrees on new samples, and here on most tokens, but not on a few"
+                return Fault.DRIFT, "engine and trainer agree on new samples, and here on most tokens, but not on a few"
             return (
                 Fault.STALE_ROLLOUTS,
-                f"the engine agrees on new samples of the present weights, so that this batch was sampled by other weights than"
-                f" those of version {probe.version}, which it names",
+                f"engine and trainer agree on new samples of the present weights. So this batch was sampled by other weights than"
+                f" those of version {probe.version}, which the engine names",
             )
         try:
             if self.sleeps:  # it has no weights to sample with
@@ -164,18 +169,19 @@ class Watch:
         except SentinelError as error:
             return error.fault, error.sentence
         except EngineError as error:  # such as too little free memory, as gradients are allocated
-            return Fault.DRIFT, f"the engine could not be looked at again: {error}"
+            return Fault.DRIFT, f"the engine could not be checked again: {error}"
         if again.verdict is not Verdict.FAILED:
             return (
                 Fault.STALE_WEIGHTS,
-                f"the engine agrees once version {probe.version} is sent again: it had other weights, though it named these",
+                f"engine and trainer agree once version {probe.version} is sent again: the engine had other weights, though it"
+                " named these",
             )
         if again.fault is not None and again.fault is not Fault.UNEXPLAINED:
             return again.fault, again.sentence
         return (
             Fault.DRIFT,
-            "engine and trainer agreed before and do not any more, not even on weights that are sent anew; `rlgen doctor` on the"
-            " last checkpoint looks further",
+            "engine and trainer agreed before and no longer do, not even after the weights were sent again; run `rlgen doctor` on"
+            " the last checkpoint",
         )
 
 

@@ -16,15 +16,15 @@ from rlgen.errors import RlgenError
 from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe
 from rlgen.tools.box import CHARACTERS
 from rlgen.tools.environment import EnvironmentSource
-from rlgen.workers.failures import Failed
-from rlgen.workers.pool import CLOSED, CallOutcome, CallStream, Pool, limits_of
-from rlgen.workers.worker import WorkerCall
+from rlgen.worker_pool.failures import Failed
+from rlgen.worker_pool.pool import CLOSED, CallOutcome, CallStream, Pool, limits_of
+from rlgen.worker_pool.worker import WorkerCall
 
 Done = Callable[[dict[str, Any] | Failed | RlgenError], None]
 
 
 @dataclass(slots=True, eq=False)
-class Arena:
+class EnvPool:
     """The processes of an environment. A thread takes their answers."""
 
     settings: EnvironmentRecipe
@@ -54,8 +54,8 @@ class Arena:
         self._call(next(self._talks), {"begin": begin}, done)
 
     def demonstrate(self, begin: dict[str, Any], done: Done) -> None:
-        """Asks what is good to say first, and what is answered to it. `done` gets {"said": ..., "text": ...}, or why there is
-        none, such as that the environment has no method `demonstrate`.
+        """Asks for a good first message and the answer to it. `done` gets {"said": ..., "text": ...}, or why there is none, such
+        as that the environment has no method `demonstrate`.
         """
         self._call(next(self._talks), {"begin": begin, "demonstrate": True}, done)
 
@@ -64,11 +64,11 @@ class Arena:
         return next(self._talks)
 
     def begin(self, talk: int, begin: dict[str, Any], expected: str | None, message: str, done: Done) -> None:
-        """Begins a conversation with the model's first message. `done` gets the answer, as of `step`.
+        """Begins a conversation with the model's first message. `done` gets the answer, as in `step`.
 
         Args:
             talk: as `number` returned it.
-            expected: what `first` was answered.
+            expected: the text that `first` returned.
         """
         self._call(talk, {"begin": begin, "expected": expected, "message": message}, done)
 
@@ -80,7 +80,7 @@ class Arena:
         self._call(talk, {"message": message}, done)
 
     def end(self, talk: int) -> None:
-        """Gives up a conversation that is not done."""
+        """Abandons a conversation that is not done."""
         self._call(talk, {}, lambda answer: None)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Arena:
             done(outcome.value)
 
 
-def open_arena(settings: EnvironmentRecipe, scoring: ScoringRecipe, output: Path | None = None) -> Arena:
+def open_arena(settings: EnvironmentRecipe, scoring: ScoringRecipe, output: Path | None = None) -> EnvPool:
     """Starts the processes of an environment, which import it.
 
     Args:
@@ -140,7 +140,7 @@ def open_arena(settings: EnvironmentRecipe, scoring: ScoringRecipe, output: Path
             pool.start()  # all of them import at the same time
         found = [pool.facts()[0] for pool in pools]
         decides = json.dumps([settings.model_dump(mode="json"), found[0].sha256], sort_keys=True)
-        return Arena(settings, hashlib.sha256(decides.encode()).hexdigest()[:16], pools)
+        return EnvPool(settings, hashlib.sha256(decides.encode()).hexdigest()[:16], pools)
     except BaseException:
         for pool in pools:
             pool.close()

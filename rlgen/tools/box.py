@@ -14,9 +14,9 @@ from typing import Any, Literal
 from rlgen.errors import RlgenError
 from rlgen.recipe.models import ScoringRecipe, ToolRecipe
 from rlgen.tools.load import ToolSource
-from rlgen.workers.failures import Failed
-from rlgen.workers.pool import CLOSED, CallOutcome, CallStream, Pool, limits_of
-from rlgen.workers.worker import WorkerCall
+from rlgen.worker_pool.failures import Failed
+from rlgen.worker_pool.pool import CLOSED, CallOutcome, CallStream, Pool, limits_of
+from rlgen.worker_pool.worker import WorkerCall
 
 # Why a call has no answer of the tool; "" if it has one.
 Why = Literal["", "unknown", "arguments", "error", "memory", "timeout", "died"]
@@ -34,7 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What the model is told. ToolAnswer(text="12", why="", left_out=0)"""
+    """The answer to a call, as the model reads it. ToolAnswer(text="12", why="", left_out=0)"""
 
     text: str
     why: Why = ""
@@ -138,7 +138,7 @@ class ToolBox:
         batch.done([answer for answer in batch.answers if answer is not None])
 
     def _told(self, value: dict[str, Any] | Failed) -> ToolAnswer:
-        """Returns what the model is told of a call's outcome."""
+        """Returns the answer that the model reads, from the outcome of a call."""
         if not isinstance(value, Failed):
             return ToolAnswer(value["text"], left_out=value["characters"] - len(value["text"]))
         if value.cause == "arguments":
@@ -158,7 +158,7 @@ def open_tools(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Pa
         output: file for what the tools print; None: standard error.
 
     Raises:
-        ToolError: a function is not there, its import fails or does not end, or a model cannot be told how to call it.
+        ToolError: a function is not there, its import fails or does not end, or it cannot be described to a model.
     """
     pool = pool_of(entries, scoring, output)
     try:
@@ -189,7 +189,7 @@ def pool_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Path 
 
 
 def no_such_tool(name: str, names: Sequence[str]) -> str:
-    """Returns what the model is told if it calls what is not there."""
+    """Returns the answer to a call of a tool that does not exist."""
     close = get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
     return f"Error: there is no tool {name[:80]}; {hint}"

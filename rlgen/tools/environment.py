@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 
 from rlgen.errors import ToolError
 from rlgen.tools.examples import ENVIRONMENTS
-from rlgen.workers.failures import Failed, failure_of
-from rlgen.workers.find import facts_of, find
-from rlgen.workers.source import FunctionFacts, Trade
+from rlgen.worker_pool.failures import Failed, failure_of
+from rlgen.worker_pool.find import facts_of, find
+from rlgen.worker_pool.source import FunctionFacts, Trade
 
-LEAVES_AFTER = 1.0  # seconds without a conversation after which a process ends in which a call may still run
+LEAVES_AFTER = 1.0  # seconds without a conversation after which a process that may hold a hanging call ends
 ENVIRONMENT = Trade("environment", "environment", ToolError)
 
 
@@ -39,7 +39,7 @@ class EnvironmentSource:
         make, sha256 = (ENVIRONMENTS[self.use], None) if self.use in ENVIRONMENTS else find(self.use, ENVIRONMENT)
         for method in ("reset", "step"):
             if not callable(getattr(make, method, None)):
-                raise ToolError(f"environment: {self.use} is no class with a method `{method}`; see `rlgen docs environments`")
+                raise ToolError(f"environment: {self.use} is not a class with a method `{method}`; see `rlgen docs environments`")
         facts = facts_of(self.use, make, sha256, ENVIRONMENT)
         parameters = [name for name, _, _ in facts.parameters]
         takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in facts.parameters)
@@ -77,14 +77,14 @@ class LoadedEnvironment:
             begin: what `reset` may take, by name.
             expected: what `reset` returned for the same row when the prompt was made.
             message: of the model.
-            demonstrate: the environment itself says what a good first message is, and ends with the answer to it.
+            demonstrate: the environment itself gives a good first message; the conversation ends with the answer to it.
 
         Returns:
-            {"text": what the model is told, "reward": 0.5, "done": false}; of `reset` alone its text, or None. Of what was
-            demonstrated, with that as "said".
+            {"text": what the model reads, "reward": 0.5, "done": false}; of `reset` alone {"text": its text, or None}.
+            With `demonstrate` also the first message, as "said".
 
         Raises:
-            Exception: whatever the environment raises; ValueError for what it must not return. The conversation has then ended.
+            Exception: whatever the environment raises; ValueError for an invalid return value. The conversation has then ended.
         """
         if begin is None and message is None:
             await self._end(talk)
@@ -98,8 +98,8 @@ class LoadedEnvironment:
                 text = observation(await called(one.reset, taken(one.reset, begin)), "reset")
                 if message is not None and text != expected:
                     raise ValueError(
-                        f"reset returned {shown(text)}, and {shown(expected)} when the prompt was made: completions of one prompt"
-                        " must begin alike; take what is random from `seed`"
+                        f"reset returned {shown(text)}, but {shown(expected)} when the prompt was made: completions of one"
+                        " prompt must begin alike; derive all randomness from `seed`"
                     )
             if demonstrate:
                 said = str(await called(self._talks[talk].demonstrate))
@@ -114,7 +114,7 @@ class LoadedEnvironment:
             answer = step_of(await called(self._talks[talk].step, {"message": message}, by_name=False))
         except BaseException as error:
             self._hung = self._hung or isinstance(error, asyncio.CancelledError)  # at its timeout
-            closing = asyncio.create_task(self._end(talk))  # which nobody waits for: there is no time left
+            closing = asyncio.create_task(self._end(talk))  # nobody waits for it: there is no time left
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             raise
@@ -142,7 +142,7 @@ class LoadedEnvironment:
             leaves.start()
         close = getattr(one, "close", None)
         if callable(close):
-            with suppress(Exception):  # all that counts has been said
+            with suppress(Exception):  # the conversation is over, so an error in `close` changes nothing
                 await called(close)
 
     def _leave(self) -> None:
@@ -188,13 +188,13 @@ async def called(function: Callable[..., Any], arguments: dict[str, Any] | None 
 
 
 def observation(value: Any, method: str) -> str | None:
-    """Returns an observation as a text. Raises ValueError if it is none."""
+    """Returns an observation as a text. Raises ValueError if it cannot be one."""
     if value is None and method == "reset":
         return None
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{method} returned {shown(value)}, and an observation is a text, or what JSON holds") from error
+        raise ValueError(f"{method} returned {shown(value)}, but an observation is a text or a JSON value") from error
     return text.encode("utf-8", "replace").decode()
 
 
@@ -206,7 +206,7 @@ def step_of(value: Any) -> dict[str, Any]:
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise ValueError(f"step returned the reward {shown(reward)}; a reward is a finite number")
     if not isinstance(done, bool):
-        raise ValueError(f"step returned {shown(done)} as done, which is True or False")
+        raise ValueError(f"step returned {shown(done)} as done; done is True or False")
     return {"text": "" if done and text is None else observation(text, "step"), "reward": float(reward), "done": done}
 
 

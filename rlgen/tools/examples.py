@@ -18,7 +18,7 @@ LONGEST = 200  # characters of an expression
 
 
 class GuessNumber:
-    """A number to guess. After each guess the model is told whether it is higher or lower."""
+    """A number to guess. After each guess the model reads whether the number is higher or lower."""
 
     def __init__(self, highest: int = 100, guesses: int = 7) -> None:
         """Sets the range, 1 to `highest`, and how many guesses there are."""
@@ -78,7 +78,7 @@ class Calculator:
         self.question, self.answer = prompt, str(answer).strip()
 
     def demonstrate(self) -> str:
-        """Says what is good to say first: the question, to be computed."""
+        """Returns a good first message: the question, to be computed."""
         return f"{str(self.question).rstrip('= ')}?"
 
     def step(self, message: str) -> Step:

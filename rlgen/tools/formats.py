@@ -19,7 +19,7 @@ SHOWN = 200  # characters of a malformed call that are kept
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """What looks like a call and is none. Malformed(text='{"name": "f", ', why="it is no JSON: ...")"""
+    """Text that looks like a call but is not one. Malformed(text='{"name": "f", ', why="it is no JSON: ...")"""
 
     text: str
     why: str
@@ -75,7 +75,7 @@ def read_turn(form: ToolFormat, text: str, opened: bool = False, schemas: Sequen
 
 
 def format_of(template: str, said: ToolFormat | None) -> ToolFormat:
-    """Returns the form of calls that a chat template shows, or the one that the recipe says.
+    """Returns the form of calls that a chat template shows, or the one that the recipe sets.
 
     Raises:
         SetupError: the template shows none that is known.
@@ -189,7 +189,7 @@ def value_of(text: str) -> Any:
 
 
 def typed(call: Found, types: Mapping[str, Mapping[str, Any]]) -> Found:
-    """Returns a call whose values are texts with the values that they stand for, except where the tool takes a text."""
+    """Returns the call with its texts converted to the values that they stand for, except where the tool takes a text."""
     if isinstance(call, Malformed):
         return call
     known = types.get(call.name, {})

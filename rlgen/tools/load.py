@@ -15,9 +15,9 @@ from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, Validati
 from typing_extensions import TypedDict
 
 from rlgen.errors import ToolError
-from rlgen.workers.failures import Failed, described
-from rlgen.workers.find import facts_of, find
-from rlgen.workers.source import FunctionFacts, Trade
+from rlgen.worker_pool.failures import Failed, described
+from rlgen.worker_pool.find import facts_of, find
+from rlgen.worker_pool.source import FunctionFacts, Trade
 
 TOOLS = Trade("tools", "tool", ToolError)
 SECTION = re.compile(r"^\s*(Args|Arguments|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
@@ -70,7 +70,7 @@ class ToolSource:
     trade: ClassVar[Trade] = TOOLS
 
     def load(self) -> LoadedTool:
-        """Imports the function. Raises ToolError if there is none, its import fails, or a model cannot be told how to call it."""
+        """Imports the function. Raises ToolError if there is none, its import fails, or it cannot be described to a model."""
         function, sha256 = find(self.use, TOOLS)
         facts = facts_of(self.use, function, sha256, TOOLS)
         schema, arguments = described_to_the_model(self, function)
@@ -87,7 +87,7 @@ def described_to_the_model(source: ToolSource, function: Callable[..., Any]) -> 
     """Returns the schema of a tool, as chat templates take it, and what checks arguments.
 
     Raises:
-        ToolError: the function has no docstring, or a parameter that has no type, that JSON cannot hold, or that has no name.
+        ToolError: the function has no docstring, or a parameter without a name, without a type, or of a type that JSON lacks.
     """
     where = f"tools: {source.use}"
     summary, described_parameters = parts_of(inspect.getdoc(function) or "")
@@ -106,7 +106,7 @@ def described_to_the_model(source: ToolSource, function: Callable[..., Any]) -> 
         if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
             raise ToolError(f"{where}: a model gives arguments by name, but `{one}` has none; write named parameters")
         if name not in types:
-            raise ToolError(f"{where}: parameter `{name}` has no type, which the model is told; write `{name}: str` or another")
+            raise ToolError(f"{where}: parameter `{name}` has no type, which the model needs; write `{name}: str` or another")
         kind: Any = Annotated[types[name], Field(description=described_parameters.get(name))]
         fields[name] = Required[kind] if one.default is one.empty else NotRequired[kind]
     make: Any = TypedDict  # of parameters that are known only now
@@ -116,7 +116,7 @@ def described_to_the_model(source: ToolSource, function: Callable[..., Any]) -> 
         adapter: TypeAdapter[Any] = TypeAdapter(arguments)
         found = without_titles(adapter.json_schema())
     except PydanticUserError as error:
-        raise ToolError(f"{where}: a type of its parameters is none that JSON has: {str(error).splitlines()[0]}") from error
+        raise ToolError(f"{where}: JSON has no type for one of its parameters: {str(error).splitlines()[0]}") from error
     found.pop("additionalProperties", None)
     for name, one in open_ones.items():
         if one.default is not one.empty and is_json(one.default):

@@ -31,7 +31,7 @@ class Collected:
     table: RowTable  # the rows of all processes, including those of groups that were replaced
     samples: Samples  # of this process, in the order of their places in the table
     dropped: int  # samples of all processes that were dropped as too old
-    counts: Mapping[str, int] | None  # of what happened in all replies of the step, by name; None: there are no replies
+    counts: Mapping[str, int] | None  # of events in all replies of the step, by name; None: there are no replies
     prompts: int  # number of prompts taken, in the data's order
     epoch: float  # passes over the data before this step
 
@@ -56,7 +56,7 @@ class Collector:
     engine: Engine
     sampler: Sampler
     scorer: Scorer
-    early: EarlyScoring  # by `scorer`: while others are sampled, if the sampler tells it of groups, else afterwards
+    early: EarlyScoring  # scores groups while others are sampled, if the sampler passes it groups, else afterwards
     journal: Journal
     algorithm: Algorithm
     stream: Stream | None = None  # trains on groups while others are sampled; None: training begins when all are there
@@ -66,9 +66,15 @@ class Collector:
 
         If the recipe sets `rollout.refill`, further prompts replace groups without signal. All processes see all rewards, and
         therefore take the same number of further prompts. All must call this together.
+
+        Raises:
+            StopNow: the run was asked to stop.
+            RlgenError: sampling or scoring failed.
         """
         try:
-            return self.collected(step, position, clock, stop)
+            stop.check(self.processes, before_step=True)
+            with stop.at_once(self.processes):
+                return self.collected(step, position, clock, stop)
         except BaseException:  # a stop, too: no reward is computed any more
             self.early.close()
             if self.stream is not None:
@@ -90,7 +96,7 @@ class Collector:
                 # others still hold after a kill.
                 if self.stream is not None:
                     sample = partial(self.stream.while_sampling, step, position / len(self.prompts), sample)
-                groups, dropped = self.processes.agreed(sample, waits_for_others=self.engine_share.shared, patient=True)
+                groups, dropped = self.processes.run_all(sample, has_collectives=self.engine_share.shared, keepalive=True)
             stop.check(self.processes)
             with clock("reward"):
                 held.append(self.rewarded(groups, step))
@@ -100,7 +106,7 @@ class Collector:
             tables.append(replace(table, replaced=np.isin(table.group_id, silent)))
             taken, too_old = taken + wanted, too_old + (dropped if self.engine_share.first else 0)
             if left and not len(silent):
-                self.processes.agreed(self.engine.sleep, waits_for_others=self.engine_share.shared)
+                self.processes.run_all(self.engine.sleep, has_collectives=self.engine_share.shared)
             wanted, left = len(silent), left - 1
         if self.recipe.ahead:
             self.early.open(step + 1)  # whose groups arrive while this step trains
@@ -133,7 +139,7 @@ class Collector:
             scored = self.journal.score(step, groups, partial(self.early.result, step)) if self.engine_share.first else []
             return Samples.of([sample for group in scored for sample in group.samples], list(self.scorer.weights))
 
-        return self.processes.agreed(score_own, patient=True)
+        return self.processes.run_all(score_own, keepalive=True)
 
 
 def silent_groups(table: RowTable, algorithm: Algorithm, weights: Mapping[str, float]) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ class Evaluator:
     """Runs held-out prompts -> completions -> rewards -> metrics. Changes nothing that training depends on.
 
     It has seeds, prompts and an order of its own, and writes nothing to the journal: an evaluation that is repeated samples the
-    same completions. Its seeds are the same at every step, so that differences between steps are not those of the draws.
+    same completions. Its seeds are the same at every step, so that other draws explain no difference between steps.
 
     With several processes, each samples and scores its share of the prompts; all get the same metrics.
     """
@@ -69,11 +69,11 @@ class Evaluator:
             RewardError: rewards have failed, as in training.
             CheckpointError: the samples cannot be written.
         """
-        groups = self.processes.agreed(partial(self.groups, step), waits_for_others=self.engine_share.shared, patient=True)
-        samples = self.processes.agreed(partial(self.scored, groups, step), patient=True)
+        groups = self.processes.run_all(partial(self.groups, step), has_collectives=self.engine_share.shared, keepalive=True)
+        samples = self.processes.run_all(partial(self.scored, groups, step), keepalive=True)
         table = RowTable.gather(samples, self.processes)
         compared = {} if self.watch is None else self.watch.aside(self.sampling).evaluated(self.compared(groups), step)
-        self.processes.agreed(partial(self.write, samples, step), patient=True)
+        self.processes.run_all(partial(self.write, samples, step), keepalive=True)
         metrics = {**evaluation_metrics(table, self.settings.group_size, self.settings.threshold), **compared}
         if self.dialogue is not None:
             metrics[Metric.EVAL_TURNS_MEAN] = float(table.turns.mean())

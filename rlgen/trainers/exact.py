@@ -7,8 +7,8 @@ from torch import nn
 
 # Parts are rounded to multiples of 2^-44 before they are added. Below 2^9, float64 holds every such multiple exactly.
 GRID = -44
-# Added to a float64 below 2^7 and taken off again, this rounds it to a multiple of 2^GRID: neighbouring float64s between
-# 2^(52 + GRID) and twice that are so far apart.
+# Added to a float64 below 2^7 and subtracted again, this rounds it to a multiple of 2^GRID, the distance of neighbouring float64s
+# between 2^(52 + GRID) and twice that.
 SHIFT = 1.5 * 2.0 ** (52 + GRID)
 
 

@@ -1,8 +1,8 @@
 """Trains on a step group by group, in any order, with the result of the whole step (`rollout.stream`).
 
-A group has its advantages or pairs in itself, and can run forward and backward as soon as it is scored. What its loss is divided
-by is not known yet; so it is divided by counts that no step exceeds (`Groups.provisional`), and loss and gradient of the whole
-step are brought to the true ones, by one factor, before the optimizer step. Everything else is `Updater`'s, as ever.
+A group has its advantages or pairs in itself, and can run forward and backward as soon as it is scored. The denominator of its
+loss is not known yet. So the loss is divided by counts that no step exceeds (`Groups.provisional`), and one factor corrects loss
+and gradient of the whole step before the optimizer step. `Updater` does everything else, as without `rollout.stream`.
 
 Time decides which group is trained first, and must decide nothing else. So the micro-batches of a group follow from its own rows,
 gradients are added exactly (`ExactSum`), and all other numbers in the order of the step's table.
@@ -23,20 +23,21 @@ from rlgen.losses.inputs import Mean, Totals
 from rlgen.metrics import Metric
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.exact import ExactSum
-from rlgen.trainers.update import Part, Updater
+from rlgen.trainers.results import UpdateResult
+from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What is left of one group, whose gradient is in the sums. Its rows are numbered from 0."""
+    """What is kept of one group, whose gradient is in the sums. Its rows are numbered from 0."""
 
     table: RowTable
     window: Window
     signal: Signal
     measured: Mapping[str, Any]
-    part: Part
+    part: UpdateResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Groups:
     update: Updater
     sums: ExactSum
     provisional: Totals
-    # Of torch, where the engine computes on the same cores: it has the others meanwhile. None: the engine is elsewhere.
+    # Threads of torch where the engine computes on the same machine and has the other cores. None: the engine is elsewhere.
     threads: int | None
     # A group with a completion of so many tokens is among the last to be sampled. It waits for the end, and then has all threads.
     # Their number may decide last bits, so which groups these are follows from the samples and not from time. None: none waits.
@@ -76,7 +77,7 @@ class Groups:
         group_id = int(table.group_id[0])
         self.learned[group_id] = Learned(table=table, window=window, signal=signal, measured=measured, part=part)
 
-    def finish(self, table: RowTable, samples: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any], Part]:
+    def finish(self, table: RowTable, samples: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
         """Trains on the groups that are left, and makes the whole gradient that of the parameters.
 
         Args:
@@ -86,7 +87,7 @@ class Groups:
             Window, signal and metrics of the whole step, as `WindowBuilder.build` does, and the result of its micro-batches.
 
         Raises:
-            SentinelError: a group is not as it was trained on.
+            SentinelError: a group differs from what was trained.
         """
         try:
             of_step = []
@@ -98,7 +99,7 @@ class Groups:
                 of_step.append(self.learned[group_id])
                 same = np.array_equal(own.reward, of_step[-1].table.reward, equal_nan=True)
                 if not same or rows[-1] - rows[0] != len(rows) - 1:
-                    what = f"group {group_id} was trained on with other rewards, or in another order, than the step's table has"
+                    what = f"group {group_id} was trained with other rewards, or in another order, than in the step's table"
                     raise SentinelError(Fault.COMPLETION_ORDER, what)
             joined = self.joined(of_step)
         except BaseException:
@@ -108,7 +109,7 @@ class Groups:
         self.sums.drop()
         return joined
 
-    def joined(self, of_step: Sequence[Learned]) -> tuple[Window, Signal, dict[str, Any], Part]:
+    def joined(self, of_step: Sequence[Learned]) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
         """Returns the sums over all groups of the step, in their order; see `finish`."""
         window = join_windows([one.window for one in of_step], [len(one.table) for one in of_step])
         tokens, divisor = window.totals.tokens, self.update.algorithm.divides_by
@@ -125,7 +126,7 @@ class Groups:
         return window, join_signals([one.signal for one in of_step]), measured, part
 
     def drop(self) -> None:
-        """Forgets the gradients of a step that is given up."""
+        """Discards the gradients of a step that is given up."""
         self.learned.clear()
         self.sums.drop()
         self.update.optimizer.zero_grad()
@@ -193,18 +194,20 @@ def join_signals(signals: Sequence[Signal]) -> Signal:
     )
 
 
-def joined_parts(parts: Sequence[Part], rows: Sequence[int]) -> Part:
+def joined_parts(parts: Sequence[UpdateResult], rows: Sequence[int]) -> UpdateResult:
     """Returns the sum of the results of all groups; `rows` is as in `join_windows`."""
     places = zip(parts, firsts(rows), strict=True)
-    return Part.sum([replace(part, nonfinite=frozenset(place + first for place in part.nonfinite)) for part, first in places])
+    return UpdateResult.sum(
+        [replace(part, nonfinite=frozenset(place + first for place in part.nonfinite)) for part, first in places]
+    )
 
 
-def scaled(part: Part, factor: float, token_factor: float) -> Part:
-    """Returns the result of a step whose loss was divided by provisional denominators, as by the true ones.
+def scaled(part: UpdateResult, factor: float, token_factor: float) -> UpdateResult:
+    """Returns the result of a step, corrected from the provisional denominators of its loss to the true ones.
 
     Args:
         factor: provisional over true denominator of the loss.
-        token_factor: the same of the tokens: the mean `policy_loss` counts the share of a micro-batch in them.
+        token_factor: the same of the tokens, by whose share the mean `policy_loss` counts a micro-batch.
     """
     stats = dict(part.stats)
     if Metric.POLICY_LOSS in stats:

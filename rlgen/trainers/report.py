@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from rlgen.algorithms.base import Signal
+from rlgen.errors import DivergedError
 from rlgen.metrics import Metric
 from rlgen.processes import Processes
 from rlgen.run.clock import Clock
@@ -19,9 +18,10 @@ from rlgen.run.records import sample_metrics, staleness_metrics, turn_metrics
 from rlgen.run.rollouts import Rollout, RolloutWriter
 from rlgen.run.sinks.open import Sinks
 from rlgen.trainers.collect import Collected
-from rlgen.trainers.update import Skipped
-from rlgen.trainers.window import Window
-from rlgen.types import Ragged, Samples
+from rlgen.trainers.results import SkippedUpdate, StepResult
+from rlgen.types import Position, Ragged, Samples
+
+Reported: TypeAlias = tuple[dict[str, Any], Checkup]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class Reporter:
     """Records the steps of a run. All processes call its methods; only the main process writes and prints, but for rollouts."""
 
     steps: int  # of the run
+    max_nonfinite: int  # steps in a row whose updates may be skipped
     processes: Processes
     directory: RunDirectory
     health: Health
@@ -36,11 +37,16 @@ class Reporter:
     writer: RolloutWriter
     sinks: Sinks
 
-    def rollouts(self, step: int, got: Collected, signal: Signal, window: Window, skipped: Skipped | None) -> None:
-        """Queues the samples of a step for the writer. Marks none as trained if the step's first update was skipped.
+    def rollouts(self, at: Position, got: Collected, learned: StepResult) -> None:
+        """Queues the samples of the step before `at` for the writer, and reports if one of its updates was skipped.
 
-        Each process writes the rows that it trains, and those that it sampled and no process trains.
+        Each process writes the rows that it trains, and those that it sampled and no process trains. None counts as trained if
+        the step's first update was skipped.
+
+        Raises:
+            DivergedError: more updates in a row were skipped than the recipe tolerates; raised in all processes.
         """
+        window, signal, skipped = learned.window, learned.signal, learned.skipped
         nothing = skipped is not None and not skipped.update
         table, rank = got.table, self.processes.rank
         trained, advantage = np.zeros(len(table), dtype=bool), np.zeros(len(table))
@@ -49,26 +55,31 @@ class Reporter:
         left = got.samples.take(table.place[others])
         offsets = window.samples.completion_ids.offsets
         policy_logp = Ragged(window.flat("old_at_sampling").numpy(), np.append(offsets, np.repeat(offsets[-1:], len(left))))
-        self.processes.agreed(
-            partial(
-                self.writer.write,
-                Rollout(
-                    step=step,
-                    samples=Samples.join([window.samples, left]),
-                    policy_logp=policy_logp,
-                    advantage=np.concatenate([signal.advantages[window.rows].numpy(), advantage[others]]),
-                    trained=np.append(np.full(len(window.rows), not nothing), np.zeros(len(left), dtype=bool)),
-                ),
-                always=skipped is not None,
-            )
+        rollout = Rollout(
+            step=at.step,
+            samples=Samples.join([window.samples, left]),
+            policy_logp=policy_logp,
+            advantage=np.concatenate([signal.advantages[window.rows].numpy(), advantage[others]]),
+            trained=np.append(np.full(len(window.rows), not nothing), np.zeros(len(left), dtype=bool)),
         )
+        self.processes.run_all(lambda: self.writer.write(rollout, always=skipped is not None))
+        if skipped is not None:
+            self.skipped(at, got, skipped)
 
-    def nonfinite(self, step: int, skipped: Skipped, got: Collected) -> Path:
-        """Writes which numbers of a step were not finite, and returns the file's path. The samples are in the step's rollouts."""
+    def skipped(self, at: Position, got: Collected, skipped: SkippedUpdate) -> None:
+        """Says that an update was skipped, and writes which samples caused it. Raises DivergedError as `rollouts` does."""
         table = got.learned_from
         rows = [[int(table.group_id[row]), int(table.sample_index[row])] for row in sorted(skipped.rows)]
-        verdict = {"step": step, **skipped.verdict(), "rows": rows}
-        return self.processes.on_main(lambda: self.directory.write_nonfinite(step, verdict))
+        verdict = {"step": at.step, **skipped.verdict(), "rows": rows}
+        path = self.processes.on_main(lambda: self.directory.write_nonfinite(at.step, verdict))
+        said = f"step {at.step}: {skipped.words()}: {skipped.consequence()}; the batch is in {path}"
+        if at.nonfinite > self.max_nonfinite:
+            raise DivergedError(
+                f"{said}. That is {at.nonfinite} in a row, optim.max_nonfinite is {self.max_nonfinite}. The last checkpoint is"
+                " good: open it in a new run (model.path) with a lower optim.learning_rate, or look at what is odd about these"
+                " samples"
+            )
+        self.console.say(f"{said}; {at.nonfinite} in a row, {self.max_nonfinite} are tolerated")
 
     def first_evaluation(self, evaluated: Mapping[str, Any], clock: Clock) -> None:
         """Writes and prints the evaluation before step 1, as the record of step 0."""
@@ -81,15 +92,18 @@ class Reporter:
 
         self.processes.on_main(write)
 
-    def metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Checkup:
-        """Writes one object to metrics.jsonl, one line to the console, and the status; returns what the health rules found.
+    def metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Reported:
+        """Writes one object to metrics.jsonl, one line to the console, and the status.
 
         Args:
             version: weight version of the engine.
+
+        Returns:
+            That object, and what the health rules found.
         """
         return self.processes.on_main(partial(self._metrics, step, got, measured, version, clock))
 
-    def _metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Checkup:
+    def _metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Reported:
         record: dict[str, Any] = {
             Metric.STEP: step,
             **measured,
@@ -102,13 +116,14 @@ class Reporter:
         }
         record = finite(record)  # the rules see the same values when a resumed run reads metrics.jsonl
         checkup = self.health(record)
-        self.directory.write_metrics(record | checkup.metrics)
-        self.sinks.metrics(record | checkup.metrics)
+        record |= checkup.metrics
+        self.directory.write_metrics(record)
+        self.sinks.metrics(record)
         self.directory.write_status("running", step, self.steps, health=checkup.broken)
-        self.console.step(record | checkup.metrics, partial(self.examples, got))
+        self.console.step(record, partial(self.examples, got))
         for line in checkup.news:
             self.console.say(line)
-        return checkup
+        return record, checkup
 
     def examples(self, got: Collected) -> list[Example]:
         """Returns the completions of this process with the highest and with the lowest reward, as texts."""

@@ -54,7 +54,7 @@ class Stream:
             except BaseException as error:
                 sampled.set_exception(error)
 
-        # The engine puts the random states back that it found, and checkpoints of activations do: both at once leave others.
+        # The engine restores the random states that it found, and so do activation checkpoints: both at once leave other states.
         draws = random_tensors()
         thread = threading.Thread(target=work, name="rlgen-stream", daemon=True)
         thread.start()
@@ -67,7 +67,7 @@ class Stream:
                 thread.join(POLL)
             return sampled.result()
         except BaseException:
-            self.sampler.give_up(EngineError("sampling was given up, as its step was"))
+            self.sampler.give_up(EngineError("sampling was given up together with its step"))
             self.groups.drop()
             raise
         finally:

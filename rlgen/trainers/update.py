@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from rlgen.algorithms.base import Algorithm
+from rlgen.algorithms.base import Algorithm, loss_distribution
 from rlgen.errors import DivergedError, SetupError
 from rlgen.losses.correction import Mismatch, importance_weight
-from rlgen.losses.inputs import LossInputs, Mean, Stats, onto
+from rlgen.losses.inputs import LossInputs, onto
 from rlgen.metrics import Metric
 from rlgen.models.memory_errors import Phase, memory_for
 from rlgen.models.parts import part as own_part
@@ -26,110 +26,10 @@ from rlgen.models.sharding import send_gradients
 from rlgen.models.weights import all_finite
 from rlgen.processes import Processes
 from rlgen.rollout.batch import collate
-from rlgen.run.records import as_text
 from rlgen.sentinel.watch import Watch
+from rlgen.trainers.results import MicroBatchResult, SkippedUpdate, UpdateResult
 from rlgen.trainers.window import Window
-from rlgen.types import Batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """The result of one process's micro-batches. Their gradients are in the policy's parameters."""
-
-    loss: float
-    padding: int  # positions that were computed for it
-    # Places in the step's table: rows with a log-prob that is not finite, or else of a loss that is not.
-    nonfinite: frozenset[int]
-    stats: Stats
-    with_gradient: frozenset[int]  # indices of the parameters that have a gradient
-
-    @classmethod
-    def of(cls, pieces: Sequence["Piece"], with_gradient: frozenset[int]) -> "Part":
-        """Adds up the micro-batches. Waits for the device, once for all of them."""
-        wanted = [value for piece in pieces for value in piece.values() if isinstance(value, Tensor)]
-        fetched = iter(torch.cat([value.double().flatten() for value in wanted]).tolist() if wanted else ())
-        stats: Stats = {}
-        losses: list[float] = []
-        nonfinite: set[int] = set()
-        for piece in pieces:
-            loss = next(fetched)
-            places = {place for place in piece.places if not next(fetched)}
-            # Log-probs are checked by themselves: a capped ratio could keep one that is not finite out of the loss.
-            nonfinite |= places if places or math.isfinite(loss) else set(piece.places)
-            losses.append(loss)
-            for name, stat in piece.stats.items():
-                total, count = (next(fetched) if isinstance(value, Tensor) else value for value in (stat.total, stat.count))
-                stats[name] = stats.get(name, Mean(0.0, 0.0)) + Mean(total, count)
-        return cls(
-            loss=sum(losses),
-            padding=sum(piece.padding for piece in pieces),
-            nonfinite=frozenset(nonfinite),
-            stats=stats,
-            with_gradient=with_gradient,
-        )
-
-    @classmethod
-    def sum(cls, parts: Sequence["Part"]) -> "Part":
-        stats: Stats = {}
-        for part in parts:
-            for name, stat in part.stats.items():
-                stats[name] = stats.get(name, Mean(0.0, 0.0)) + stat
-        return cls(
-            loss=sum(part.loss for part in parts),
-            padding=sum(part.padding for part in parts),
-            nonfinite=frozenset().union(*(part.nonfinite for part in parts)),
-            stats=stats,
-            with_gradient=frozenset().union(*(part.with_gradient for part in parts)),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What one micro-batch has measured. Tensors are left on their device, for which the program need not wait."""
-
-    loss: Tensor  # scalar, detached
-    finite: Tensor  # [B] bool: rows whose log-probs are all finite
-    places: tuple[int, ...]  # [B] of the rows in the step's table
-    padding: int  # positions that were computed for it
-    stats: Stats
-
-    def values(self) -> list[Tensor | float]:
-        """Returns all numbers in the order in which `Part.of` reads them."""
-        return [self.loss, self.finite, *(value for stat in self.stats.values() for value in (stat.total, stat.count))]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """An update that was not made because one of its numbers is not finite. It has changed no weight and left no gradient."""
-
-    update: int  # index within the step, from 0; later ones would see the same weights and are not tried
-    loss: float
-    grad_norm: float | None  # None: not computed, because the loss or a log-prob is not finite
-    rows: frozenset[int]  # in the step's table: with a log-prob that is not finite; or else of a micro-batch whose loss is not
-    parameters: tuple[str, ...]  # parameters of this process whose gradient is not finite
-
-    def words(self) -> str:
-        """Returns what was not finite, such as `the gradient's norm is nan, first in NAME`."""
-        if not math.isfinite(self.loss):
-            return f"the loss is {self.loss}"
-        if self.grad_norm is None:
-            return f"log-probs or losses of {len(self.rows)} samples are not finite"
-        return f"the gradient's norm is {self.grad_norm}, first in {next(iter(self.parameters), 'another process')}"
-
-    def consequence(self) -> str:
-        """Returns what was skipped, such as `the update was skipped and no weight has moved`."""
-        if self.update:
-            return f"the updates after the first {self.update} of the step were skipped"
-        return "the update was skipped and no weight has moved"
-
-    def verdict(self) -> dict[str, Any]:
-        """Returns what was not finite, as JSON values."""
-        return {
-            "update": self.update,
-            "loss": as_text(self.loss),
-            "grad_norm": as_text(self.grad_norm),
-            "parameters": list(self.parameters),
-        }
+from rlgen.types import Batch, Distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +53,15 @@ class Updater:
     algorithm: Algorithm
     updates: int
     max_grad_norm: float
-    temperature: float  # of the engine's log-probs
+    distribution: Distribution  # that the run samples from
     max_tokens: int
     watch: Watch | None  # None: the engine samples from a restricted distribution, which cannot be compared
     less_memory: Callable[[Phase], Sequence[str]]  # settings to suggest if memory does not suffice
     deterministic: bool  # kernels that give the same bits each time
 
-    def __call__(self, window: Window, step: int, first: Part | None = None) -> tuple[dict[str, Any], Skipped | None]:
+    def __call__(
+        self, window: Window, step: int, first: UpdateResult | None = None
+    ) -> tuple[dict[str, Any], SkippedUpdate | None]:
         """Trains on `window`. Returns the metrics over all processes, and the skipped update or None, which is the same in all.
 
         Every update of the step counts in one metric: `updates/done`, `updates/empty` (nothing to learn: no tokens, or a gradient
@@ -176,7 +78,7 @@ class Updater:
         with same_bits(self.deterministic):
             return self._train(window, step, first)
 
-    def _train(self, window: Window, step: int, first: Part | None) -> tuple[dict[str, Any], Skipped | None]:
+    def _train(self, window: Window, step: int, first: UpdateResult | None) -> tuple[dict[str, Any], SkippedUpdate | None]:
         """Trains on `window`, for `__call__`."""
         metrics: dict[str, Any] = {
             Metric.LOSS: None,
@@ -191,13 +93,15 @@ class Updater:
         if not window.totals.tokens:
             return metrics | {Metric.UPDATES_EMPTY: self.updates}, None
         if self.algorithm.top_entropy < 1:
-            self.processes.agreed(partial(self._entropy, window), waits_for_others=self.sharded)
+            self.processes.run_all(partial(self._entropy, window), has_collectives=self.sharded)
             window = window.select_tokens(self.algorithm.top_entropy, self.processes)
-        parts: list[Part] = []
-        skipped: Skipped | None = None
+        parts: list[UpdateResult] = []
+        skipped: SkippedUpdate | None = None
         for update in range(self.updates):
             if first is None or update:
-                part = Part.sum(self.processes.together(partial(self._run, window, update), waits_for_others=self.sharded))
+                part = UpdateResult.sum(
+                    self.processes.gather_all(partial(self._run, window, update), has_collectives=self.sharded)
+                )
             else:
                 part = first
             if update == 0:
@@ -217,11 +121,11 @@ class Updater:
             parts.append(part)
         if not parts:
             return metrics | {Metric.TOKENS_TRAINED: 0}, skipped
-        total = Part.sum(parts)
+        total = UpdateResult.sum(parts)
         metrics[Metric.LOSS] = total.loss / len(parts)
         return metrics | {name: stat.value for name, stat in total.stats.items()}, skipped
 
-    def run_first(self, window: Window) -> Part:
+    def run_first(self, window: Window) -> UpdateResult:
         """Runs the micro-batches of a first update, and adds up their gradients in the parameters. For `trainers.stream`."""
         with same_bits(self.deterministic):
             return self._run(window, 0)
@@ -231,7 +135,7 @@ class Updater:
 
         The sentinel uses it. If the weights are sharded, it is this process's shard.
         """
-        part = Part.sum(self.processes.together(partial(self._run, window, 0), waits_for_others=self.sharded))
+        part = UpdateResult.sum(self.processes.gather_all(partial(self._run, window, 0), has_collectives=self.sharded))
         self._add_gradients(part.with_gradient)
         grads = [own_part(p.grad) for p in self.policy.parameters() if p.grad is not None]
         flat = torch.cat([grad.flatten().cpu() for grad in grads])
@@ -254,9 +158,9 @@ class Updater:
         for rows in (*window.micro_batches, *window.idle):
             batch = collate(window.samples, rows, self.processes.device)
             with memory_for(f"the entropy of {extent(batch)}", self.less_memory("forward"), SetupError):
-                window.put("entropy", batch, self.policy(batch, (self.temperature,), "value").entropy)
+                window.put("entropy", batch, self.policy(batch, (self.distribution,), "value").entropy)
 
-    def _run(self, window: Window, update: int) -> Part:
+    def _run(self, window: Window, update: int) -> UpdateResult:
         """Computes the micro-batches of this process, and adds up their gradients. Idle rows only run forward."""
         device, samples = self.processes.device, window.samples
         pieces, last = [], len(window.micro_batches) - 1
@@ -271,9 +175,9 @@ class Updater:
         having = frozenset(place for place, parameter in enumerate(self.policy.parameters()) if parameter.grad is not None)
         # An error of the device may show only here, where its numbers are read.
         with memory_for("the update", self.less_memory("backward"), SetupError):
-            return Part.of(pieces, having)
+            return UpdateResult.of(pieces, having)
 
-    def _backward(self, window: Window, batch: Batch, update: int) -> Piece:
+    def _backward(self, window: Window, batch: Batch, update: int) -> MicroBatchResult:
         """Runs forward and backward on one micro-batch."""
         with memory_for(f"the forward pass of {extent(batch)}", self.less_memory("forward"), SetupError):
             loss, piece = self._forward(window, batch, update)
@@ -281,25 +185,28 @@ class Updater:
             loss.backward()
         return piece
 
-    def _forward(self, window: Window, batch: Batch, update: int) -> tuple[Tensor, Piece]:
+    def _forward(self, window: Window, batch: Batch, update: int) -> tuple[Tensor, MicroBatchResult]:
         """Runs the policy on one micro-batch, and returns the loss, ready for backward, and what was measured."""
-        loss_temperature = self.algorithm.loss_temperature or self.temperature
-        both = (loss_temperature,) if loss_temperature == self.temperature else (loss_temperature, self.temperature)
+        both = tuple(dict.fromkeys((loss_distribution(self.algorithm, self.distribution), self.distribution)))
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
         policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach()
         if not batch.rows:
             nothing = 0.0 * policy_logp.sum()
             finite = batch.mask.new_ones(0)
-            return nothing, Piece(loss=nothing.detach(), finite=finite, places=(), padding=self.policy.padding(batch), stats={})
+            return nothing, MicroBatchResult(
+                loss=nothing.detach(), finite=finite, places=(), padding=self.policy.padding(batch), stats={}
+            )
         if update == 0:
             window.put("old_logp", batch, policy_logp)
             window.put("old_at_sampling", batch, at_sampling)
+            if scores.sure is not None:
+                window.put("sure", batch, scores.sure)
         inputs = self._inputs(window, batch, policy_logp, scores.entropy)
         if update == 0:
             gap = Mismatch.of(at_sampling, batch.sampler_logp, inputs.weight, batch.mask, self.algorithm.correction)
             window.mismatches.append(gap)
         loss, stats = self.algorithm.loss(inputs)
-        return loss, Piece(
+        return loss, MicroBatchResult(
             loss=loss.detach(),
             finite=policy_logp.isfinite().all(dim=1),
             places=tuple(window.rows[list(batch.rows)].tolist()),
@@ -334,18 +241,19 @@ class Updater:
         """Returns the metrics of the gap between engine and trainer over the whole window, after the sentinel has checked it."""
         measured: dict[str, Any] = dict(Mismatch.of_window(window.mismatches).metrics(self.processes.total))
         if self.watch is not None and measured[Metric.SAMPLER_DELTA_MEAN] is not None:
-            measured[Metric.SENTINEL_DRIFT] = self.watch(window.samples, window.flat("old_at_sampling"), step)
+            sure = window.flat("sure").bool() if self.distribution.truncated else None
+            measured[Metric.SENTINEL_DRIFT] = self.watch(window.samples, window.flat("old_at_sampling"), step, sure)
         return measured
 
-    def _add_up(self, part: Part) -> Tensor:
+    def _add_up(self, part: UpdateResult) -> Tensor:
         """All-reduces the gradients that are not sharded, and returns the norm of all over all processes, the same in each."""
         with memory_for("the sum of the gradients", self.less_memory("optimizer"), SetupError):
             self._add_gradients(part.with_gradient)
             return get_total_norm([parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None])
 
-    def _skip(self, part: Part, norm: float | None, update: int) -> Skipped:
+    def _skip(self, part: UpdateResult, norm: float | None, update: int) -> SkippedUpdate:
         gradients = [(name, parameter.grad) for name, parameter in self.policy.named_parameters()]
-        skipped = Skipped(
+        skipped = SkippedUpdate(
             update=update,
             loss=part.loss,
             grad_norm=norm,
@@ -369,9 +277,9 @@ class Updater:
                 self.optimizer.step()
             return all_finite(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
 
-        if not all(self.processes.together(move, waits_for_others=self.sharded)):
+        if not all(self.processes.gather_all(move, has_collectives=self.sharded)):
             raise DivergedError(
-                f"step {step}: the optimizer step has made weights that are not finite. They are not saved, and the last"
+                f"step {step}: the optimizer step made weights that are not finite. They are not saved, and the last"
                 " checkpoint is good: open it in a new run (model.path) with a lower optim.learning_rate"
             )
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlgen.algorithms.base import Algorithm, Signal
+from rlgen.algorithms.base import Algorithm, Signal, loss_distribution
 from rlgen.errors import DivergedError
 from rlgen.losses.correction import Mismatch
 from rlgen.losses.entropy import entropy_kept
@@ -24,7 +24,7 @@ from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, deal, pad_rows, unpad
 from rlgen.rollout.score import score_own
 from rlgen.rollout.table import RowTable
-from rlgen.types import Batch, Samples
+from rlgen.types import Batch, Distribution, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class Window:
     def get(self, name: str, batch: Batch) -> Tensor:
         """Returns the fixed values `name` of the rows of `batch`, [B, T], padded with 0 or False.
 
-        Those that were computed are known for the micro-batches that they were computed in.
+        Computed values can be read only for the micro-batches in which they were computed.
         """
         if name in self.computed:
             return self.computed[name][batch.rows]
@@ -180,7 +180,7 @@ class WindowBuilder:
     algorithm: Algorithm
     weights: Mapping[str, float]  # of the rewards, by label
     reference: Policy | BasePolicy | None
-    temperature: float  # of the sampler's log-probs
+    distribution: Distribution  # that the run samples from
     budget: int  # tokens of a micro-batch
     packed: bool = False  # whether the policy computes the rows of a micro-batch without padding
 
@@ -204,10 +204,10 @@ class WindowBuilder:
         return window, signal, {Metric.KL_REF_K1: kl.sum().item() / tokens if tokens else None}
 
     def reference_logp(self, samples: Samples, micro_batches: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Returns the reference policy's log-probs, [N] float32, at the temperature of the loss."""
+        """Returns the reference policy's log-probs, [N] float32, of the distribution of the loss."""
         assert self.reference is not None  # exists whenever the algorithm uses a reference
-        temperature = self.algorithm.loss_temperature or self.temperature
-        return score_own(self.reference, samples, temperature, self.budget, self.processes, micro_batches, self.packed)
+        distribution = loss_distribution(self.algorithm, self.distribution)
+        return score_own(self.reference, samples, distribution, self.budget, self.processes, micro_batches, self.packed)
 
     def kl(self, table: RowTable, held: Samples) -> Tensor:
         """Returns the sampled KL of each completion to the reference, [B]. Each process computes it for the samples it holds.

@@ -35,6 +35,7 @@ def device(place: Place) -> Finding:
 def head(place: Place) -> Finding:
     """The head in chunks, forward and backward, beside the computation of all logits at once, from the same factors."""
     from rlgen.losses.logp import head_scores
+    from rlgen.types import WHOLE
 
     shape = LARGE if place.gpu else {**SMALL, "vocab_size": 8192}
     tokens, hidden_size, vocabulary = (8192 if place.gpu else 1024), shape["hidden_size"], shape["vocab_size"]
@@ -45,7 +46,7 @@ def head(place: Place) -> Finding:
     ids = torch.randint(0, vocabulary, (tokens,), generator=generator).to(place.device)
 
     def chunked() -> torch.Tensor:
-        return head_scores(hidden, weight, ids, (1.0,), chunk=chunk).logp[0]
+        return head_scores(hidden, weight, ids, (WHOLE,), chunk=chunk).logp[0]
 
     def at_once() -> torch.Tensor:
         logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype)).float()

@@ -54,12 +54,13 @@ class Distance:
 def scored(model: Any, dtype: torch.dtype, batch: Any, prompts: Any = None) -> Scored:
     """Runs the policy that computes in `dtype` on a batch; packed if there are `prompts` to try. Changes `model`."""
     from rlgen.models.policy import Policy
+    from rlgen.types import WHOLE
 
     policy = Policy(model, dtype, fp32_head=True)
     if prompts is not None and (reason := policy.pack(prompts)):
         raise RuntimeError(f"its rows cannot be packed: {reason}")
     hidden, rows, columns = policy.hidden(batch)
-    logp = policy.head.scores(hidden, batch.completion_ids[rows, columns], (1.0,), "none", True).logp[0]
+    logp = policy.head.scores(hidden, batch.completion_ids[rows, columns], (WHOLE,), "none", True).logp[0]
     signs = torch.randn(len(logp), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(logp)
     (signs * logp).mean().backward()
     gradients = {name: p.grad.double().cpu() for name, p in policy.model.named_parameters() if p.grad is not None}
@@ -138,10 +139,11 @@ def sharded(place: Place) -> Finding:
     and what it costs in time and memory."""
     from rlgen.models.packing import can_pack
     from rlgen.models.sharding import mesh_of
-    from rlgen.opening.policy import build_policy, open_shards
     from rlgen.processes import Processes
     from rlgen.recipe import load_recipe
     from rlgen.rollout.batch import collate
+    from rlgen.setup.policy import build_policy, open_shards
+    from rlgen.types import WHOLE
 
     device = torch.device(place.device)
     if place.gpu:
@@ -166,7 +168,7 @@ def sharded(place: Place) -> Finding:
             packs[kind] = policy.packed
 
             def step(policy: Any = policy, kept: dict[str, torch.Tensor] = logp, kind: str = kind) -> None:
-                found = policy(batch, (1.0,)).logp[0]
+                found = policy(batch, (WHOLE,)).logp[0]
                 found.mean().backward()
                 kept[kind] = found.detach()
 

@@ -84,8 +84,8 @@ def trained(path: Path, *overrides: str) -> list[dict[str, Any]] | Finding:
 def resume(place: Place) -> Finding:
     """A run that stops after two steps and goes on for two more equals one that did all four, to the last bit: with the fused
     optimizer, and packed rows in bfloat16."""
-    from rlgen.opening import TrainOptions, train
     from rlgen.run.compare import first_difference
+    from rlgen.setup import TrainOptions, train
 
     folders = []
     for stops in ((4,), (2, 4)):

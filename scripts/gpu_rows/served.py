@@ -75,11 +75,11 @@ def examined(path: Path, environment: dict[str, str]) -> Finding:
 @contextmanager
 def opened(place: Place, engine: dict[str, Any]) -> Iterator[Any]:
     """Opens trainer and engine on the large model in bfloat16, and yields the probe that compares both."""
-    from rlgen.opening.data import open_data
-    from rlgen.opening.pair import open_pair
-    from rlgen.opening.probe import probe_of
     from rlgen.processes import Processes
     from rlgen.recipe import load_recipe
+    from rlgen.setup.data import open_data
+    from rlgen.setup.pair import open_pair
+    from rlgen.setup.probe import probe_of
 
     path = recipe(place, path_of(place, "large"), engine, DTYPE="bfloat16")
     loaded = load_recipe(path, []).recipe
@@ -89,7 +89,9 @@ def opened(place: Place, engine: dict[str, Any]) -> Iterator[Any]:
 
 def gap_of(probe: Any) -> float:
     """Returns the mean |Δ| of 32 tokens a prompt, in nats."""
-    return float(probe.trainer.gap(probe.sample(1.0, 32), 1.0).mean_delta)
+    from rlgen.types import WHOLE
+
+    return float(probe.trainer.gap(probe.sample(WHOLE, 32), WHOLE).mean_delta)
 
 
 def sleep(place: Place) -> Finding:

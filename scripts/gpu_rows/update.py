@@ -84,6 +84,7 @@ def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple
     from rlgen.rollout.table import RowTable
     from rlgen.trainers.update import Updater
     from rlgen.trainers.window import Window
+    from rlgen.types import WHOLE
 
     processes = (
         Processes.alone()
@@ -106,7 +107,7 @@ def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple
         algorithm=algorithm,
         updates=1,
         max_grad_norm=1.0,
-        temperature=1.0,
+        distribution=WHOLE,
         max_tokens=shape.length - PROMPT,
         watch=None,
         less_memory=lambda phase: (),
@@ -180,7 +181,7 @@ def memory(place: Place) -> Finding:
     counts = count(config, shape.rows, shape.length, torch.bfloat16, "sdpa")
     values, numbers = [], {}
     for kind in ("whole", "checkpointed"):
-        phases = {name: sum(parts.values()) - parts["overhead"] for name, parts in needs(counts, plan_of(shape, kind)).items()}
+        phases = {name: measurable(parts) for name, parts in needs(counts, plan_of(shape, kind)).items()}
         measured = phases_of(place, config, shape, kind == "checkpointed")
         gc.collect()  # a policy is part of a cycle
         numbers[kind] = {name: {"gib": most / GIB, "estimated_gib": phases[name] / GIB} for name, most in measured.items()}
@@ -192,6 +193,11 @@ def memory(place: Place) -> Finding:
         free, total = torch.cuda.mem_get_info()
         numbers["beside_tensors"] = {"kept_by_the_allocator_gib": reserved / GIB, "in_use_gib": (total - free) / GIB}
     return judged(values, f"{said(config)}, {shape.rows} rows of {shape.length} tokens, bfloat16", numbers)
+
+
+def measurable(parts: dict[str, int]) -> int:
+    """Returns the bytes of a phase that this row can measure: it saves no checkpoint, and an overhead is no tensor."""
+    return sum(count for part, count in parts.items() if part not in ("overhead", "copy to save"))
 
 
 def size(count: int) -> str:
@@ -228,7 +234,8 @@ def plan_of(shape: Shape, kind: str) -> Any:
 def phases_of(place: Place, config: Any, shape: Shape, checkpointing: bool) -> dict[str, int]:
     """Returns the most bytes of tensors in each phase of a step that is not the first: moments and gradients exist."""
     from rlgen.models.policy import Policy
-    from rlgen.opening.policy import checkpoint_activations
+    from rlgen.setup.policy import checkpoint_activations
+    from rlgen.types import WHOLE
 
     model = random_model(config, place.device)
     if checkpointing:
@@ -239,7 +246,7 @@ def phases_of(place: Place, config: Any, shape: Shape, checkpointing: bool) -> d
     kept: list[torch.Tensor] = []
 
     def forward() -> None:
-        kept.append(policy(batch, (1.0,), "value").logp.sum())
+        kept.append(policy(batch, (WHOLE,), "value").logp.sum())
 
     def backward() -> None:
         kept.pop().backward()

@@ -35,7 +35,8 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 def damage(run: Path, step: int) -> None:
     file = run / "checkpoints" / f"step_{step:06d}" / "data"
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def names(run: Path) -> list[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from rlgen.cli.validate import validate_command
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -22,7 +24,7 @@ def test_three_mistakes_with_their_lines_and_no_traceback(rlgen: Run, recipe_fil
     lines = result.stderr.splitlines()
     assert lines[0].startswith(f"{recipe_file}:1:29: `stesp` is not a key of `run`; did you mean `steps`?")
     assert lines[1].startswith(f"{recipe_file}:2:29: model.dtype: 'float33'")
-    assert lines[2].startswith(f"{recipe_file}:9:1: `optim` stands twice, first in line 8")
+    assert lines[2].startswith(f"{recipe_file}:9:1: `optim` appears twice, first in line 8")
     assert lines[3] == "3 errors; nothing was started"
     assert "\x1b" not in result.stderr
 
@@ -46,8 +48,15 @@ def test_commands(rlgen: Run, arguments: list[str], code: int, text: str) -> Non
     assert "Traceback" not in result.stderr
 
 
-def test_validate_names_the_plan_and_missing_files(rlgen: Run, recipe_file: Path) -> None:
-    assert "4 prompts × 4 = 16 samples" in rlgen("validate", recipe_file).stdout
+def test_closed_output_is_no_error() -> None:
+    command = f"{sys.executable} -m rlgen docs >&- ; echo $? ; {sys.executable} -m rlgen nothing 2>&- ; echo $?"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert ended.stdout.split() == ["0", "2"] and not ended.stderr, ended
+
+
+def test_validate_names_the_plan_and_missing_files(rlgen: Run, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    validate_command(recipe_file, [], as_json=False, count=0)
+    assert "4 prompts × 4 = 16 samples" in capsys.readouterr().out
     result = rlgen("validate", recipe_file, "--set", "rewards.0.use=r.py:f", "--set", "data={source: no.jsonl}")
     assert result.returncode == 2 and "no.jsonl does not exist" in result.stderr and "r.py cannot be read" in result.stderr
 
@@ -117,7 +126,7 @@ def test_validate_answers_where_torch_cannot_be_imported(recipe_file: Path, tmp_
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     ended = os.times()
     seconds = ended.children_user + ended.children_system - began.children_user - began.children_system
-    assert done.returncode == 0 and "valid" in done.stdout and "not looked at: rows of the data" in done.stdout
+    assert done.returncode == 0 and "valid" in done.stdout and "not checked: rows of the data" in done.stdout
     assert seconds < 1
     failed = subprocess.run([*command[:3], "estimate", str(recipe_file)], capture_output=True, text=True, env=environment)
     assert "no torch here" in failed.stderr

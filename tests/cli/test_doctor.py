@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from helpers.waiting import HANGS
 
+from rlgen.cli.doctor import doctor_command
+from rlgen.errors import SentinelError
+
 FSDP = ("--set", "engine={kind: transformers}", "--set", "processes.strategy=fsdp")
 
 
@@ -33,13 +36,15 @@ def test_a_healthy_pair_gets_seven_verdicts_in_less_than_a_minute_and_a_baseline
     assert "3  changed weights" in again.stdout and "FAILED" not in again.stdout
 
 
-def test_an_unhealthy_pair_gets_a_name_and_exit_6(recipe_file: Path, rlgen: Callable[..., Any]) -> None:
+def test_an_unhealthy_pair_gets_a_name_and_exit_6(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Bounds that no pair of programs can keep stand for a fault here.
-    ended = rlgen("doctor", recipe_file, "--json", "--set", "sentinel.max_delta=1e-12", "--set", "engine={kind: transformers}")
-    report = json.loads(ended.stdout)
-    assert ended.returncode == 6 and not report["healthy"]
+    with pytest.raises(
+        SentinelError, match="sentinel: rung 1, same weights: numerics: at the start, with the same ids"
+    ) as caught:
+        doctor_command(recipe_file, ["sentinel.max_delta=1e-12", "engine={kind: transformers}"], True, False)
+    report = json.loads(capsys.readouterr().out)
+    assert caught.value.exit_code == 6 and not report["healthy"]
     assert (report["rungs"][-1]["verdict"], report["rungs"][-1]["fault"]) == ("failed", "numerics")
-    assert "error: sentinel: rung 1, same weights: numerics: at the start, with the same ids" in ended.stderr
 
 
 @pytest.mark.slow
@@ -67,4 +72,5 @@ def test_several_processes_print_one_report_and_one_fault(recipe_file: Path) -> 
 @pytest.mark.slow
 def test_one_process_says_that_it_shards_nothing(recipe_file: Path, rlgen: Callable[..., Any]) -> None:
     ended = rlgen("doctor", recipe_file, *FSDP)
-    assert ended.returncode == 0 and ended.stdout.startswith("one process holds all weights: `torchrun --nproc-per-node 2"), ended
+    assert ended.returncode == 0, ended
+    assert ended.stdout.startswith("one process holds all weights; for sharded ones (fsdp): `torchrun"), ended

@@ -88,7 +88,7 @@ def test_the_plan_follows_the_recipe(recipe: Path) -> None:
 
 def test_what_is_said_without_a_gpu_and_with_too_small_a_cache(recipe: Path) -> None:
     said = "\n".join(verdict(estimate(load_recipe(recipe, SIZES).recipe, None)))
-    assert "no GPU here: say --gpu-gib N" in said and "fit," not in said
+    assert "no GPU here: pass --gpu-gib N" in said and "fit," not in said
     tight = estimate(load_recipe(recipe, [*SIZES, "engine.gpu_memory_utilization=0.02"]).recipe, 60 * GIB)
     assert tight["sequences"]["cache_holds"] == 0 and tight["fits"] is False
     tight["peak"]["bytes"] = 0
@@ -107,7 +107,7 @@ def test_launched_servers_are_where_their_gpus_are(recipe: Path) -> None:
     weights = 2 * colocated["parameters"] // 2  # in bfloat16, half of them on a GPU
     a_gpu = {"engine weights": weights, "KV cache": 2 * GIB, "engine's own": GIB // 2}
     assert there["servers"] == {"count": 2, "gpus": ["1", "2", "3", "4"], "a_gpu": a_gpu}
-    assert "launched servers: 2, on GPUs 1, 2, 3, 4, beside this table: 3.06 GiB on each" in verdict(there)
+    assert "launched servers: 2, on GPUs 1, 2, 3, 4, not in this table: 3.06 GiB on each" in verdict(there)
     url = estimate(load_recipe(recipe, [*SIZES, "engine={kind: server, url: 'http://a:1'}"]).recipe, 80 * GIB)
     assert url["servers"] is None and "engine weights" not in url["phases"]["generate"]
 

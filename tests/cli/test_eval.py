@@ -92,7 +92,7 @@ def test_status_and_checkpoints_say_which_is_the_best(run: Path) -> None:
         (["RUN", "RECIPE"], "has no section `eval`; add one, such as --set 'eval={source: heldout.jsonl}'"),
         (["RUN", "RECIPE", "--set", EVAL, "--step", "7"], "has no checkpoint of step 7; there are 1, 2"),
         (["RUN", "RECIPE", "--set", EVAL, "--step", "first"], "--step first: give the number of a step, best or last"),
-        (["tiny:qwen3", "RECIPE", "--set", EVAL, "--step", "best"], "tiny:qwen3 is no run; leave it out"),
+        (["tiny:qwen3", "RECIPE", "--set", EVAL, "--step", "best"], "tiny:qwen3 is not a run; leave --step out"),
         (["nothing", "RECIPE", "--set", EVAL], "nothing holds no run"),
         (["FOLDER", "RECIPE", "--set", EVAL], "holds neither a model (config.json) nor a run"),
     ],

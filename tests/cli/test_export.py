@@ -25,7 +25,7 @@ from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.rollout.score import score
-from rlgen.types import Sampling
+from rlgen.types import WHOLE, Sampling
 
 Proof = Callable[[str], None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -63,7 +63,7 @@ def gap_to_vllm(policy: Policy, folder: Path) -> float:
     finally:
         engine.close()
     samples = [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
-    logp = score(policy, samples, 1.0, 4096, Processes.alone())
+    logp = score(policy, samples, WHOLE, 4096, Processes.alone())
     return max((torch.from_numpy(s.sampler_logp) - own).abs().max().item() for s, own in zip(samples, logp, strict=True))
 
 
@@ -153,7 +153,7 @@ def test_a_run_is_exported_by_its_name_with_a_model_card(
     assert "model card: README.md" in capsys.readouterr().out
     shutil.copytree(tmp_path / "runs/mine/checkpoints/step_000004", tmp_path / "alone")
     export_command(Path("alone"), Path("out2"), None, "float32", False)
-    assert "model card: none, for the checkpoint lies in no run" in capsys.readouterr().out
+    assert "model card: none, since the checkpoint is not in a run" in capsys.readouterr().out
     assert not (tmp_path / "out2" / "README.md").exists()
 
 
@@ -190,7 +190,7 @@ def test_an_export_is_sent_to_the_hub(
 def test_what_the_hub_does_not_take_stays(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = Hub(ConnectionError("no route to host"))
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: refusing)
-    said = rf"me/mine was not sent: no route to host; log in .* `hf upload me/mine {tmp_path}/out` sends what was written"
+    said = rf"me/mine was not sent: no route to host; log in .* send the written folder: `hf upload me/mine {tmp_path}/out`"
     with pytest.raises(SetupError, match=said):
         export_command(full_run, tmp_path / "out", None, "float32", False, "me/mine")
     assert (tmp_path / "out" / "model.safetensors").is_file()

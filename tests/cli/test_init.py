@@ -13,10 +13,10 @@ from rlgen.cli.init import init_command
 from rlgen.cli.rewards import rewards_test_command
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import read_json
-from rlgen.opening.attempt import train
-from rlgen.opening.options import TrainOptions
 from rlgen.recipe import load_recipe
 from rlgen.recipe.schema import HEADER, recipe_schema
+from rlgen.setup.attempt import train
+from rlgen.setup.options import TrainOptions
 
 FILES = {"README.md", "heldout.jsonl", "recipe.schema.json", "recipe.yaml", "rewards.py", "test_rewards.py", "train.jsonl"}
 
@@ -83,7 +83,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     init_command(tmp_path / "taken")  # empty
     (tmp_path / "taken" / "recipe.yaml").write_text("mine\n")
-    with pytest.raises(UsageError, match="taken is not empty, and nothing in it is written over; name a new folder"):
+    with pytest.raises(UsageError, match="taken is not empty; name a new folder"):
         init_command(tmp_path / "taken")
     assert (tmp_path / "taken" / "recipe.yaml").read_text() == "mine\n"
     (tmp_path / "file").touch()

@@ -25,16 +25,16 @@ def shown(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> li
 def test_a_value_stands_with_its_origin_and_its_sentence(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(recipe_file, capsys, "run.seed=3", "model.lora={rank: 4}", "data.options={size: 9}")
     for value, sentence in {
-        "  run.seed = 3  (--set 1: run.seed=3)": "    Every random choice follows from it and from a position.",
+        "  run.seed = 3  (--set 1: run.seed=3)": "    Every random choice follows from the seed and its position in the run.",
         "  optim.weight_decay = 0.0  (default)": "    Weight decay of AdamW.",
         "  model.lora.rank = 4  (--set 2: model.lora={rank: 4})": "    Rank of the two factors of each adapted layer.",
         "  data.options.size = 9  (--set 3: data.options={size: 9})": "    Rows that are made.",
         '  engine.kind = "colocated"  (default)': "    colocated: vLLM in this process.",
-        "  health.entropy.threshold = 0.01  (default)": "    Value beyond which the sign counts.",
+        "  health.entropy.threshold = 0.01  (default)": "    A value beyond this one is a bad sign.",
     }.items():
         assert lines[lines.index(value) + 1] == sentence
     assert lines[:2] == ["", "run: Name, length and seed of the run, and where its folder is."]
-    rule = lines.index("health.entropy: Mean entropy of a token, in nats, below it.")
+    rule = lines.index("health.entropy: The mean entropy of a token, in nats, is below the threshold.")
     assert lines[rule + 1] == "  health.entropy.threshold = 0.01  (default)"
 
 
@@ -69,7 +69,7 @@ def test_the_schema_is_printed_or_written(tmp_path: Path, capsys: pytest.Capture
     assert "# yaml-language-server: $schema=recipe.schema.json" in help_text
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    with pytest.raises(UsageError, match=r"recipe\.yaml would be written over with JSON; name a file that ends in \.json"):
+    with pytest.raises(UsageError, match=r"recipe\.yaml does not end in \.json, and JSON would overwrite it"):
         schema_command(recipe)
     assert recipe.read_text() == RECIPE
 

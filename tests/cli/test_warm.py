@@ -8,8 +8,8 @@ from conftest import RECIPE, read_jsonl
 from rlgen.cli.inspect import copy_command
 from rlgen.cli.warm import warm_start_command
 from rlgen.errors import SetupError, UsageError
-from rlgen.opening.attempt import train
-from rlgen.opening.options import TrainOptions
+from rlgen.setup.attempt import train
+from rlgen.setup.options import TrainOptions
 
 TINY = "tiny:qwen3"
 
@@ -17,23 +17,35 @@ TINY = "tiny:qwen3"
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    with pytest.raises(UsageError, match=r"model\.path tiny:qwen3 is no folder to write; name one with --out"):
+    with pytest.raises(UsageError, match=r"model\.path tiny:qwen3 is not a folder that can be written; name one with --out"):
         warm_start_command(path, TINY, None, 0.35)
-    with pytest.raises(UsageError, match="exists already; it is not written over"):
+    with pytest.raises(UsageError, match="exists already; name another folder with --out"):
         warm_start_command(path, TINY, tmp_path, 0.35)
     path.write_text(RECIPE.replace("task:sort", "train.jsonl"))
-    with pytest.raises(UsageError, match=r"data\.source is no task:NAME"):
+    with pytest.raises(UsageError, match=r"data\.columns\.answer names no column of answers"):
         warm_start_command(path, TINY, tmp_path / "warm", 0.35)
 
 
 def test_what_is_not_learned_is_not_written(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlgen.opening import warm
+    from rlgen.setup import warm
 
     monkeypatch.setattr(warm, "MOST_STEPS", 5)
     monkeypatch.setattr(warm, "TESTED", 8)
     with pytest.raises(SetupError, match=r"0% of the answers are right after 5 steps, not 90%; lower --accuracy"):
         warm_start_command(recipe_file, TINY, tmp_path / "warm", 0.9)
     assert not (tmp_path / "warm").exists()
+
+
+def test_answers_of_a_file_are_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    rows = "".join(f'{{"say": "{letter}", "reply": "{letter}{letter}"}}\n' for letter in "abcd")
+    (tmp_path / "train.jsonl").write_text(rows)
+    data = '"train.jsonl", columns: {prompt: say, answer: reply}'
+    path.write_text(RECIPE.replace('"task:sort"', data).replace("prompts_per_step: 4", "prompts_per_step: 2"))
+    warm_start_command(path, TINY, tmp_path / "warm start", 0.9)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert (tmp_path / "warm start" / "config.json").is_file()
+    assert last.endswith(f"next: rlgen train {path} --set model.path='{tmp_path}/warm start'")
 
 
 def test_train_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,7 +287,7 @@ def test_what_is_refused_is_refused_again(tmp_path: Path, all_cached: None) -> N
     for _ in range(2):
         with pytest.raises(DataError, match="is a text in most rows, but not in 2 of 10"):
             start(odd, **CHAT)
-        with pytest.raises(DataError, match=r"row 0: \d+ tokens, data.max_prompt_tokens is 5"):
+        with pytest.raises(DataError, match=r"row 0: \d+ tokens, but data.max_prompt_tokens is 5"):
             start(odd, max_prompt_tokens=5, overlong="error", **CHAT | {"columns": {}})
         with pytest.raises(DataError, match=r"no row is left: .*10 over_long"):
             start(odd, max_prompt_tokens=5, **CHAT | {"columns": {}})
@@ -354,7 +354,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         yield from read(file)
 
     monkeypatch.setitem(readers.TEXT_READERS, ".jsonl", edited)
-    with pytest.raises(DataError, match="changes while it is read"):
+    with pytest.raises(DataError, match="changed while it was read"):
         start(path)
     assert list(folder.iterdir()) == []
 

@@ -101,21 +101,21 @@ def test_prompts_differ_by_their_images(tmp_path: Path) -> None:
 
 ODD = {
     "missing file": ({"prompt": "a", "images": "none.png"}, r"row 0: image 0: .*none\.png cannot be read: No such file"),
-    "no image": ({"prompt": "a", "images": "rows.jsonl"}, r"row 0: image 0 \(.*rows\.jsonl\): it is no image that can be opened"),
+    "no image": ({"prompt": "a", "images": "rows.jsonl"}, r"row 0: image 0 \(.*rows\.jsonl\): it is not an image that can"),
     "address": ({"prompt": "a", "images": "https://x/y.png"}, r"row 0: image 0: https://x/y\.png is an address; download it"),
     "number": ({"prompt": "a", "images": 7}, r"row 0: image 0 is int; write a path, bytes, or a list of them"),
     "base64": ({"prompt": "a", "images": "data:image/png;base64,###"}, "is a data URI that is not base64"),
-    "too many placeholders": ({"prompt": "<image> a", "images": "0.png"}, "has 2 placeholders <image>, and the row has 1 images"),
-    "placeholder as text": ({"prompt": "<image> a", "images": None}, "has 1 placeholders <image>, and the row has 0 images"),
+    "too many placeholders": ({"prompt": "<image> a", "images": "0.png"}, "has 2 placeholders <image>, but the row has 1 images"),
+    "placeholder as text": ({"prompt": "<image> a", "images": None}, "has 1 placeholders <image>, but the row has 0 images"),
     "places": (
         {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], "images": "0.png"},
-        "the messages have 2 places for images, and the row has 1 images",
+        "the messages have 2 places for images, but the row has 1 images",
     ),
     "part": (
         {"prompt": [{"role": "user", "content": [{"type": "audio"}]}], "images": None},
-        r"a part of a message is \{type: text",
+        r"a part of a message must be \{type: text",
     ),
-    "no user": ({"prompt": [{"role": "system", "content": "a"}], "images": "0.png"}, "no message of the user to hold them"),
+    "no user": ({"prompt": [{"role": "system", "content": "a"}], "images": "0.png"}, "no message of the user that could"),
 }
 
 
@@ -139,7 +139,7 @@ def test_an_image_that_changes_is_noticed(tmp_path: Path) -> None:
     prompts = stream(tmp_path / "rows.jsonl", [{"prompt": "what?", "images": "0.png"}])
     assert prompts.at(0).images[0].data == picture(0)
     (tmp_path / "0.png").write_bytes(picture(1))
-    with pytest.raises(DataError, match=r"0\.png changed while the run goes on"):
+    with pytest.raises(DataError, match=r"0\.png changed during the run"):
         prompts.at(0)
 
 

@@ -71,7 +71,7 @@ def test_over_long_prompts_are_counted_or_refused(tmp_path: Path, proof: Any) ->
         "duplicates": 1,
         "used": 2,
     }
-    with pytest.raises(DataError, match=r"row 1: 6 tokens, data.max_prompt_tokens is 4"):
+    with pytest.raises(DataError, match=r"row 1: 6 tokens, but data.max_prompt_tokens is 4"):
         stream(rows, tmp_path, max_prompt_tokens=4, overlong="error")
     with pytest.raises(DataError, match=r"no row is left: .*3 over_long"):
         stream(rows, tmp_path, max_prompt_tokens=1)
@@ -82,8 +82,8 @@ def test_over_long_prompts_are_counted_or_refused(tmp_path: Path, proof: Any) ->
 @pytest.mark.parametrize(
     "prompt, part",
     [
-        ([{"role": "wizard", "content": "x"}], "row 0: a message needs a role"),
-        ([{"role": "user"}], "has no text as content"),
+        ([{"role": "wizard", "content": "x"}], "row 0: a message must have one of the roles"),
+        ([{"role": "user"}], "the message of the user has no text"),
         (
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
             "the last message is the assistant's",

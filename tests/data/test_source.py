@@ -79,7 +79,7 @@ def test_a_task_takes_its_options_and_the_seed():
         ("a.jsonl", b"", "holds no row"),
         ("a.json", b'[{"prompt": "a"}, 3]', "element 1 is not an object"),
         ("a.json", b'[{"prompt": "a"}', "not JSON"),
-        ("a.csv", b"prompt,answer\na,b\nc\n", "a.csv:3: the record has not 2 values"),
+        ("a.csv", b"prompt,answer\na,b\nc\n", "a.csv:3: the record does not have 2 values"),
         ("a.csv", b'prompt,answer\n"a,b\n', "not CSV"),
         ("a.parquet", b"PAR1 not really", "cannot be read"),
         ("a.txt", b"text", ".txt"),
@@ -138,7 +138,7 @@ def test_rows_of_the_cache_are_named_with_their_commit(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     said = "offline: data.source org/name is taken from the cache, commit c0ffee"
     assert cached_rows(rows, None) == cached_rows(rows, "c0ffee") == said
-    assert cached_rows(rows, "v2") == f"{said}; nobody can say whether that is data.revision v2"
+    assert cached_rows(rows, "v2") == f"{said}; it may differ from data.revision v2"
     assert cached_rows(replace(rows, kind="file"), None) is None
 
 

@@ -165,7 +165,7 @@ def test_rows_of_a_gym(gym_package):
     [
         ("sum", {}, "has no data set `sum`; did you mean `sums`"),
         ("zzz", {}, "has no data set `zzz`; there are pairs, sums"),
-        ("pairs", {}, "pairs cannot be used: what its scorer compares does not survive as JSON"),
+        ("pairs", {}, "pairs cannot be used: its scorer compares values that JSON cannot hold"),
         ("sums", {"terms": 1}, "refuses it: terms must be 2 or more"),
         ("sums", {"term": 3}, "unexpected keyword argument 'term'"),
         ("sums", {"seed": 3}, "multiple values for keyword argument 'seed'"),

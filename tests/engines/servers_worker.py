@@ -51,11 +51,11 @@ def main(folder: Path) -> None:
                 for process in (psutil.Process(pid) for pid in family if psutil.pid_exists(pid)):
                     process.kill()
 
-        answers = processes.agreed(lambda: engine.generate(requests, SAMPLING, finished), patient=True)
+        answers = processes.run_all(lambda: engine.generate(requests, SAMPLING, finished), keepalive=True)
         assert len(came) == len(set(came)) == len(requests), "none was asked twice"
         return bits(answers)
 
-    receipt = processes.agreed(lambda: engine.sync(checkpoint_tensors(tiny_model("qwen3")), 1))
+    receipt = processes.run_all(lambda: engine.sync(checkpoint_tensors(tiny_model("qwen3")), 1))
     found["receipt"] = [receipt.version, len(receipt.received), engine.weight_version]
     found["undisturbed"] = step(share, None)
     found["killed by process 1"] = step(share, 1)

@@ -38,7 +38,7 @@ def as_arrays(reason: str | None) -> bytes:
 def test_an_answer_that_was_aborted_is_none(proof: Proof, reason: str) -> None:
     for form in (as_json, as_arrays):
         assert list(read_answer(form("length"), form is as_arrays, URL, lambda label: 3).token_ids) == [7, 8]
-        with pytest.raises(ServerLost, match=f"finish_reason {reason!r}: it was stopped by somebody else") as lost:
+        with pytest.raises(ServerLost, match=f"finish_reason {reason!r}: something other than rlgen stopped it") as lost:
             read_answer(form(reason), form is as_arrays, URL, lambda label: 3)
         assert lost.value.exit_code == 6  # unless it is brought back, and the answer asked again
     output = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason, token_ids=[7], logprobs=None)])
@@ -56,7 +56,7 @@ def test_an_answer_is_read_whole_or_not_at_all(arrays: bool) -> None:
     assert (answer.finish_reason, answer.weight_version, asked) == ("stop", 3, ["r.3"])
     assert answer.cached_tokens == 128, "the sentinel's probe of the cache goes by it"
     for cut in (0, 3, len(whole) // 2, len(whole) - 1):
-        with pytest.raises(ServerLost, match="answered with something else than a completion"):
+        with pytest.raises(ServerLost, match="sent a response that is not a completion"):
             read_answer(whole[:cut], arrays, URL, lambda label: 3)
     with pytest.raises(ValueError, match="2 ids and 1 log-probs"):
         packed([1], [7, 8], [-0.5], "stop", [], 0)

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlgen.engines import worker
-from rlgen.engines.base import Abilities, Receipt
+from rlgen.engines.base import EngineCapabilities, SyncReport
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.worker import verified_files
 from rlgen.errors import EngineError, SentinelError
 from rlgen.models.factors import FIRST, SCALE, SECOND, is_factors, merged
@@ -46,7 +46,7 @@ class ByFiles:
     def __init__(self, name: str) -> None:
         extension = {"worker_extension_cls": "rlgen.engines.worker.Worker"}
         self.vllm: ColocatedEngine = open_vllm(name, max_model_len=80, max_num_seqs=16, extra=extension)
-        self.outbox = Outbox(None)
+        self.outbox = FileTransfer(None)
         self.bytes: list[int] = []
         self.on_the_way: Callable[[Factors], Factors] = lambda sent: sent
 
@@ -54,10 +54,10 @@ class ByFiles:
         return getattr(self.vllm, name)
 
     @property
-    def abilities(self) -> Abilities:
+    def abilities(self) -> EngineCapabilities:
         return replace(self.vllm.abilities, merges=True)
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         folder = self.outbox.write(self.on_the_way(dict(weights)).items(), version)
         self.bytes.append(sum(file.stat().st_size for file in verified_files(folder, version)))
         (told,) = self.vllm._llm.collective_rpc("rlgen_load", args=(str(folder), version, hashed))
@@ -66,7 +66,7 @@ class ByFiles:
         self.outbox.keep(folder)
         assert self.vllm._llm.reset_prefix_cache()
         self.vllm._version, self.vllm._syncs = version, self.vllm._syncs + 1
-        return Receipt(version=version, received=told["received"], not_loaded=tuple(told["not_loaded"]))
+        return SyncReport(version=version, received=told["received"], not_loaded=tuple(told["not_loaded"]))
 
     def close(self) -> None:
         self.outbox.close()
@@ -109,7 +109,7 @@ def test_a_merge_rounds_the_base_as_the_trainer_holds_it() -> None:
     found = dict(merged([("other", other), ("w", base)], sent, torch.bfloat16, CPU))
     assert found["w"].tolist() == [[1.5, 3.0]] and found["w"].dtype == torch.float32
     assert found["other"] is other
-    with pytest.raises(EngineError, match=r"the adapter changes w, which the files .* set engine.lora to merged"):
+    with pytest.raises(EngineError, match=r"the adapter changes w, which is not in the files .* set engine.lora to merged"):
         list(merged([("other", other)], sent, torch.bfloat16, CPU))
 
 

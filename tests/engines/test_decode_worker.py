@@ -62,6 +62,7 @@ def test_repeated_kernels_decode_to_the_last_bit(model: str, repeated: list[int]
     assert len(repeated) > 100 and min(repeated) > 40
 
 
+@pytest.mark.slow
 def test_what_is_recorded_ends_with_the_weights(repeated: list[int]) -> None:
     for engines in pair("qwen3", max_num_seqs=16):
         told = []
@@ -100,6 +101,7 @@ def with_other_weights(engine: ColocatedEngine, at_step: int) -> list[tuple[list
     ]
 
 
+@pytest.mark.slow
 def test_a_repeated_step_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, repeated: list[int]) -> None:
     from rlgen.engines import decode_worker
 

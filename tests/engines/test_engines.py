@@ -5,7 +5,8 @@ Tests that take the fixture `engine` go through the protocol alone and run on ea
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,16 +19,18 @@ from rlgen.engines.base import Engine, fingerprint
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
 from rlgen.engines.plan import digest_of
+from rlgen.engines.transformers import TransformersEngine
 from rlgen.engines.worker import Worker
-from rlgen.errors import EngineError, SentinelError
+from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
-from rlgen.rollout.sample import rollout
-from rlgen.rollout.score import score
-from rlgen.types import Completion, Request, Sampling, ids_of
+from rlgen.rollout.sample import groups_of, rollout
+from rlgen.rollout.score import score, sure_of
+from rlgen.sentinel.gap import compare
+from rlgen.types import Completion, Distribution, Prompt, Request, Sampling, ids_of
 
 STOPS = (257, 259)
 
@@ -39,10 +42,10 @@ def requests(count: int, longest: int = 30) -> list[Request]:
     return [request(ids, 100 + place) for place, ids in enumerate([*prompts, prompts[0], prompts[0]])]
 
 
-def gap(policy: Policy, asked: list[Request], answers: list[Completion], temperature: float) -> float:
+def gap(policy: Policy, asked: list[Request], answers: list[Completion], distribution: Distribution) -> float:
     """Largest |engine - trainer| log-prob."""
     samples = [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
-    logp = score(policy, samples, temperature, 4096, Processes.alone())
+    logp = score(policy, samples, distribution, 4096, Processes.alone())
     return max((torch.from_numpy(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
 
 
@@ -62,10 +65,25 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(engine: Engine, 
     asked, policy = requests(24), Policy(tiny_model("qwen3"), torch.float32, True)
     sampling = Sampling(max_tokens=40, temperature=temperature, stop_ids=STOPS)
     answers = engine.generate(asked, sampling)
-    assert sampling.logp_temperature == (temperature or 1.0)  # greedy: of the model as it is
-    assert gap(policy, asked, answers, sampling.logp_temperature) < 1e-5
+    assert sampling.distribution == Distribution(temperature=temperature or 1.0)  # greedy: of the model as it is
+    assert gap(policy, asked, answers, sampling.distribution) < 1e-5
     # the comparison can fail: scored at another temperature it is far off
-    assert gap(policy, asked, answers, 0.5 + sampling.logp_temperature) > 0.1
+    assert gap(policy, asked, answers, Distribution(temperature=0.5 + (temperature or 1.0))) > 0.1
+
+
+@pytest.mark.parametrize(
+    "rules", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.3}, {"top_p": 0.8, "top_k": 40, "min_p": 0.1}], ids=str
+)
+def test_a_truncated_distribution_is_the_trainers(engine: Engine, rules: dict[str, Any]) -> None:
+    asked, policy = requests(24), Policy(tiny_model("qwen3"), torch.float32, True)
+    sampling = Sampling(max_tokens=40, temperature=0.7, stop_ids=STOPS, **rules)
+    answers, alone = engine.generate(asked, sampling), Processes.alone()
+    samples = [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
+    logp = score(policy, samples, sampling.distribution, 4096, alone)
+    sure = sure_of(policy, samples, sampling.distribution, 4096, alone)
+    assert torch.cat(sure).double().mean() > 0.5  # of 300 nearly equal ids, one is often at the edge
+    assert compare(samples, logp, sure).max_delta < 1e-5
+    assert gap(policy, asked, answers, sampling.distribution.whole) > 0.1  # over all ids they are others
 
 
 def test_greedy_takes_the_most_probable_id_and_of_equal_ones_the_lowest(engine: Engine) -> None:
@@ -264,6 +282,45 @@ def test_structured_regex() -> None:
     opened.close()
 
 
+def stops_at_text(kind: str) -> Engine:
+    if kind == "colocated":
+        return open_vllm("qwen3", stops_at_text=True, max_num_seqs=8)
+    return TransformersEngine(model=tiny_model("qwen3"), fp32_head=True, max_num_seqs=8, tokenizer=byte_tokenizer())
+
+
+@pytest.mark.parametrize("kind", ["colocated", "transformers"])
+def test_a_text_ends_completions_and_the_token_that_completes_it_is_kept(kind: str) -> None:
+    """Texts of two tokens that completions without them have: the same ones end there, to the id and the log-prob."""
+    opened, asked = stops_at_text(kind), requests(16)
+    free = Sampling(max_tokens=40, temperature=1.0, stop_ids=STOPS)
+    whole = opened.generate(asked, free)
+
+    def text(ids: Sequence[int]) -> str:
+        return byte_tokenizer().decode(ids, skip_special_tokens=True)
+
+    pairs = [text(one.token_ids[place : place + 2]) for one in whole for place in range(5, len(one.token_ids) - 2)]
+    stop = tuple([pair for pair in pairs if pair.isascii() and len(pair) == 2][::20][:8])
+    answers = opened.generate(asked, replace(free, stop=stop))
+    opened.close()
+    ended = 0
+    for one, other in zip(whole, answers, strict=True):
+        ids = one.token_ids.tolist()
+        at = next((n for n in range(1, len(ids) + 1) if any(part in text(ids[:n]) for part in stop)), len(ids))
+        assert other.token_ids.tolist() == ids[:at] and other.logp == pytest.approx(one.logp[:at], abs=1e-5)
+        if at < len(ids):
+            assert other.finish_reason == "stop"
+            ended += 1
+    assert ended >= 2
+    prompts = [Prompt(position=place, row=0, text="", prompt_ids=one.prompt_ids, columns={}) for place, one in enumerate(asked)]
+    groups = groups_of(prompts, asked, answers, replace(free, stop=stop), byte_tokenizer())
+    assert sum(any(group.samples[0].completion.endswith(part) for part in stop) for group in groups) == ended
+    cut = next(place for place, one in enumerate(answers) if len(one.token_ids) < len(whole[place].token_ids))
+    answers[cut] = replace(answers[cut], token_ids=answers[cut].token_ids[:-1], logp=answers[cut].logp[:-1])
+    with pytest.raises(SentinelError, match="neither a stop token nor a text of rollout") as caught:
+        groups_of(prompts, asked, answers, replace(free, stop=stop), byte_tokenizer())
+    assert caught.value.fault is Fault.DROPPED_STOP_TOKEN
+
+
 @pytest.mark.fault(50)
 def test_a_server_of_another_vllm(monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]) -> None:
     """Its worker runs rlgen's methods: what it answers is what the trainer says, not a bare status 500."""
@@ -271,7 +328,7 @@ def test_a_server_of_another_vllm(monkeypatch: pytest.MonkeyPatch, proof: Callab
     worker.vllm_config = None
     monkeypatch.setattr(vllm_compat, "NEWEST", (0, 1))
     monkeypatch.setattr(Server, "call", lambda *_: {"results": [worker.rlgen_facts()]})
-    with pytest.raises(EngineError, match=r"http://here: vLLM .* is installed; rlgen works with 0\.\d+ to 0\.1$"):
+    with pytest.raises(EngineError, match=r"http://here: vLLM .* is installed, but rlgen needs 0\.\d+ to 0\.1; install one"):
         Server("http://here", "token", 5.0).facts()
     proof("a worker that runs a vLLM newer than rlgen knows is asked what it is")
 

@@ -27,8 +27,6 @@ from rlgen.engines.base import Engine, Finished
 from rlgen.engines.open import build_engine
 from rlgen.models.load import locate
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.opening import pair as pair_module
-from rlgen.opening import trainer as opening
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.score import score
@@ -36,6 +34,8 @@ from rlgen.rollout.table import RowTable
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.sentinel.sync import send_weights
+from rlgen.setup import pair as pair_module
+from rlgen.setup import trainer as opening
 from rlgen.trainers.window import Window
 from rlgen.types import Completion, Request, Sample, Samples, Sampling
 
@@ -151,7 +151,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         patch.setattr(opening, "record_attempt", lambda *_: None)
         directory = RunDirectory.create(Path(mkdtemp(dir=folder)), "", "")  # with a journal of its own
         console, processes = Console(2, quiet=True), Processes.alone()
-        attempt = opening.Attempt(recipe=recipe, directory=directory, console=console, processes=processes)
+        attempt = opening.RunContext(recipe=recipe, directory=directory, console=console, processes=processes)
         trainer, _ = opening.open_trainer(attempt)
     policy, reference, collect = trainer.policy, trainer.windows.reference, trainer.collect
     assert reference is not None

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlgen.engines.base import Facts, Receipt, Settings
-from rlgen.engines.fleet import Fleet, Member
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.base import EngineInfo, Settings, SyncReport
+from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.transfer import FileTransfer
 
 LOADS = 0.2  # seconds that a server takes to load, in which it needs no core of this machine
 ROUNDS = 5
@@ -30,25 +30,25 @@ class RemoteServer:
     def set_label(self, label: str) -> None:
         self.labels.append(label)
 
-    def load(self, folder: str, version: int, hashed: bool) -> Receipt:
+    def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         assert (Path(folder) / "manifest.json").exists()
         began = time.perf_counter()
         time.sleep(LOADS)
         self.loading.append((began, time.perf_counter()))
-        return Receipt(version=version, received={"w": "fingerprint"}, not_loaded=())
+        return SyncReport(version=version, received={"w": "fingerprint"}, not_loaded=())
 
     def reset_cache(self) -> None:
         assert self.loading, "the old weights' cache is emptied after the load"
 
 
-def fleet(monkeypatch: pytest.MonkeyPatch, folder: Path, servers: list[Any]) -> Fleet:
+def fleet(monkeypatch: pytest.MonkeyPatch, folder: Path, servers: list[Any]) -> ServerPool:
     settings = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=8)
-    facts = Facts(
+    facts = EngineInfo(
         engine="e 1", plan="p", model="m", revision=None, settings=settings, stop_ids=(1,), max_model_len=None, cache_block=None
     )
-    monkeypatch.setattr(Fleet, "_examined", staticmethod(lambda server, shape: facts))
+    monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: facts))
     members = [Member(server, None) for server in servers]
-    return Fleet(members=members, shape={}, in_flight=False, restarts=2, carrier=Outbox(str(folder)), say=print)
+    return ServerPool(members=members, shape={}, in_flight=False, restarts=2, carrier=FileTransfer(str(folder)), say=print)
 
 
 def test_two_servers_load_a_sync_in_the_time_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,6 @@ def test_an_nvidia_smi_that_does_not_say_changes_no_verdict(
 ) -> None:
     monkeypatch.setattr(gpu_memory, "PATIENCE", 0.2)
     gpu(100, says)
-    with pytest.raises(SetupError, match=f"needs 8192 MiB.*who holds the rest is not known.*{re.escape(why)}"):
+    with pytest.raises(SetupError, match=f"needs 8192 MiB.*nvidia-smi cannot tell which processes.*{re.escape(why)}"):
         gpu_memory.require_free(GPU, 0.1, None)
     proof(f"no word from nvidia-smi: {why}")

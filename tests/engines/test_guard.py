@@ -22,7 +22,7 @@ from test_serve import PLAN
 
 from rlgen.engines import guard, launch
 from rlgen.engines.launch import claim
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import EngineError
 
 pytestmark = pytest.mark.slow
@@ -32,9 +32,9 @@ OWNER = """
 import pickle, sys, torch
 from pathlib import Path
 from rlgen.engines.launch import ServerPlan, ServerProcess
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.transfer import FileTransfer
 ServerPlan.command = lambda plan: [sys.executable, "-c", sys.argv[2]]
-outbox = Outbox(None)
+outbox = FileTransfer(None)
 outbox.keep(outbox.write([("w", torch.ones(2))], 1))
 server = ServerProcess.start(pickle.loads(bytes.fromhex(sys.argv[3])), "token", Path(sys.argv[1]) / "log")
 print(outbox.current.parent, server._folder, flush=True)
@@ -119,7 +119,9 @@ def test_the_owner_is_killed(family: Family, proof: Proof) -> None:
 @pytest.mark.fault(78)
 def test_a_trainer_of_somebody_elses_server_is_killed(proof: Proof) -> None:
     """No server ends with it: its weights, as large as the model, are removed all the same."""
-    words = "import sys; from rlgen.engines.transfer import Outbox; print(Outbox(None)._place, flush=True); sys.stdin.read()"
+    words = (
+        "import sys; from rlgen.engines.transfer import FileTransfer as T; print(T(None)._place, flush=True); sys.stdin.read()"
+    )
     owner = subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     weights = Path(owner.stdout.readline().strip())
@@ -183,7 +185,7 @@ def test_all_are_killed_and_the_next_start_removes_what_is_left(family: Family, 
         assert family.now() == [str(family.outbox), str(family.folder), str(family.shared)], "nobody lived to remove them"
         proof("SIGKILL to trainer, guard, server and its tracker at once: files were left")
         guard.sweep("/tmp")
-        Outbox(None).close()
+        FileTransfer(None).close()
         assert family.now() == []
         assert unknown.exists() and Path(f"/dev/shm/{own.name}").exists(), "never what is somebody else's"
     finally:
@@ -201,6 +203,6 @@ def test_the_guard_is_killed(family: Family, proof: Proof) -> None:
     family.owner.kill()
     family.owner.wait()
     guard.sweep("/tmp")
-    Outbox(None).close()
+    FileTransfer(None).close()
     assert family.left() == []
     proof("SIGKILL to the guard")

@@ -15,7 +15,7 @@ from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
-from rlgen.types import Prompt, Sampling, ids_of
+from rlgen.types import WHOLE, Prompt, Sampling, ids_of
 
 HIDDEN, VOCABULARY = 1024, 32_768
 
@@ -66,7 +66,7 @@ def test_the_trainers_log_probs_are_vllms(folder: Path) -> None:
     reported = torch.cat([torch.from_numpy(sample.sampler_logp) for sample in samples])
 
     def gap() -> float:
-        trained = torch.cat(score(policy, samples, 1.0, 4096, Processes.alone()))
+        trained = torch.cat(score(policy, samples, WHOLE, 4096, Processes.alone()))
         return (trained - reported).abs().mean().item()
 
     assert len(reported) > 400 and gap() <= 5e-4

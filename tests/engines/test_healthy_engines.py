@@ -19,7 +19,7 @@ from helpers.waiting import HANGS
 from rlgen.engines import client, transfer
 from rlgen.engines.client import Line
 from rlgen.engines.http import Reply, Server
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.vllm_compat import process_kept_as_is
 from rlgen.errors import ServerLost
 
@@ -60,7 +60,7 @@ def test_a_server_that_answers_while_it_is_probed_is_not_lost(monkeypatch: pytes
     monkeypatch.setattr(client, "PROBE_SECONDS", 0.1)
     third = client.MISSED_PROBES
     asyncio.run(Probed(healthy=False, timeout=HANGS, takes=0.1).asked(third, third))  # answered while the third probe fails
-    with pytest.raises(ServerLost, match="does not answer its health probe"):
+    with pytest.raises(ServerLost, match="it fails its health check"):
         asyncio.run(Probed(healthy=False, timeout=HANGS, takes=0.1).asked(NEVER))
 
 
@@ -85,7 +85,7 @@ def test_a_server_is_not_blamed_for_the_time_in_which_all_processes_were_stopped
 
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(stopped(Probed(healthy=True, timeout=HANGS)))
-    with pytest.raises(ServerLost, match="still says that it is healthy"):
+    with pytest.raises(ServerLost, match="still passes its health check"):
         asyncio.run(Probed(healthy=True, timeout=0.5).asked(NEVER))
 
 
@@ -109,11 +109,11 @@ def test_the_environment_never_loses_what_the_process_came_with(monkeypatch: pyt
 
 def test_weights_of_a_trainer_in_another_container_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the host's name and its shared memory, but numbers of processes of its own."""
-    theirs = Outbox(None)
+    theirs = FileTransfer(None)
     try:
         with monkeypatch.context() as there:
             there.setattr(psutil, "pid_exists", lambda pid: False)
-            Outbox(None).close()
+            FileTransfer(None).close()
         assert theirs._place.is_dir()
     finally:
         theirs.close()
@@ -121,7 +121,7 @@ def test_weights_of_a_trainer_in_another_container_stay(monkeypatch: pytest.Monk
 
 def test_a_folder_that_cannot_be_removed_does_not_keep_the_run_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "CLOSING_SECONDS", 0.5)
-    outbox, remove = Outbox(None), shutil.rmtree
+    outbox, remove = FileTransfer(None), shutil.rmtree
     with monkeypatch.context() as open_elsewhere:
         open_elsewhere.setattr(shutil, "rmtree", lambda *_, **__: None)
         outbox.close()

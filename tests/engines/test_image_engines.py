@@ -22,7 +22,7 @@ from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import groups_of
 from rlgen.rollout.score import score
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import Completion, Prompt, Request, Sample, Sampling
+from rlgen.types import WHOLE, Completion, Prompt, Request, Sample, Sampling
 
 BOUND = 1e-4  # nats, in float32
 SAMPLING = Sampling(max_tokens=12, temperature=1.0, stop_ids=(257, 259))
@@ -69,7 +69,7 @@ def samples(asked_for: Sequence[Request], answers: Sequence[Completion], engine:
         Prompt(position=place, row=place, text="", prompt_ids=one.prompt_ids, columns={}, images=one.images)
         for place, one in enumerate(asked_for)
     ]
-    groups = groups_of(prompts, asked_for, answers, SAMPLING.stop_ids, Decoder())  # type: ignore[arg-type]
+    groups = groups_of(prompts, asked_for, answers, SAMPLING, Decoder())  # type: ignore[arg-type]
     return [sample for group in groups for sample in group.samples]
 
 
@@ -81,7 +81,7 @@ class Decoder:
 
 
 def gap(policy: Policy, found: Sequence[Sample]) -> float:
-    own = score(policy, found, 1.0, 4096, ALONE)
+    own = score(policy, found, WHOLE, 4096, ALONE)
     return max(float(np.abs(logp.numpy() - one.sampler_logp).max()) for logp, one in zip(own, found, strict=True))
 
 

@@ -24,8 +24,8 @@ from helpers.waiting import HANGS
 from torch import Tensor
 
 from rlgen.engines import client, nccl
-from rlgen.engines.base import Facts, Ledger, Settings, fingerprint
-from rlgen.engines.fleet import Fleet, Member
+from rlgen.engines.base import EngineInfo, Settings, SyncRecorder, fingerprint
+from rlgen.engines.fleet import Member, ServerPool
 from rlgen.engines.nccl import BUCKET_BYTES, Broadcast, buckets, own_address, packed, receipt_of
 from rlgen.engines.open import build_engine
 from rlgen.engines.server import ServerEngine
@@ -37,7 +37,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.rollout.score import score
 from rlgen.sentinel.sync import check_receipt
-from rlgen.types import Sampling
+from rlgen.types import WHOLE, Sampling
 
 Proof = Callable[[str], None]
 
@@ -79,7 +79,7 @@ class FakeServer:
     def __init__(self, url: str, group: Group, ranks: Sequence[int], transfer: str | None = "nccl", cuda: bool = True) -> None:
         self.url, self._group, self._ranks = url, group, ranks
         self._facts = {"cuda": cuda, "transfer": transfer}
-        self._ledgers = [Ledger(True) for _ in ranks]
+        self._ledgers = [SyncRecorder(True) for _ in ranks]
         self._failing: dict[str, BaseException] = {}
         self.deaf_to: str | None = None
 
@@ -96,7 +96,7 @@ class FakeServer:
         if method == "rlgen_facts":
             return [self._facts for _ in self._ranks]
         if method == "rlgen_listen":
-            self._ledgers = [Ledger(arguments["hashed"]) for _ in self._ranks]
+            self._ledgers = [SyncRecorder(arguments["hashed"]) for _ in self._ranks]
             return [{} for _ in self._ranks]
         assert method == "rlgen_heard"
         return [{"received": ledger.received, "not_loaded": []} for ledger in self._ledgers]
@@ -257,12 +257,11 @@ def test_a_receipt_holds_what_any_worker_missed() -> None:
 def test_a_server_that_fails_ends_the_sync_at_once_and_for_good(route: str) -> None:
     group, servers, broadcast = bench()
     servers[1].fail(route, ServerLost("http://two", f"failed at {route} with 500: Internal Server Error"))
-    phase = "what it heard" if route == "rlgen_heard" else "listening" if route == "rlgen_listen" else route
     began = time.monotonic()
     with pytest.raises(EngineError) as error:
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
     assert time.monotonic() - began < HANGS  # nobody waits for those that still do
-    assert f"nccl, {phase}: the vLLM server http://two failed at {route} with 500" in str(
+    assert f"nccl, {route}: the vLLM server http://two failed at {route} with 500" in str(
         error.value
     ) and "restart the servers" in str(error.value)
     assert not isinstance(error.value, ServerLost)
@@ -293,7 +292,7 @@ def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(group, "broadcast", lambda tensor: time.sleep(10 * HANGS))
     for server in servers:
         monkeypatch.setattr(server, "_receive", lambda place, info, timeout: None)
-    with pytest.raises(EngineError, match="/update_weights: no end within 5 s at the trainer's side; the group"):
+    with pytest.raises(EngineError, match="/update_weights: the trainer's side did not finish within 5 s; the process group"):
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
     proof("a side of the broadcast that never comes")
 
@@ -341,7 +340,7 @@ def test_who_cannot_join_is_told() -> None:
 
 def test_the_address_that_servers_reach() -> None:
     assert own_address(["http://127.0.0.1:8000"]) == "127.0.0.1"
-    with pytest.raises(EngineError, match=r"no way to http://no.such.host.invalid:1 over IPv4"):
+    with pytest.raises(EngineError, match=r"no route to http://no.such.host.invalid:1 over IPv4"):
         own_address(["http://no.such.host.invalid:1"])
 
 
@@ -352,12 +351,12 @@ def test_the_address_that_servers_reach() -> None:
 def on_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[Group, list[FakeServer], ServerEngine]:
     group, servers, broadcast = bench()
     settings = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-    facts = Facts(
+    facts = EngineInfo(
         engine="e 1", plan="p", model="m", revision=None, settings=settings, stop_ids=(1,), max_model_len=None, cache_block=None
     )
-    monkeypatch.setattr(Fleet, "_examined", staticmethod(lambda server, shape: facts))
+    monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: facts))
     members = [Member(server, None) for server in servers]  # type: ignore[arg-type]
-    engine = ServerEngine(Fleet(members=members, shape={}, in_flight=True, restarts=2, carrier=broadcast, say=print))
+    engine = ServerEngine(ServerPool(members=members, shape={}, in_flight=True, restarts=2, carrier=broadcast, say=print))
     group.log.clear()
     return group, servers, engine
 
@@ -381,7 +380,7 @@ def test_a_failed_broadcast_keeps_the_version_and_asks_no_server_more(
     engine.sync(WEIGHTS.items(), 3)
     group.log.clear()
     servers[0].fail("/update_weights", ServerLost("http://one", "died"))
-    with pytest.raises(EngineError, match="http://one died; the group is of no use"):
+    with pytest.raises(EngineError, match="http://one died; the process group cannot be used any more"):
         engine.sync(WEIGHTS.items(), 4)
     assert engine.weight_version == 3 and not any("resume" in entry for entry in group.log)
 
@@ -396,7 +395,7 @@ def test_a_lost_server_cannot_be_brought_back(
 
     monkeypatch.setattr(client, "sample", sample)
     engine.sync(WEIGHTS.items(), 1)
-    with pytest.raises(EngineError, match=r"it died. With engine.transfer nccl there is no copy of the weights"):
+    with pytest.raises(EngineError, match=r"it died. engine.transfer nccl keeps no copy of the weights"):
         engine.generate([request([1], 1)], Sampling(max_tokens=2, temperature=1.0, stop_ids=(1,)))
 
 
@@ -469,7 +468,7 @@ def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.
         sample = answered(asked, answer)
 
         def gap(other: Any) -> float:
-            (logp,) = score(Policy(other, torch.float32, True), [sample], 1.0, 4096, Processes.alone())
+            (logp,) = score(Policy(other, torch.float32, True), [sample], WHOLE, 4096, Processes.alone())
             return (torch.from_numpy(answer.logp) - logp).abs().max().item()
 
         assert gap(model) < 1e-5 and gap(tiny_model("qwen3")) > 0.1  # a tied head that stayed old would be off by nats

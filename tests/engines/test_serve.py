@@ -211,7 +211,7 @@ def test_what_is_not_whole_is_refused_before_anything_is_loaded(serving: Serving
     manifest = json.loads((tmp_path / "cut/manifest.json").read_text())
     manifest["files"]["1.safetensors"]["bytes"] -= 100
     (tmp_path / "cut/manifest.json").write_text(json.dumps(manifest))
-    assert "not a whole safetensors file" in refused("cut")
+    assert "not a complete safetensors file" in refused("cut")
     write(tmp_path / "lost", tensors, 2).joinpath("0.safetensors").unlink()
     assert "0.safetensors: no bytes" in refused("lost")
     save_file({"x": torch.zeros(1)}, write(tmp_path / "more", tensors, 2) / "9.safetensors")
@@ -427,7 +427,7 @@ def test_the_reason_is_the_first_cause() -> None:
     harmless = "ValueError: Tokenizer not available when `skip_tokenizer_init=True`"
     assert reason(f"{harmless}\n{died}\n") == died
     assert reason(f"{harmless}\none\ntwo\n").endswith("one; two")
-    assert reason("") == "it said nothing"
+    assert reason("") == "its log is empty"
 
 
 @pytest.mark.slow

@@ -20,12 +20,12 @@ from conftest import plan_of, tiny_model
 
 from rlgen.engines import client
 from rlgen.engines import fleet as fleet_module
-from rlgen.engines.base import Receipt, model_shape
-from rlgen.engines.fleet import Fleet, Member, Supervisor
+from rlgen.engines.base import SyncReport, model_shape
+from rlgen.engines.fleet import Member, ServerPool, Supervisor
 from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import ServerPlan, new_token
 from rlgen.engines.server import ServerEngine
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import RlgenError, ServerLost
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.types import Completion, Request, Sampling, ids_of
@@ -68,12 +68,12 @@ class Bench:
         if not all(process.is_running() for process in self.supervisor.processes()) or not self.supervisor.processes():
             self.supervisor.restart()  # a test before this one left it dead
         at = Server(url or self.supervisor.url, token or self.token, TIMEOUT)
-        fleet = Fleet(
+        fleet = ServerPool(
             members=[Member(at, self.supervisor if supervised else None)],
             shape=model_shape(self.model.config),
             in_flight=in_flight,
             restarts=restarts,
-            carrier=Outbox(None),
+            carrier=FileTransfer(None),
             say=self.said.append,
         )
         return ServerEngine(fleet)
@@ -165,7 +165,7 @@ def test_a_wrong_token(bench: Bench, proof: Proof) -> None:
 @pytest.mark.fault(50)
 def test_a_server_of_another_model(bench: Bench, proof: Proof) -> None:
     shape = model_shape(tiny_model("llama").config)
-    error = failure(lambda: Fleet._examined(Server(bench.supervisor.url, bench.token, TIMEOUT), shape), within=5)
+    error = failure(lambda: ServerPool._examined(Server(bench.supervisor.url, bench.token, TIMEOUT), shape), within=5)
     assert error.exit_code == 6 and "model_type is qwen3 there, llama here" in str(error)
     proof("a qwen3 server asked as for a llama")
 
@@ -225,10 +225,10 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
 @pytest.mark.timed
 @pytest.mark.fault(52)
 def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
-    Server(bench.supervisor.url, bench.token, TIMEOUT).pause()  # it takes requests and answers its health probe
+    Server(bench.supervisor.url, bench.token, TIMEOUT).pause()  # it takes requests and passes its health check
     began = time.monotonic()
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
-    assert "has answered none for" in bench.said[0] and "still says that it is healthy" in bench.said[0]
+    assert "has answered none for" in bench.said[0] and "still passes its health check" in bench.said[0]
     assert engine.recoveries == 1 and time.monotonic() - began < 90
     proof(f"paused server: {bench.said[0]}")
 
@@ -244,7 +244,7 @@ def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Comple
         error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=60)
     finally:
         bench.signal_server(signal.SIGCONT)
-    assert isinstance(error, ServerLost) and "health probe" in str(error)
+    assert isinstance(error, ServerLost) and "health check" in str(error)
     close(engine)
     proof(f"SIGSTOP to a server: {error}")
 
@@ -254,7 +254,7 @@ def test_killed_during_a_sync(bench: Bench, engine: ServerEngine, proof: Proof) 
     load = Server.load
     fired: list[int] = []
 
-    def killing(self: Server, folder: str, version: int, hashed: bool) -> Receipt:
+    def killing(self: Server, folder: str, version: int, hashed: bool) -> SyncReport:
         if not fired:
             fired.append(os.getpid())
             bench.signal_server(signal.SIGSTOP)  # it gets the order and does not carry it out
@@ -273,16 +273,16 @@ def test_killed_during_a_sync(bench: Bench, engine: ServerEngine, proof: Proof) 
 
 @pytest.mark.fault(54)
 def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
-    write = Outbox.write
+    write = FileTransfer.write
 
-    def cutting(self: Outbox, weights: Any, version: int) -> Path:
+    def cutting(self: FileTransfer, weights: Any, version: int) -> Path:
         folder = write(self, weights, version)
         file = next(folder.glob("*.safetensors"))
         os.truncate(file, file.stat().st_size // 2)
         return folder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet_module.Outbox, "write", cutting)
+        patch.setattr(fleet_module.FileTransfer, "write", cutting)
         error = failure(lambda: engine.sync(checkpoint_tensors(bench.model), 2), within=10)
     assert isinstance(error, WeightsKept) and "bytes, but" in str(error) and "model-00000.safetensors" in str(error)
     assert engine.weight_version == 1  # the server goes on with the weights it had, and says so

@@ -13,7 +13,7 @@ from conftest import open_vllm, tiny_model
 from helpers.samples import request
 from helpers.waiting import HANGS
 
-from rlgen.engines.fleet import Fleet
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.launch import ServerPlan, new_token, start_servers
 from rlgen.engines.open import build_engine, launched, server_plans
 from rlgen.engines.server import ServerEngine
@@ -43,15 +43,15 @@ def recipe(**engine: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerEngine, Fleet, list[str], Path]]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerEngine, ServerPool, list[str], Path]]:
     logs, said = tmp_path_factory.mktemp("servers"), []
     engine = build_engine(recipe(), locate("tiny:qwen3"), Processes.alone(), logs, said.append)
-    assert isinstance(engine, ServerEngine) and isinstance(engine._keeper, Fleet)
+    assert isinstance(engine, ServerEngine) and isinstance(engine._keeper, ServerPool)
     yield engine, engine._keeper, said, logs
     engine.close()
 
 
-def processes_of(fleet: Fleet) -> list[list[psutil.Process]]:
+def processes_of(fleet: ServerPool) -> list[list[psutil.Process]]:
     found = []
     for member in fleet._members:
         assert member.supervisor is not None
@@ -132,7 +132,7 @@ def test_servers_that_would_share_a_gpu_are_refused(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("rlgen.engines.open.start_servers", never)
     asked = recipe(servers=2, tensor_parallel_size=2)
-    with pytest.raises(SetupError, match=r"engine\.servers 2 would all take .* 4 GPUs, such as \[0, 1, 2, 3\]"):
+    with pytest.raises(SetupError, match=r"engine\.servers 2: the servers would all use .* 4 GPUs, such as \[0, 1, 2, 3\]"):
         launched(asked, asked.engine, "m", "t", tmp_path)  # type: ignore[arg-type]
     for one in (recipe(servers=1), recipe(servers=2, devices=[0, 1])):
         with pytest.raises(AssertionError, match="started"):

@@ -20,16 +20,16 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.engines.vllm_compat import LEAST_SHARE, open_llm
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.weights import checkpoint_tensors
-from rlgen.opening.data import open_data
-from rlgen.opening.pair import open_pair
-from rlgen.opening.probe import probe_of
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.rungs import changed_sync
 from rlgen.sentinel.verdict import Verdict
 from rlgen.sentinel.watch import Watch
-from rlgen.types import Completion, Samples, Sampling
+from rlgen.setup.data import open_data
+from rlgen.setup.pair import open_pair
+from rlgen.setup.probe import probe_of
+from rlgen.types import WHOLE, Completion, Samples, Sampling
 
 SAMPLING = Sampling(max_tokens=3, temperature=1.0, stop_ids=(259,))
 ASKED = [request([1, 2], 0)]
@@ -253,15 +253,15 @@ def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Probe, list[str]]) -> N
 
 def test_a_drift_is_looked_at_by_a_woken_engine(sleepy: tuple[Probe, list[str]]) -> None:
     probe, calls = sleepy
-    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, rest=lambda: None, say=print)
+    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, drain=lambda: None, say=print)
     with torch.no_grad():  # the engine misses an update that it names
         for parameter in probe.engine._model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    samples = probe.sample(1.0, 12)
+    samples = probe.sample(WHOLE, 12)
     probe.engine.sleep()
     calls.clear()
-    with pytest.raises(SentinelError, match=r"agrees once version 0 is sent again") as caught:
-        watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, 1.0)), 1)
+    with pytest.raises(SentinelError, match=r"agree once version 0 is sent again") as caught:
+        watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, WHOLE)), 1)
     assert caught.value.fault is Fault.STALE_WEIGHTS and calls[:2] == ["sync", "generate"]
 
 
@@ -270,10 +270,10 @@ def test_a_drift_is_named_even_if_the_engine_cannot_wake(
 ) -> None:
     """Between a backward pass and its step there may be no memory to wake up in."""
     probe, _ = sleepy
-    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, rest=lambda: None, say=print)
+    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, drain=lambda: None, say=print)
     off = np.float32(-0.1) * np.arange(12, dtype=np.float32)  # what no known cause explains
     samples = [
-        replace(sample, sampler_logp=sample.sampler_logp + off[: len(sample.sampler_logp)]) for sample in probe.sample(1.0, 12)
+        replace(sample, sampler_logp=sample.sampler_logp + off[: len(sample.sampler_logp)]) for sample in probe.sample(WHOLE, 12)
     ]
     probe.engine.sleep()
 
@@ -281,6 +281,6 @@ def test_a_drift_is_named_even_if_the_engine_cannot_wake(
         raise EngineError("vLLM did not take the weights of version 0: CUDA out of memory")
 
     monkeypatch.setattr(TransformersEngine, "sync", no_memory)
-    with pytest.raises(SentinelError, match="could not be looked at again: vLLM did not take") as caught:
-        watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, 1.0)), 1)
+    with pytest.raises(SentinelError, match="could not be checked again: vLLM did not take") as caught:
+        watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, WHOLE)), 1)
     assert caught.value.fault is Fault.DRIFT

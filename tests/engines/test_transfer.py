@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlgen.engines import transfer
-from rlgen.engines.base import Facts, Receipt, Settings, cast_for, module_of
-from rlgen.engines.fleet import Fleet, Member
+from rlgen.engines.base import EngineInfo, Settings, SyncReport, cast_for, module_of
+from rlgen.engines.fleet import Member, ServerPool
 from rlgen.engines.http import Server
-from rlgen.engines.transfer import Outbox
+from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import EngineError
 from rlgen.models.weights import checkpoint_tensors, own_tensors
@@ -27,7 +27,7 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.types import Sampling
 
 SETTINGS = Settings(dtype="bfloat16", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-FACTS = Facts(
+FACTS = EngineInfo(
     engine="e 1", plan="p", model="m", revision=None, settings=SETTINGS, stop_ids=(1,), max_model_len=None, cache_block=None
 )
 FAMILIES = ["qwen3", "phi3-untied", "gpt2-tied", "mixtral-tied", "glm4_moe-untied"]
@@ -94,7 +94,7 @@ def test_the_engine_gets_the_weights_that_it_would_have_rounded_to(name: str) ->
     arrived: dict[str, Tensor] = {}
     sync = engines[1].sync
 
-    def seen(weights: Iterator[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+    def seen(weights: Iterator[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         return sync(((key, arrived.setdefault(key, tensor)) for key, tensor in weights), version, hashed)
 
     engines[1].sync = seen  # type: ignore[method-assign, assignment]
@@ -124,7 +124,7 @@ def test_vllm_computes_what_it_computed_from_wider_weights(name: str) -> None:
 
 
 def test_a_sync_of_a_bfloat16_engine_writes_half_the_bytes(tmp_path: Path) -> None:
-    model, outbox = moved("qwen3"), Outbox(str(tmp_path))
+    model, outbox = moved("qwen3"), FileTransfer(str(tmp_path))
     try:
         wide = on_disk(outbox.write(checkpoint_tensors(model), 1))
         narrow = on_disk(outbox.write(cast_for(FACTS, checkpoint_tensors(model)), 2))
@@ -143,7 +143,7 @@ def test_one_copy_of_the_weights_lies_in_shared_memory(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(transfer, "save_file", counted)
     monkeypatch.setattr(transfer, "FILE_BYTES", 1 << 18)
-    model, outbox = moved("qwen3"), Outbox(str(tmp_path))
+    model, outbox = moved("qwen3"), FileTransfer(str(tmp_path))
     try:
         outbox.keep(first := outbox.write(checkpoint_tensors(model), 1))
         whole, files = on_disk(tmp_path), len(held)
@@ -162,9 +162,9 @@ class Loading:
         self.url, self._meeting = url, meeting
         self.labels: list[str] = []
 
-    def load(self, folder: str, version: int, hashed: bool) -> Receipt:
+    def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         self._meeting.wait(HANGS)
-        return Receipt(version=version, received={"w": "float32[2]"}, not_loaded=())
+        return SyncReport(version=version, received={"w": "float32[2]"}, not_loaded=())
 
     def label(self) -> str:
         return "default"
@@ -177,11 +177,11 @@ class Loading:
 
 
 def test_all_servers_load_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fleet, "_examined", staticmethod(lambda server, shape: FACTS))
+    monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: FACTS))
     meeting = threading.Barrier(3)
     servers = [Loading(f"http://{number}", meeting) for number in range(3)]
     members = [Member(server, None) for server in servers]  # type: ignore[arg-type]
-    fleet = Fleet(members=members, shape={}, in_flight=False, restarts=0, carrier=Outbox(None), say=print)
+    fleet = ServerPool(members=members, shape={}, in_flight=False, restarts=0, carrier=FileTransfer(None), say=print)
     try:
         receipt = fleet.sync([("w", torch.ones(2))], 1)
         assert receipt.received == {"w": "float32[2]"} and fleet.held.version == 1
@@ -200,7 +200,7 @@ class Refusing:
     def url(self) -> str:
         return self._real.url
 
-    def load(self, folder: str, version: int, hashed: bool) -> Receipt:
+    def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         def call(method: str, route: str, *_: object) -> dict[str, Any]:
             loaded = {"version": version, "received": {}, "not_loaded": []}
             return {"results": [loaded] if version == 1 else self._answers}
@@ -229,10 +229,10 @@ class Refusing:
 def test_weights_that_are_refused_leave_the_label_of_those_that_are_kept(
     monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]], kept: bool
 ) -> None:
-    monkeypatch.setattr(Fleet, "_examined", staticmethod(lambda server, shape: FACTS))
+    monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: FACTS))
     server = Refusing(*answers)
     members = [Member(server, None)]  # type: ignore[arg-type]
-    fleet = Fleet(members=members, shape={}, in_flight=False, restarts=0, carrier=Outbox(None), say=print)
+    fleet = ServerPool(members=members, shape={}, in_flight=False, restarts=0, carrier=FileTransfer(None), say=print)
     try:
         fleet.sync([("w", torch.ones(2))], 1)
         before = server.told
@@ -246,7 +246,7 @@ def test_weights_that_are_refused_leave_the_label_of_those_that_are_kept(
 def test_what_cannot_be_written_leaves_nothing_to_bring_a_server_back_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox = Outbox(str(tmp_path))
+    outbox = FileTransfer(str(tmp_path))
 
     def full(part: dict[str, Tensor], file: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -254,7 +254,7 @@ def test_what_cannot_be_written_leaves_nothing_to_bring_a_server_back_with(
     try:
         outbox.keep(outbox.write([("w", torch.ones(2))], 1))
         monkeypatch.setattr(transfer, "save_file", full)
-        with pytest.raises(EngineError, match=r"No space left on device; set engine\.transfer_dir to a larger place"):
+        with pytest.raises(EngineError, match=r"No space left on device; set engine\.transfer_dir to a folder with more space"):
             outbox.write([("w", torch.ones(2))], 2)
         assert outbox.current is None and on_disk(tmp_path) == 0
     finally:

@@ -15,7 +15,7 @@ from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
 from rlgen.sentinel.gap import compare
-from rlgen.types import Sample, Samples, Sampling
+from rlgen.types import WHOLE, Sample, Samples, Sampling
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
 # Projections that the engine packs, that are packed already, that are transposed; tied heads; experts that are not adapted.
@@ -34,7 +34,7 @@ def sample(engine: Any) -> list[Sample]:
 
 
 def gap(policy: Policy, samples: list[Sample]) -> float:
-    return compare(samples, score(policy, samples, 1.0, 4096, Processes.alone())).max_delta
+    return compare(samples, score(policy, samples, WHOLE, 4096, Processes.alone())).max_delta
 
 
 def gap_to_base(policy: Policy, samples: list[Sample]) -> float:
@@ -44,7 +44,7 @@ def gap_to_base(policy: Policy, samples: list[Sample]) -> float:
 
 def learn(policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Sample]) -> None:
     """A step towards what was sampled first: every factor moves, in steps of the size that training takes."""
-    logp = policy(collate(Samples.of(samples, ()), [0, 1], CPU), (1.0,)).logp
+    logp = policy(collate(Samples.of(samples, ()), [0, 1], CPU), (WHOLE,)).logp
     (-logp.mean()).backward()
     optimizer.step()
     optimizer.zero_grad()

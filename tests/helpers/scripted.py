@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlgen.engines.base import Engine, Finished
-from rlgen.engines.further import Further
+from rlgen.engines.further import FollowUpQueue
 from rlgen.rollout.conversations import Dialogue
-from rlgen.rollout.turns import Answer, Reply, Talk
+from rlgen.rollout.turns import Answer, ConversationState, Reply
 from rlgen.types import Completion, Ids, Request, Sampling, ids_of
 
 
@@ -25,15 +25,17 @@ class Scripted:
     """Replies to the first turns of each conversation, and leaves the others to the model. A `Turns`."""
 
     times: int = 2  # replies to each conversation
-    later: Callable[[Talk, Callable[[], None]], None] = lambda talk, answer: answer()  # calls its argument when it replies
+    later: Callable[[ConversationState, Callable[[], None]], None] = lambda talk, answer: (
+        answer()
+    )  # calls its argument when it replies
     digest: str = "scripted"
-    talks: list[Talk] = field(default_factory=list)
+    talks: list[ConversationState] = field(default_factory=list)
     rooms: list[int] = field(default_factory=list)
     code: Mapping[str, str | None] = field(default_factory=dict)
     ended: list[Hashable] = field(default_factory=list)
     closed: bool = False
 
-    def reply(self, talk: Talk, room: int, answer: Answer) -> None:
+    def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         self.talks.append(talk)
         self.rooms.append(room)
         if talk.turn >= self.times:
@@ -51,7 +53,7 @@ class Scripted:
         self.closed = True
 
 
-def in_threads(talk: Talk, answer: Callable[[], None]) -> None:
+def in_threads(talk: ConversationState, answer: Callable[[], None]) -> None:
     """Replies from a thread each, after times that differ."""
     threading.Timer(0.002 * (talk.sample_index * 7 % 5), answer).start()
 
@@ -72,7 +74,7 @@ class Recorded:
         requests: Sequence[Request],
         sampling: Sampling,
         finished: Finished | None = None,
-        further: Further | None = None,
+        further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         asked = list(requests)
         if further is not None:

@@ -27,7 +27,7 @@ from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
-from rlgen.types import Sample, Samples
+from rlgen.types import WHOLE, Sample, Samples
 
 # Without a KL, rows without advantage go through no backward pass.
 ALGORITHMS = {**loss_cases.ALGORITHMS, "no kl": loss_cases.grpo(beta=0.0)}
@@ -122,7 +122,7 @@ def samples() -> tuple[Sample, ...]:
             )
         )
     with default_dtype(torch.float64):
-        policy_logp = score(policy_of(torch.float64, seed=0), rows, 1.0, BUDGET, ONE)
+        policy_logp = score(policy_of(torch.float64, seed=0), rows, WHOLE, BUDGET, ONE)
     noise = [0.7 * torch.randn(len(logp), generator=generator, dtype=torch.float64) for logp in policy_logp]
     return tuple(
         replace(row, sampler_logp=(logp + of_row).float().numpy())
@@ -138,7 +138,7 @@ def reference_logp(dtype: torch.dtype) -> list[Tensor]:
     with torch.no_grad(), default_dtype(torch.float64):
         for name, parameter in reference.named_parameters():
             parameter.lerp_(other[name], 0.1)
-        return [logp.to(dtype) for logp in score(reference, samples(), 1.0, BUDGET, ONE)]
+        return [logp.to(dtype) for logp in score(reference, samples(), WHOLE, BUDGET, ONE)]
 
 
 def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], processes: Processes = ONE) -> Window:
@@ -177,7 +177,7 @@ def gradients(
         algorithm=algorithm,
         updates=UPDATES,
         max_grad_norm=float("inf"),
-        temperature=1.0,
+        distribution=WHOLE,
         max_tokens=MAX_TOKENS,
         watch=None,
         less_memory=lambda phase: [],

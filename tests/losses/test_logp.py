@@ -1,5 +1,6 @@
 """Log-probs by chunks of positions equal those of the whole."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,32 +10,51 @@ import torch
 from conftest import ROOT
 from torch.nn.functional import cross_entropy
 
-from rlgen.losses.logp import CHUNK_LOGITS, head_scores
+from rlgen.losses.logp import CHUNK_LOGITS, head_scores, truncation
+from rlgen.types import WHOLE, Distribution
 
 N, H, V = 13, 8, 50
 
 
+def kept(logits: torch.Tensor, ids: torch.Tensor, at: Distribution) -> torch.Tensor:
+    """Which ids of each row a distribution keeps, found by sorting the whole row: the definition, and the sampled id."""
+    found = torch.zeros_like(logits, dtype=torch.bool)
+    for row, values in enumerate(logits.detach() / at.temperature):
+        least = values.max() + math.log(at.min_p) if at.min_p else -math.inf
+        left = [v for v in values.argsort(descending=True).tolist() if values[v] >= least]
+        left = left[: at.top_k or None]
+        shares = values[left].softmax(0).cumsum(0).tolist()
+        count = sum(before < at.top_p or at.top_p == 1 for before in [0.0, *shares[:-1]])
+        found[row, left[:count]] = True
+    return found.scatter(1, ids[:, None], True)
+
+
+RULES = [{}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("chunk", [None, 1, 5, 13])
 @pytest.mark.parametrize("softcap, scale", [(None, 1.0), (3.0, 0.5)])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float64, 1e-11, 1e-12), (torch.float32, 1e-5, 1e-6)])
 @pytest.mark.parametrize("entropy", ["value", "gradient"])
-def test_values_and_gradients(chunk, softcap, scale, dtype, rtol, atol, entropy) -> None:
+def test_values_and_gradients(chunk, softcap, scale, dtype, rtol, atol, entropy, rules) -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*s, generator=g, dtype=dtype).requires_grad_() for s in ((N, H), (V, H)))
     bias = torch.randn(V, generator=g, dtype=dtype).requires_grad_()
-    ids, temperatures = torch.randint(0, V, (N,), generator=g), (1.0, 0.7)
-    scores = head_scores(hidden, weight, ids, temperatures, entropy=entropy, bias=bias, softcap=softcap, scale=scale, chunk=chunk)
+    ids, at = torch.randint(0, V, (N,), generator=g), (WHOLE, Distribution(temperature=0.7, **rules))
+    scores = head_scores(hidden, weight, ids, at, entropy=entropy, bias=bias, softcap=softcap, scale=scale, chunk=chunk)
     logits = scale * (hidden @ weight.T + bias)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    whole = torch.stack([-cross_entropy(logits / t, ids, reduction="none") for t in temperatures])
-    whole_entropy = torch.distributions.Categorical(logits=logits / 0.7).entropy()  # at the last temperature
+    each = [(logits / one.temperature).masked_fill(~kept(logits, ids, one), -1e30) for one in at]
+    whole = torch.stack([-cross_entropy(one, ids, reduction="none") for one in each])
+    whole_entropy = torch.distributions.Categorical(logits=each[-1]).entropy()  # of the last one
     torch.testing.assert_close(scores.logp, whole, rtol=rtol, atol=atol)
     torch.testing.assert_close(scores.entropy, whole_entropy, rtol=rtol, atol=atol)
-    assert scores.entropy.requires_grad == (entropy == "gradient")
+    assert scores.entropy.requires_grad == (entropy == "gradient") and (scores.sure is None) == (not rules)
     upstream, of_entropy = torch.randn(2, N, generator=g, dtype=dtype), torch.randn(N, generator=g, dtype=dtype)
     objectives = []
-    for logp, entropies in (scores, (whole, whole_entropy)):
+    for logp, entropies in (scores[:2], (whole, whole_entropy)):
         part = (entropies * of_entropy).sum() if entropy == "gradient" else 0.0
         objectives.append((logp * upstream).sum() + part)
     gradients = [torch.autograd.grad(objective, (hidden, weight, bias)) for objective in objectives]
@@ -42,9 +62,29 @@ def test_values_and_gradients(chunk, softcap, scale, dtype, rtol, atol, entropy)
         torch.testing.assert_close(chunked, full, rtol=rtol, atol=10 * atol)
 
 
+def test_a_nucleus_of_many_ids_is_found() -> None:
+    """Of 5,000 nearly equal ids, of which `NUCLEUS` are sorted at first; and of a row that one id rules."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.stack(
+        [0.01 * torch.randn(5000, generator=g), torch.randn(5000, generator=g).index_fill(0, torch.tensor(7), 30)]
+    )
+    found = truncation(logits.double(), Distribution(top_p=0.9)).lowest
+    counts = (logits.double() >= found[:, None]).sum(1).tolist()
+    assert 4490 < counts[0] < 4510 and counts[1] == 1
+    assert torch.equal(logits.double() >= found[:, None], kept(logits.double(), logits.argmax(1), Distribution(top_p=0.9)))
+
+
+def test_tokens_at_the_edge_of_what_is_kept_are_unsure() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    at = {top_p: truncation(logits, Distribution(top_p=top_p), near=1e-3).sure.item() for top_p in (0.5, 0.5005, 0.51, 0.79, 0.8)}
+    assert at == {0.5: False, 0.5005: False, 0.51: True, 0.79: True, 0.8: False}
+    at = {min_p: truncation(logits, Distribution(min_p=min_p), near=1e-3).sure.item() for min_p in (0.4, 0.4003, 0.41, 0.6)}
+    assert at == {0.4: False, 0.4003: False, 0.41: True, 0.6: False}
+
+
 def test_no_entropy_unless_asked_for() -> None:
     hidden, weight, ids = torch.randn(N, H), torch.randn(V, H), torch.zeros(N, dtype=torch.long)
-    assert all(head_scores(hidden, weight, ids, (1.0,), chunk=chunk).entropy is None for chunk in (None, 5))
+    assert all(head_scores(hidden, weight, ids, (WHOLE,), chunk=chunk).entropy is None for chunk in (None, 5))
     assert CHUNK_LOGITS // V > N  # above, `None` is one chunk
 
 
@@ -56,7 +96,7 @@ def test_a_bfloat16_engine_holds_rounded_weights_and_so_multiplies_the_trainer(c
     weight, bias = (0.1 * torch.randn(*size, generator=g) for size in ((4096, 1024), (4096,)))
     weight.requires_grad_(), bias.requires_grad_()
     ids = torch.randint(0, 4096, (64,), generator=g)
-    scores = head_scores(hidden, weight, ids, (1.0,), entropy="gradient", bias=bias, chunk=chunk)
+    scores = head_scores(hidden, weight, ids, (WHOLE,), entropy="gradient", bias=bias, chunk=chunk)
     factors = [given.detach().bfloat16().double().requires_grad_() for given in (hidden, weight, bias)]
     exact, unrounded = (
         torch.distributions.Categorical(logits=states @ matrix.T + offset)
@@ -82,13 +122,15 @@ def test_a_head_in_bfloat16_rounds_its_logits() -> None:
     hidden, weight = torch.randn(N, H, generator=g).bfloat16(), torch.randn(V, H, generator=g)
     ids = torch.randint(0, V, (N,), generator=g)
     rounded = (hidden @ weight.bfloat16().T).float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    gaps = [(head_scores(hidden, weight, ids, (1.0,), fp32=fp32).logp[0] - rounded).abs().max().item() for fp32 in (False, True)]
+    gaps = [
+        (head_scores(hidden, weight, ids, (WHOLE,), fp32=fp32).logp[0] - rounded).abs().max().item() for fp32 in (False, True)
+    ]
     assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
 
 
 def test_log_probs_near_zero_keep_their_digits() -> None:
     # Logits of 100 and 90: log p is -log(1 + e^-10), of which 100 - logsumexp keeps nothing.
-    scores = head_scores(torch.tensor([[10.0]]), torch.tensor([[10.0], [9.0]]), torch.tensor([0]), (1.0,))
+    scores = head_scores(torch.tensor([[10.0]]), torch.tensor([[10.0], [9.0]]), torch.tensor([0]), (WHOLE,))
     torch.testing.assert_close(scores.logp.double(), -torch.tensor([[-10.0]]).double().exp().log1p(), rtol=2e-3, atol=0)
 
 
@@ -96,7 +138,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     hidden, weight = torch.randn(N, H), torch.randn(V, H)
     for given in (hidden, weight):
         given.requires_grad_()
-        head_scores(hidden, weight, torch.zeros(N, dtype=torch.long), (1.0,), chunk=5).logp.sum().backward()
+        head_scores(hidden, weight, torch.zeros(N, dtype=torch.long), (WHOLE,), chunk=5).logp.sum().backward()
         assert given.grad.abs().max() > 0
         given.requires_grad_(False)
         given.grad = None
@@ -105,7 +147,9 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 
 def test_no_positions_give_a_gradient_of_zero() -> None:
     weight = torch.randn(V, H, requires_grad=True)
-    scores = head_scores(torch.empty(0, H), weight, torch.empty(0, dtype=torch.long), (1.0, 0.5), entropy="gradient")
+    scores = head_scores(
+        torch.empty(0, H), weight, torch.empty(0, dtype=torch.long), (WHOLE, Distribution(temperature=0.5)), entropy="gradient"
+    )
     assert scores.logp.shape == (2, 0)
     (scores.logp.sum() + scores.entropy.sum()).backward()
     assert (weight.grad == 0).all()

@@ -19,9 +19,9 @@ from rlgen.algorithms.registry import build_algorithm
 from rlgen.files import write_json
 from rlgen.models.parts import whole
 from rlgen.models.weights import checkpoint_tensors, own_tensors
-from rlgen.opening.policy import open_policies
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.setup.policy import open_policies
 
 # Anonymous memory of a process, without pages of mapped files; read from outside, where its interpreter's lock delays nothing.
 WATCH = """

@@ -27,7 +27,7 @@ from rlgen.metrics import Metric
 from rlgen.models.decoder import decoder_of
 from rlgen.models.load import load_model
 from rlgen.models.policy import Policy
-from rlgen.opening import TrainOptions, train
+from rlgen.setup import TrainOptions, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

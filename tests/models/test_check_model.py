@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, Gemma3TextConfig, GPT2Config, MambaConfi
 from rlgen.errors import DataError, RecipeError, RlgenError, SetupError
 from rlgen.models.load import cached_model, check_model, load_model, load_tokenizer, locate, positions
 from rlgen.models.tiny import build_tiny, byte_tokenizer
-from rlgen.opening.data import open_data
 from rlgen.recipe import load_recipe
 from rlgen.rollout.batch import collate
+from rlgen.setup.data import open_data
 from rlgen.types import Samples
 
 Proof = Callable[[str], None]
@@ -76,7 +76,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(model: Path, proof: Proof) -> 
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(model)
     said = check(model)
-    assert "has ids up to 260, but the model has embeddings of 260 only" in said
+    assert "has ids up to 260, but the model has only 260 embeddings" in said
     proof(said)
 
 
@@ -145,7 +145,7 @@ def test_a_chat_without_a_template_is_refused(model: Path, recipe_file: Path, pr
     (model / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(model)
     with pytest.raises(
-        DataError, match="has no chat template; take an instruction-tuned model, or prompts as text with"
+        DataError, match="has no chat template; take an instruction-tuned model, or use texts as prompts, with"
     ) as error:
         open_data(load_recipe(recipe_file, [f"model.path={model}"]).recipe)
     proof(str(error.value))
@@ -202,9 +202,9 @@ def test_a_hub_that_refuses(tmp_path: Path, statuses: tuple[int, ...], proof: Pr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [status for status, _, _ in told] == [status for status in statuses for _ in range(3)], done.stderr
     for (status, said, seconds), what in zip(
-        told, ["tokenizer of org/s{} (revision v2)", "config of org/s{}", "org/s{}"] * 9, strict=False
+        told, ["the tokenizer of org/s{} (revision v2)", "the config of org/s{}", "org/s{}"] * 9, strict=False
     ):
-        assert f"the hub gives no {what.format(status)}" in said and seconds < 100 and "hf auth login" in said
+        assert f"the hub did not provide {what.format(status)}" in said and seconds < 100 and "hf auth login" in said
         assert "\n" not in said and "hf_a" not in said
         assert what == "org/s{}" or str(status) in said.replace(f"org/s{status}", "")
     assert 0 < asked <= 40 * len(statuses)

@@ -17,11 +17,11 @@ from rlgen.models.compiled import compile_layers
 from rlgen.models.lora import add_adapter
 from rlgen.models.policy import Policy
 from rlgen.models.weights import own_tensors
-from rlgen.opening import TrainOptions, train
-from rlgen.opening.policy import checkpoint_activations
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
-from rlgen.types import Batch, Samples
+from rlgen.setup import TrainOptions, train
+from rlgen.setup.policy import checkpoint_activations
+from rlgen.types import WHOLE, Batch, Distribution, Samples
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_compiler")]
 
@@ -61,7 +61,7 @@ def batch_of(rows: int, longest: int) -> Batch:
 def gradients(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-probs [B, T], and the gradient of their sum as one vector."""
     policy.zero_grad()
-    logp = policy(batch, (0.9,), "value").logp[0]
+    logp = policy(batch, (Distribution(temperature=0.9),), "value").logp[0]
     logp.sum().backward()
     return logp.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
@@ -94,9 +94,9 @@ def test_compiled_layers_compute_the_same_in_batches_of_all_sizes(kind: str) -> 
     assert graphs[0] > 0 and graphs[-1] == graphs[1], f"other sizes were compiled anew: {graphs}"
     with torch.no_grad():
         for size in SIZES:
-            policy(batch_of(*size), (1.0,))
+            policy(batch_of(*size), (WHOLE,))
         without_gradient = counters["stats"]["unique_graphs"]
-        policy(batch_of(1, 12), (1.0,))
+        policy(batch_of(1, 12), (WHOLE,))
     assert without_gradient - graphs[-1] <= 2
     assert list(own_tensors(policy.model)) == list(own_tensors(plain.model))
     assert list(policy.model.state_dict()) == list(plain.model.state_dict())
@@ -122,7 +122,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             compile_layers(Policy(tiny_model("qwen3"), torch.float32, True).model)
     with monkeypatch.context() as patch:
         patch.setattr(compiled.torch, "compile", lambda run, dynamic: lambda *args, **kwargs: run(*args, **kwargs) * 1.01)
-        with pytest.raises(SetupError, match="computes something else when it is compiled"):
+        with pytest.raises(SetupError, match="computes other values when compiled"):
             compile_layers(Policy(tiny_model("qwen3"), torch.float32, True).model)
 
 

@@ -14,8 +14,8 @@ from rlgen.models.half import compute_as_held
 from rlgen.models.load import load_model
 from rlgen.models.policy import Hidden, Policy
 from rlgen.models.tiny import build_tiny
-from rlgen.opening.policy import checkpoint_activations
-from rlgen.types import Batch
+from rlgen.setup.policy import checkpoint_activations
+from rlgen.types import WHOLE, Batch
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear")
 
@@ -39,7 +39,7 @@ def batch() -> Batch:
 
 
 def loss_of(policy: Policy) -> Tensor:
-    return policy(batch(), (1.0,)).logp.sum()
+    return policy(batch(), (WHOLE,)).logp.sum()
 
 
 class Products(TorchDispatchMode):

@@ -29,12 +29,12 @@ from rlgen.models.lora import (
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.models.tiny import build_tiny, byte_tokenizer
 from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors, own_tensors
-from rlgen.opening.policy import checkpoint_activations
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.types import Position, Samples
+from rlgen.setup.policy import checkpoint_activations
+from rlgen.types import WHOLE, Position, Samples
 
 SMALL = LoraRecipe(rank=4, alpha=8.0)
 # Plain, packed and transposed projections; experts that are no linear layers, and a shared one that is.
@@ -139,7 +139,7 @@ def test_targets_are_all_linear_layers_but_the_head_or_endings_of_names() -> Non
         ("qwen3", ["q_porj"], "whose name ends with q_porj; did you mean q_proj?"),
         ("qwen3", ["xyz"], "they are called q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
         ("qwen3", ["proj"], "did you mean"),  # an ending is of whole words
-        ("qwen3-untied", ["lm_head"], "but its head"),
+        ("qwen3-untied", ["lm_head"], "besides its head"),
         ("mixtral", ["down_proj"], "experts are held as one tensor"),
         ("mixtral", ["experts"], "experts are held as one tensor"),
         ("glm4_moe", ["gate_proj", "up_proj"], "takes model.layers.0.mlp.gate_proj of Glm4MoeForCausalLM for an expert"),
@@ -177,10 +177,10 @@ def batch() -> Any:
 
 def gradients(policy: Policy, reference: BasePolicy | None) -> dict[str, torch.Tensor]:
     """Of a loss, with a forward of the reference between the policy's own and its backward pass."""
-    logp = policy(batch(), (1.0,)).logp
+    logp = policy(batch(), (WHOLE,)).logp
     if reference is not None:
         with torch.no_grad():
-            reference(batch(), (1.0,))
+            reference(batch(), (WHOLE,))
     logp.sum().backward()
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
     policy.zero_grad()
@@ -196,7 +196,7 @@ def test_the_reference_is_the_base_and_leaves_the_policys_gradient_alone() -> No
     assert set(beside) == set(alone) and all(torch.equal(alone[name], beside[name]) and alone[name].any() for name in alone)
     base = Policy(tiny_model("qwen3"), torch.float32, True)
     with torch.no_grad():
-        own, off, of_base = (side(batch(), (1.0,)).logp for side in (policy, reference, base))
+        own, off, of_base = (side(batch(), (WHOLE,)).logp for side in (policy, reference, base))
     assert torch.equal(off, of_base) and (own - off).abs().max() > 0.1
 
 
@@ -229,7 +229,7 @@ def test_peft_opens_a_saved_adapter(name: str, tmp_path: Path) -> None:
         (LoraRecipe(rank=8, alpha=8.0), "model.lora.rank was 4 and is 8"),
         (LoraRecipe(rank=4, alpha=16.0), "model.lora.alpha was 8.0 and is 16.0"),
         (LoraRecipe(rank=4, alpha=8.0, use_rslora=True), "model.lora.use_rslora was False and is True"),
-        (LoraRecipe(rank=4, alpha=8.0, targets=["q_proj"]), "adapts model.layers.0.mlp.down_proj, other than model.lora.targets"),
+        (LoraRecipe(rank=4, alpha=8.0, targets=["q_proj"]), "adapts model.layers.0.mlp.down_proj, unlike model.lora.targets"),
     ],
 )
 def test_an_adapter_of_another_shape_is_refused(recipe: LoraRecipe, words: str, tmp_path: Path) -> None:

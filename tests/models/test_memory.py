@@ -38,8 +38,8 @@ from rlgen.models.memory import (
 )
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import build_tiny
-from rlgen.opening.policy import checkpoint_activations
-from rlgen.types import Batch
+from rlgen.setup.policy import checkpoint_activations
+from rlgen.types import WHOLE, Batch
 
 ROWS, PROMPT, LENGTH = 4, 32, 128
 DTYPES = [torch.float32, torch.bfloat16]
@@ -78,7 +78,7 @@ def batch_of(rows: int, prompt: int, length: int) -> Batch:
 def test_parameters_gradients_and_moments_are_those_of_a_real_step(name: str) -> None:
     policy, counts = policy_of(name, torch.float32, False), counted(name)
     optimizer = torch.optim.AdamW(policy.parameters())
-    policy(batch_of(ROWS, PROMPT, LENGTH), (1.0,)).logp.sum().backward()
+    policy(batch_of(ROWS, PROMPT, LENGTH), (WHOLE,)).logp.sum().backward()
     optimizer.step()
     parameters = list(policy.parameters())
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
@@ -175,16 +175,16 @@ def test_the_estimated_peaks_are_those_of_the_allocator(name: str, checkpointing
     policy, batch = policy_of(name, dtype, checkpointing), batch_of(rows, 1, length)
     counts = counted(name, rows, length, dtype)
     plan = replace(PLAN, rows=rows, length=length, trainer_bytes=dtype.itemsize, checkpointing=checkpointing)
-    policy(batch, (1.0,)).logp.sum().backward()  # gradients are there, and counted elsewhere
+    policy(batch, (WHOLE,)).logp.sum().backward()  # gradients are there, and counted elsewhere
     kept: list[Tensor] = []
-    forward = allocated(lambda: kept.append(policy(batch, (1.0,)).logp.sum()))
+    forward = allocated(lambda: kept.append(policy(batch, (WHOLE,)).logp.sum()))
     backward = allocated(kept.pop().backward)
     expected = sum(forward_parts(counts, plan).values())
     assert 0.95 * forward.peak <= expected <= 2.6 * forward.peak
     expected, real = sum(backward_parts(counts, plan).values()), forward.left + backward.peak
     assert 0.95 * real <= expected <= 1.55 * real
     with torch.no_grad():
-        scored = allocated(lambda: policy(batch, (1.0,)))
+        scored = allocated(lambda: policy(batch, (WHOLE,)))
     assert 0.75 * scored.peak <= sum(reference_parts(counts, plan).values()) <= 2.6 * scored.peak
 
 
@@ -240,7 +240,7 @@ PLAN = Plan(
     sleeps=False,
     device=None,
 )
-BASE = {"trainer weights": 4000, "Adam moments": 8000}
+BASE = {"trainer weights": 4000, "Adam moments": 8000, "copy to save": 12000}
 ENGINE = {"engine weights": 2000, "KV cache": 2 * 8 * 5 * 20, "engine's own": SERVING}
 LAST = {"overhead": OVERHEAD}
 HEAD = {"head's states": 2 * 4 * 20 * 10 + 2 * 30 * 10, "chunk of logits": 3 * 4 * 20 * 30}
@@ -282,6 +282,12 @@ def test_the_engines_share() -> None:
         "KV cache": 1600,
         **LAST,
     }
+
+
+def test_a_checkpoint_is_copied_into_the_same_memory_without_a_gpu() -> None:
+    adapted = needs(COUNTS, replace(PLAN, adapter_rank=2))["optimizer"]
+    assert adapted["copy to save"] == 3 * 400
+    assert not any("copy to save" in parts for parts in needs(COUNTS, replace(PLAN, device=100_000)).values())
 
 
 def test_processes_and_adapters() -> None:

@@ -15,11 +15,11 @@ from rlgen.metrics import Metric
 from rlgen.models import packed_attention
 from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
-from rlgen.opening import TrainOptions, train
-from rlgen.opening.policy import build_policy, checkpoint_activations
 from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
-from rlgen.types import Batch, Samples
+from rlgen.setup import TrainOptions, train
+from rlgen.setup.policy import build_policy, checkpoint_activations
+from rlgen.types import WHOLE, Batch, Distribution, Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,7 +57,7 @@ def packed_and_padded(name: str) -> tuple[Policy, Policy]:
 
 def gradients(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-probs [B, T], and the gradient of a sum of them that weighs every token differently, as one vector."""
-    logp = policy(batch, (0.9,), "value").logp[0]
+    logp = policy(batch, (Distribution(temperature=0.9),), "value").logp[0]
     (logp * torch.linspace(0.5, 1.5, logp.numel()).view_as(logp)).sum().backward()
     return logp.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
@@ -84,7 +84,7 @@ def test_each_prompt_is_computed_once() -> None:
 def test_no_row_sees_another(name: str) -> None:
     packed, _ = packed_and_padded(name)
     with torch.no_grad():
-        before, after = (packed(batch_of(changed), (1.0,)).logp[0] for changed in (-1, 1))
+        before, after = (packed(batch_of(changed), (WHOLE,)).logp[0] for changed in (-1, 1))
     of_others, own = ([row for row, (group, *_) in enumerate(LENGTHS) if (group == 1) == is_own] for is_own in (False, True))
     if name == "qwen3_moe":  # experts multiply the tokens of all rows together, in matrices of other sizes
         assert (before[of_others] - after[of_others]).abs().max() < 1e-6
@@ -110,8 +110,8 @@ def test_half_precision_stays_within_its_rounding() -> None:
 
 
 REFUSED = {
-    "mamba": "carry what they have read",
-    "qwen3_next": "carry what they have read",
+    "mamba": "carry their state",
+    "qwen3_next": "carry their state",
     "recurrent_gemma": "other hidden states",
     "gpt_oss": "by `eager`",
     "gemma2": "by `eager`",
@@ -123,10 +123,10 @@ REFUSED = {
 def test_models_that_cannot_be_packed_are_left_as_they_are(name: str, tmp_path: Path) -> None:
     sweep.build(name, tmp_path)
     policy = Policy(load_model(str(tmp_path), None, torch.float32, "sdpa", CPU), torch.float32, True)
-    before = policy(batch_of(), (1.0,)).logp
+    before = policy(batch_of(), (WHOLE,)).logp
     reason = policy.pack(TEXTS)
     assert reason and REFUSED[name] in reason and not policy.packed
-    assert torch.equal(policy(batch_of(), (1.0,)).logp, before)
+    assert torch.equal(policy(batch_of(), (WHOLE,)).logp, before)
 
 
 def test_a_row_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +160,9 @@ def test_a_recipe_packs_where_it_can_and_where_it_says_so(monkeypatch: pytest.Mo
     folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
     assert [build_policy(recipe(**one), folder, TEXTS, CPU).packed for one in said] == [True, False, True]
     assert not build_policy(with_compile(recipe()), folder, TEXTS, CPU).packed
-    monkeypatch.setattr("rlgen.opening.policy.can_pack", lambda device, dtype: False)
+    monkeypatch.setattr("rlgen.setup.policy.can_pack", lambda device, dtype: False)
     assert not build_policy(recipe(), folder, TEXTS, CPU).packed
-    with pytest.raises(SetupError, match=r"optim\.packing: torch packs bfloat16 on this GPU only, or nothing"):
+    with pytest.raises(SetupError, match=r"optim\.packing: a GPU packs rows in bfloat16 only"):
         build_policy(recipe(packing=True), folder, TEXTS, CPU)
 
 

@@ -27,11 +27,11 @@ from rlgen.models.parts import part
 from rlgen.models.sharding import mesh_of, read_by_slices
 from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import base_digest, own_tensors
-from rlgen.opening.policy import build_policy, build_shards
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.run.snapshot import Room
 from rlgen.run.state import load_weights
+from rlgen.setup.policy import build_policy, build_shards
 
 MIB = 1 << 20
 QUICK = ["qwen3", "llama", "qwen3_moe", "gpt2"]  # a tied head and one of its own, experts that are stacked, other names

@@ -17,7 +17,7 @@ from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.models.vision import decoded, of_vision, with_placeholders
 from rlgen.rollout.batch import collate
-from rlgen.types import Image, Sample, Samples
+from rlgen.types import WHOLE, Image, Sample, Samples
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def sample(policy: Policy, text: str, pictures: list[bytes], answer: tuple[int, 
 def logp(policy: Policy, samples: list[Sample]) -> list[torch.Tensor]:
     columns = Samples.of(samples, ())
     with torch.no_grad():
-        scores = policy(collate(columns, range(len(samples)), CPU), (1.0,)).logp[0]
+        scores = policy(collate(columns, range(len(samples)), CPU), (WHOLE,)).logp[0]
     return [row[: len(one.completion_ids)] for row, one in zip(scores, samples, strict=True)]
 
 
@@ -97,7 +97,7 @@ def test_ids_of_another_processor_are_refused(policy: Policy) -> None:
     image = row.images[0]
     short = Image(sha256=image.sha256, data=image.data, start=image.start, stop=image.stop - 1)
     assert policy.vision is not None
-    with pytest.raises(SetupError, match="writes 34 ids for an image, and 33 are in the prompt"):
+    with pytest.raises(SetupError, match="writes 34 ids for an image, but 33 are in the prompt"):
         policy.vision.embed(policy.model, torch.zeros(1, 60, dtype=torch.long), [[short]])
 
 
@@ -134,7 +134,7 @@ def test_images_are_upright_and_in_rgb(tmp_path: object) -> None:
 
 def test_what_is_no_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for data in (b"", b"no image", picture(1)[:60]):
-        with pytest.raises(DataError, match="it is no image that can be opened"):
+        with pytest.raises(DataError, match="it is not an image that can be opened"):
             decoded(data)
     monkeypatch.setattr(Pillow, "MAX_IMAGE_PIXELS", 50)
     with pytest.raises(DataError, match=r"the image is too large: .*scale it down"):

@@ -20,9 +20,10 @@ from rlgen.processes import Processes
 from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
 from rlgen.rollout.table import RowTable
-from rlgen.trainers.update import Part, Updater
+from rlgen.trainers.results import UpdateResult
+from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window, WindowBuilder
-from rlgen.types import Batch, Ragged, Samples
+from rlgen.types import WHOLE, Batch, Distribution, Ragged, Samples
 
 ROWS, WIDTH, GROUP = 24, 8, 4
 MAX_TOKENS = 10
@@ -100,10 +101,11 @@ class Replay:
         self.losses = [torch.zeros((), dtype=entropy.dtype)]  # of nothing, then of each update
         self.update = 0
 
-    def __call__(self, batch: Batch, temperatures: Sequence[float], entropy: str) -> PolicyScores:
+    def __call__(self, batch: Batch, distributions: Sequence[Distribution], entropy: str) -> PolicyScores:
         rows, width = batch.input_ids[:, 0], batch.mask.shape[1]
         logp, of_tokens = self.logp[self.update][rows, :width], self.entropy[self.update][rows, :width]
-        return PolicyScores(logp.expand(len(temperatures), -1, -1), of_tokens if entropy == "gradient" else of_tokens.detach())
+        found = of_tokens if entropy == "gradient" else of_tokens.detach()
+        return PolicyScores(logp.expand(len(distributions), -1, -1), found, None)
 
     def padding(self, batch: Batch) -> int:
         return 0
@@ -123,7 +125,7 @@ class Replay:
 class RecordedUpdater(Updater):
     """Keeps the loss of each update."""
 
-    def _run(self, window: Window, update: int) -> Part:
+    def _run(self, window: Window, update: int) -> UpdateResult:
         part = super()._run(window, update)
         self.policy.losses.append(torch.tensor(part.loss))
         return part
@@ -142,7 +144,7 @@ class OfflineWindows(WindowBuilder):
             algorithm=build_algorithm(recipe),
             weights=WEIGHTS,
             reference=None,
-            temperature=1.0,
+            distribution=WHOLE,
             budget=micro_batch_tokens,
             rollout=rollout,
         )
@@ -175,7 +177,7 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
             algorithm=windows.algorithm,
             updates=recipe.updates_per_rollout,
             max_grad_norm=1.0,
-            temperature=1.0,
+            distribution=WHOLE,
             max_tokens=MAX_TOKENS,
             watch=None,
             less_memory=lambda phase: [],

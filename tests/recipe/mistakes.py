@@ -80,13 +80,23 @@ def chats(source: str) -> str:
     return f"data: {{source: {source}}}"
 
 
+ADD = '''\
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: one.
+        b: other.
+    """
+    return a + b
+'''
 REWARD = 'rewards: [{use: "rewards.py:%s"}]'
 
 MISTAKES: dict[str, Mistake] = {
     # A plain value where a mapping is expected.
-    "trainer by name": Mistake("trainer: ppo", ("write `trainer: {kind: grpo}`", "PPO's value model")),
+    "trainer by name": Mistake("trainer: ppo", ("write `trainer: {kind: grpo}`", "no value model")),
     "trainer by its loss": Mistake("trainer: dapo", "write `trainer: {kind: grpo, loss: dapo}`"),
-    "engine by name": Mistake("engine: vllm", ("write `engine: {kind: colocated}`", "server is vLLM elsewhere")),
+    "engine by name": Mistake("engine: vllm", ("write `engine: {kind: colocated}`", "server is vLLM in others")),
     "model by path": Mistake("model: Qwen/Qwen3-0.6B", "write `model: {path: Qwen/Qwen3-0.6B}`"),
     "data by file": Mistake("data: train.jsonl", "write `data: {source: train.jsonl}`"),
     "reward by name": Mistake("rewards: exact_match", "write `rewards: [{use: exact_match}]`"),
@@ -114,7 +124,25 @@ MISTAKES: dict[str, Mistake] = {
     "use_vllm": Mistake("use_vllm: true", "renamed to `engine.kind`"),
     "batch size of a device": Mistake("optim: {per_device_train_batch_size: 8}", "rollout.prompts_per_step"),
     "accumulation": Mistake("optim: {gradient_accumulation_steps: 4}", "micro_batch_tokens"),
-    "nucleus sampling": Mistake("rollout: {top_p: 0.9}", "the log-probs of a truncated one are not the trainer's"),
+    "repetition penalty": Mistake("rollout: {repetition_penalty: 1.1}", "rlgen docs sampling"),
+    "nucleus and reference": Mistake(("rollout: {top_p: 0.9}", "trainer: {kind: grpo, beta: 0.01}"), "or set trainer.beta to 0"),
+    "top-k and another dtype": Mistake(
+        ("rollout: {top_k: 50}", "engine: {kind: colocated, dtype: bfloat16}"),
+        "needs an engine with the trainer's dtype and weights",
+    ),
+    "min-p and a regular expression": Mistake(
+        (
+            "rollout: {min_p: 0.1}",
+            "trainer: {kind: grpo, correction: {mode: none}}",
+            'engine: {kind: colocated, structured_regex: "[0-9]+"}',
+        ),
+        "does not go with engine.structured_regex",
+    ),
+    "stop strings and tools": Mistake(
+        ('rollout: {stop: ["x"]}', "tools: [{use: math:floor}]"),
+        "rollout.stop does not go with tools: the chat template says what ends",
+    ),
+    "stop words": Mistake('rollout: {stop_words: ["x"]}', "did you mean `stop`?"),
     "deepspeed": Mistake("deepspeed: zero3.json", "processes.strategy is ddp or fsdp"),
     "push_to_hub": Mistake("push_to_hub: true", "`rlgen export RUN --out DIR --push-to-hub REPO"),
     "fp16": Mistake("fp16: true", "model.dtype is bfloat16 or float32"),
@@ -123,8 +151,37 @@ MISTAKES: dict[str, Mistake] = {
     "letters swapped": Mistake("trainer: {clip_hgih: 0.28}", "did you mean `clip_high`?"),
     "section misspelled": Mistake("rolout: {group_size: 4}", "did you mean `rollout`?"),
     "misspelled and in the wrong place": Mistake("lerning_rate: 1.0e-5", "did you mean `optim.learning_rate`?"),
-    "wandb": Mistake("wandb: {project: mine}", "say `sinks: [{kind: wandb}]`"),
-    "batch_size": Mistake("batch_size: 32", "renamed to `rollout.prompts_per_step`"),
+    "wandb": Mistake("wandb: {project: mine}", "write `sinks: [{kind: wandb}]`"),
+    "batch_size": Mistake("batch_size: 32", "set rollout.prompts_per_step and rollout.group_size"),
+    "axolotl's rl": Mistake("rl: grpo", "write `trainer: {kind: grpo}`"),
+    "a section of TRL": Mistake("trl: {beta: 0.1}", "`rlgen docs coming-from-trl`"),
+    "optimizer": Mistake("optimizer: adamw", ("write `optim: {learning_rate: 1.0e-6}`", "is AdamW")),
+    "adapter": Mistake("adapter: lora", "lora: {rank: 32}"),
+    "adapter of a model": Mistake('model: {path: "tiny:qwen3", adapter: lora}', "write `lora: {rank: 32}`"),
+    "async_grpo": Mistake("async_grpo: true", "write `rollout: {ahead: 1}`"),
+    "rollout_func": Mistake("rollout_func: a.py:f", 'write `rollout: {use: "mine.py:function"}`'),
+    "reward_processing_classes": Mistake("reward_processing_classes: x", "`rewards: [{use: reward_model"),
+    "max_tool_calling_iterations": Mistake("max_tool_calling_iterations: 3", "renamed to `rollout.max_turns`"),
+    "log_multimodal": Mistake("log_multimodal: true", "rollouts/ keeps texts and ids"),
+    "a secret in a recipe": Mistake("sinks: [{kind: wandb, api_key: abc}]", "set WANDB_API_KEY in the environment"),
+    "a loss of another trainer": Mistake("trainer: {kind: grpo, loss: sigmoid}", "`trainer: {kind: online_dpo}`"),
+    # What is no YAML.
+    "a merge key": Mistake("run: {<<: {seed: 1}, steps: 2}", "write `extends: FILE`"),
+    "tabs": Mistake("run:\n\tsteps: 2", "indent with spaces, not with tabs"),
+    "indented otherwise": Mistake("run:\n  seed: 1\n steps: 2", "`steps: 2` is indented differently"),
+    "no space after a colon": Mistake("run:\n  seed:1\n  steps: 2", "a space after the key in `seed:1`"),
+    "no colon": Mistake("rewards:\n- use: exact_match\n  weight 0.5", "a colon and a space after the key in `weight 0.5`"),
+    "a colon in a value": Mistake("data:\n  source: train.jsonl\n  system: Answer: yes", "put quotes around a value"),
+    "a colon in braces": Mistake("run: {name: a: b, steps: 2}", "put quotes around a value"),
+    # Values that are hardly meant.
+    "a folder as a run's name": Mistake("run: {name: a/b, steps: 2}", "run.dir is the folder that holds runs"),
+    "no reward": Mistake("rewards: []", "such as `rewards: [{use: exact_match}]`"),
+    "no folder of a model": Mistake("model: {path: ./nomodel}", "a model of the hub is written as owner/name"),
+    "a huge group": Mistake("rollout: {group_size: 100000}", "4 to 64 a prompt are usual", code=0),
+    "a huge micro-batch": Mistake("optim: {micro_batch_tokens: 100000000}", "`rlgen estimate` says what fits", code=0),
+    "the question as answer": Mistake(
+        data("train.jsonl", "columns: {prompt: question, answer: question}, chat: true"), "are both `question`", code=0
+    ),
     # Something is missing.
     "no model": Mistake("-model", "such as `model: {path: Qwen/Qwen3-0.6B}`"),
     "no data": Mistake("-data", "such as `data: {source: train.jsonl, columns: {prompt: question, answer: answer}}`"),
@@ -134,9 +191,9 @@ MISTAKES: dict[str, Mistake] = {
     "reward without use": Mistake("rewards: [{weight: 1.0}]", "`rewards.0.use` is missing; such as `use: exact_match`"),
     # A value that is none.
     "vllm as kind": Mistake("engine: {kind: vllm}", "colocated is vLLM in this process"),
-    "ppo as kind": Mistake("trainer: {kind: ppo}", "PPO's value model is not trained"),
+    "ppo as kind": Mistake("trainer: {kind: ppo}", "rlgen trains no value model"),
     "gspo as kind": Mistake("trainer: {kind: gspo}", "write `trainer: {kind: grpo, loss: gspo}`"),
-    "fp16 as dtype": Mistake('model: {path: "tiny:qwen3", dtype: fp16}', "take bfloat16"),
+    "fp16 as dtype": Mistake('model: {path: "tiny:qwen3", dtype: fp16}', "set bfloat16"),
     "quoted number": Mistake('run: {steps: "100"}', "write 100, without quotes"),
     "thousands": Mistake("run: {steps: 1_000}", "write 1000"),
     "float for a count": Mistake("run: {steps: 1e3}", "write 1000"),
@@ -189,13 +246,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "texts for a chat model": Mistake(
         data("train.jsonl", "columns: {prompt: question, answer: answer}"),
-        ("warning: model.path has a chat template, but prompts are texts", "set data.chat to true, or to false if that is meant"),
+        ("warning: model.path has a chat template, but prompts are texts", "set data.chat to true, or to false to keep this"),
         "look",
         0,
     ),
     "conversations with their answer": Mistake(
         "data: {source: answered.jsonl, columns: {prompt: messages}}",
-        ("the last message is the assistant's", "leave that message out"),
+        ("the last message is the assistant's", "remove that message"),
         "look",
         4,
         {"rewards.py": "def correct(completion):\n    return 1.0\n"},
@@ -205,7 +262,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "from and value": Mistake(
         chats("from.jsonl"),
-        "a message needs a role of system, user, assistant",
+        "a message must have one of the roles system, user, assistant",
         "look",
         4,
         {"rewards.py": "def correct(completion):\n    return 1.0\n"},
@@ -217,6 +274,16 @@ MISTAKES: dict[str, Mistake] = {
         (data("few.jsonl"), "rollout: {prompts_per_step: 8, group_size: 2}"), "set it to 3 or less", "look", 4
     ),
     "an unknown tiny model": Mistake('model: {path: "tiny:qwen9"}', "tiny", "look", 3),
+    "tools that the template does not show": Mistake(
+        ('tools: [{use: "tools.py:add"}]', data("train.jsonl", "columns: {prompt: question}, chat: true, tool_format: hermes")),
+        "set data.chat_template to a file with a template that does",
+        "look",
+        3,
+        {
+            "tools.py": ADD,
+            "rewards.py": "def correct(completion):\n    return 1.0\n",
+        },
+    ),
     "more completion than the model has positions": Mistake(
         "rollout: {max_completion_tokens: 5000}", "has 4096 positions; set it to 4095 or less", "look"
     ),
@@ -224,6 +291,27 @@ MISTAKES: dict[str, Mistake] = {
     "a reward that is always None": Mistake(REWARD % "always_none", "returns None for each answer", "rewards test", 0),
     "completions as TRL has them in chats": Mistake(
         REWARD % "of_trl_chats", "a completion is a text here, not a list of messages", "rewards test", 5
+    ),
+    "a reward that changes": Mistake(
+        'rewards: [{use: "counter.py:f"}]',
+        "a resumed run will not be exact",
+        "rewards test",
+        0,
+        {"counter.py": "calls = []\n\ndef f(completion, answer):\n    calls.append(1)\n    return float(len(calls))\n"},
+    ),
+    "a reward that returns nothing": Mistake(
+        'rewards: [{use: "nothing.py:f"}]',
+        "end it with `return` and the reward",
+        files={"nothing.py": "def f(completion, answer):\n    score = float(answer in completion)\n"},
+    ),
+    # Other data.
+    "an evaluation without the prompt's column": Mistake(
+        "eval: {source: chats.jsonl, every: 1}", "set eval.columns.prompt to one of them"
+    ),
+    "rows of ShareGPT": Mistake(
+        "data: {source: share.jsonl}",
+        "rows of ShareGPT hold the answers too",
+        files={"share.jsonl": lines([{"conversations": [{"from": "human", "value": "a"}], "answer": "b"}] * 20)},
     ),
     # A run.
     "no server there": Mistake('engine: {kind: server, url: "http://127.0.0.1:9"}', "`rlgen serve RECIPE`", "train", 6),

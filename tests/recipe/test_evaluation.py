@@ -59,8 +59,8 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["eval={}"], "eval names no rows but those that are trained on; set eval.source to a held-out file"),
-        (["data={source: org/rows, split: test}", "eval={}"], "eval names no rows but those that are trained on"),
+        (["eval={}"], "eval names only rows that are trained on; set eval.source to a held-out file"),
+        (["data={source: org/rows, split: test}", "eval={}"], "eval names only rows that are trained on"),
         (["eval.split=test"], "eval.split has no effect with local files"),
         (["eval.options={size: 3}"], "eval.options has an effect only with a task: source"),
         (["eval.source=task:srot"], "there is no task:srot; did you mean `sort`?"),
@@ -76,7 +76,7 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
             ["eval.rewards=[{use: exact_match}, {use: exact_match}]"],
             "two rewards are called `exact_match`; set eval.rewards.1.name",
         ),
-        (["eval.rewards=[{use: exakt}]"], "`exakt` is no built-in reward"),
+        (["eval.rewards=[{use: exakt}]"], "`exakt` is not a built-in reward"),
         (["eval.rewards=[{use: exact_match, wieght: 2}]"], "`wieght` is not a key of `eval.rewards.0`; did you mean `weight`?"),
         (["eval.rewards=[{use: length, max_error_fraction: 0.5}]"], "eval.rewards.0.max_error_fraction has no effect"),
         (["eval=heldout.jsonl"], "write `eval: {source: heldout.jsonl}`"),

@@ -130,8 +130,8 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     expected = {
-        "-": "standard input is not read; name a recipe file",
-        "https://example.org/r.yaml": "is an address, and a recipe is a file; download it and read it first",
+        "-": "standard input cannot be a recipe; name a recipe file",
+        "https://example.org/r.yaml": "is an address, but a recipe must be a file; download it and read it first",
         "file:///r.yaml": "is an address",
         "nowhere.yaml": "does not exist",
         ".": "is a folder",
@@ -158,7 +158,7 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof:
         (b"a: 'open\nb: 1\n", ":3:1: not YAML: while scanning a quoted scalar found unexpected end of stream"),
         (b"run:\n  name: a\n steps: 3\n", ":3:2: not YAML"),
         (b"run:\n\tname: a\n", ":2:1: not YAML"),
-        (b'run: {name: "\\ud800"}\n', ":1:13: holds a character that no text has"),
+        (b'run: {name: "\\ud800"}\n', ":1:13: holds a character that text cannot hold"),
         (b"? [a, b]\n: 1\n", ":1:3: a key must be plain text"),
     ],
 )
@@ -221,5 +221,5 @@ def test_names_with_dots_and_odd_values_are_shown(rlgen: Callable[..., object], 
 )
 def test_what_is_no_path_is_blamed_on_its_argument(write: Write, override: str, proof: Proof) -> None:
     (told,) = problems(write("r.yaml", RECIPE), override)
-    assert told.startswith("--set 1: ") and " is no path: " in told and len(told) < 600
+    assert told.startswith("--set 1: ") and " is not a path: " in told and len(told) < 600
     proof(told[:100])

@@ -46,18 +46,18 @@ data: {source: task:sort, options: {min_lenght: 3}}
 rewards:
   - use: exact_match
     wieght: 2
-rollout: {group_size: eight, top_p: 0.9}
+rollout: {group_size: eight, repetition_penalty: 0.9}
 trainer: {kind: grpo, clip_hgih: 0.28}
 optim: {learning_rate: .nan}
 """,
     )
     expected = [
-        (":1:29: `steps` stands twice, first in line 1", ""),
+        (":1:29: `steps` appears twice, first in line 1", ""),
         (":4:3: model.dtype: 'float16' is not one of float32, bfloat16", "bfloat16"),
         (":5:37: `min_lenght` is not a key of `data.options`", "did you mean `min_length`?"),
         (":8:5: `wieght` is not a key of `rewards.0`", "did you mean `weight`?"),
         (":9:11: rollout.group_size: must be a whole number, not 'eight'", ""),
-        (":9:30: `top_p` is not a key of `rollout`", "full distribution"),
+        (":9:30: `repetition_penalty` is not a key of `rollout`", "rlgen docs sampling"),
         (":10:23: `clip_hgih` is not a key of `trainer` (kind: grpo)", "did you mean `clip_high`?"),
         (":11:9: optim.learning_rate: must be a finite number, not nan", ""),
     ]
@@ -176,7 +176,7 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
     [
         ("foo", "is not of the form"),
         ("optim.lr=1", "did you mean `learning_rate`?"),
-        ("rewards.9.weight=1", "there is no place rewards.9.weight"),
+        ("rewards.9.weight=1", "there is no key rewards.9.weight"),
         ("run.steps=0", "greater than or equal to 1"),
         ("run.steps=8.5", "must be a whole number, not 8.5"),
         ("run.steps='8'", "must be a whole number, not '8'"),
@@ -184,7 +184,7 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine.kind=vllm", "'vllm' is not one of colocated, server, transformers"),
         ("data.source=task:srot", "did you mean `sort`?"),
         ("rewards.0.use=exactmatch", "did you mean `exact_match`?"),
-        ("trainer.kind=grop", "trainer.kind: 'grop' is not one of grpo, rloo, online_dpo; did you mean `grpo`?"),
+        ("trainer.kind=grop", "trainer.kind: 'grop' is not one of grpo, rloo, online_dpo, own; did you mean `grpo`?"),
         ("optim.schedule=cosin", "optim.schedule: 'cosin' is not one of constant, linear, cosine; did you mean `cosine`?"),
         # two fields and the nearest valid value
         ("rollout.group_size=1", "set rollout.group_size to 2 or more"),
@@ -198,10 +198,10 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine={extra: {logprobs_mode: raw_logprobs}}", "engine.extra.logprobs_mode is set by rlgen"),
         ("engine.structured_regex='[0-9]+'", "set trainer.correction.mode to none"),
         ("engine={extra: {max-logprobs: 3}}", "engine.extra.max-logprobs is set by rlgen"),
-        ("engine={extra: {Block: 3}}", "engine.extra.Block is no argument of vLLM"),
-        ("engine={kind: server}", "neither engine.url nor engine.launch says which"),
+        ("engine={extra: {Block: 3}}", "engine.extra.Block is not an argument of vLLM"),
+        ("engine={kind: server}", "neither engine.url nor engine.launch is set"),
         ("engine={kind: server, launch: true, url: 'http://a:1'}", "engine.launch is true: rlgen would start another"),
-        ("engine={kind: server, url: 'a:1'}", "is no address of a server"),
+        ("engine={kind: server, url: 'a:1'}", "is not the address of a server"),
         ("engine={kind: server, url: 'http://me:secret@a:1'}", "environment variable RLGEN_SERVER_TOKEN"),
         ("engine={kind: server, url: ['http://a:1', 'http://a:1/']}", "engine.url names http://a:1/ twice"),
         ("engine={kind: server, url: 'http://a:1', token_env: 'a b'}", "engine.token_env"),
@@ -227,9 +227,9 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine={kind: server, launch: true, transfer: ipc}", "'ipc' is not one of files, nccl"),
         ("engine={kind: server, launch: true, devices: '1, 2'}", "engine.devices"),
         ("engine={kind: server, launch: true, servers: 2, devices: [1, 1]}", "engine.devices names 1 twice"),
-        ("engine={kind: server, launch: true, servers: 2, devices: [1, 2, 3]}", "needs as many as the others"),
+        ("engine={kind: server, launch: true, servers: 2, devices: [1, 2, 3]}", "needs an equal number of them"),
         ("engine={kind: server, launch: true, tensor_parallel_size: 2, devices: '1'}", "name 2 GPUs"),
-        ("engine={kind: server, launch: true, servers: 3, port: 65534}", "engine.servers 3 would need port 65536"),
+        ("engine={kind: server, launch: true, servers: 3, port: 65534}", "engine.servers 3 needs port 65536"),
         ("engine={kind: server, url: 'http://a:1', servers: 2}", "engine.servers has no effect beside engine.url"),
         ("engine={kind: server, launch: true, extra: {data_parallel_size: 2}}", "set engine.servers to their number"),
         ("engine={kind: colocated, extra: {data_parallel_size: 2}}", "start more processes"),
@@ -240,8 +240,8 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ),
         ("engine={kind: server, url: 'http://a:1', transfer: nccl, transfer_dir: /x}", "engine.transfer_dir has no effect with"),
         ("engine={extra: {weight_transfer_config: {}}}", "engine.extra.weight_transfer_config is set by rlgen"),
-        ("model.quantization=nf4", "holds weights that cannot be trained, without model.lora"),
-        ("model.lora={dropout: 0.1}", "a forward is a function of ids and weights, without dropout"),
+        ("model.quantization=nf4", "freezes all weights: without model.lora"),
+        ("model.lora={dropout: 0.1}", "rlgen uses no dropout"),
         ("engine={kind: server, url: 'http://a:1', lora: adapter}", "engine.lora has no effect without model.lora"),
         ("processes.shard=2", "processes.shard has no effect with processes.strategy ddp"),
         ("processes={defer_sync: true, count: 2}", "processes.defer_sync has no effect with processes.strategy ddp"),
@@ -250,7 +250,7 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("model.lora={r: 8}", "did you mean `rank`?"),
         ("model.lora={rank: 0}", "model.lora.rank"),
         ("trainer={kind: online_dpo, correction: {mode: token_truncate}}", "is not one of sequence_mask, none"),
-        ("trainer={kind: online_dpo, kl: k2}", "the reference is in the loss itself"),
+        ("trainer={kind: online_dpo, kl: k2}", "the loss itself contains the reference"),
         ("trainer={kind: rloo, loss: dapo}", "RLOO has one loss"),
         # placements and settings that are known to be wrong
         ("trainer={beta: 0.1, kl: k1}", "k1 in a loss has an expected gradient of zero"),
@@ -275,14 +275,14 @@ def test_refused_overrides_are_blamed_on_the_argument(recipe_file: Path, overrid
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ("optim.packing=true", "optim.packing true"),
-        ("processes.strategy=fsdp", "processes.strategy fsdp"),
-        ("model={path: 'tiny:qwen3', compile: true, lora: {}, quantization: nf4}", "model.quantization nf4"),
+        ("optim.packing=true", "optim.packing is true"),
+        ("processes.strategy=fsdp", "processes.strategy is fsdp"),
+        ("model={path: 'tiny:qwen3', compile: true, lora: {}, quantization: nf4}", "model.quantization is nf4"),
     ],
 )
 def test_compiled_layers_are_refused_beside_what_they_do_not_compute(recipe_file: Path, other: str, said: str) -> None:
     found = problems(recipe_file, "model.compile=true", other)
-    assert any(f"model.compile compiles whole layers and padded rows, which {said} has not" in problem for problem in found)
+    assert any(f"model.compile needs whole layers and padded rows, but {said}" in problem for problem in found)
     load_recipe(recipe_file, [other.replace("compile: true, ", "")])
 
 
@@ -297,10 +297,10 @@ def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     there = load_recipe(recipe_file, ["engine={kind: server, url: ['http://127.0.0.1:1', 'http://10.0.0.7:2/a']}"])
     assert servers(there.recipe.engine) == ["http://127.0.0.1:1", "http://10.0.0.7:2/a"]
     assert [note for note in there.notices if "not encrypted" in note] == [there.notices[-2]]
-    assert "10.0.0.7 is beyond this machine" in there.notices[-2] and "10.0.0.7 must see the weights" in there.notices[-1]
+    assert "10.0.0.7 is another machine" in there.notices[-2] and "10.0.0.7 must read the weights" in there.notices[-1]
     assert "kv_cache" not in dump_recipe(there.recipe) and "start_timeout" not in dump_recipe(there.recipe)
     ours = load_recipe(recipe_file, ["engine={kind: server, launch: true, host: 0.0.0.0, kv_cache_gib: 1}"])
-    assert "0.0.0.0 is beyond this machine" in ours.notices[-1] and "kv_cache_gib: 1.0" in dump_recipe(ours.recipe)
+    assert "0.0.0.0 is another machine" in ours.notices[-1] and "kv_cache_gib: 1.0" in dump_recipe(ours.recipe)
     gpus = load_recipe(recipe_file, ["engine={kind: server, launch: true, transfer: nccl, devices: '1,2'}"])
     assert "restarts" not in dump_recipe(gpus.recipe) and "devices: 1,2" in dump_recipe(gpus.recipe)
     far = load_recipe(recipe_file, ["engine={kind: server, url: 'https://10.0.0.7:2', transfer: nccl}"])

@@ -31,7 +31,7 @@ def run(command: str, recipe: Path) -> None:
     from rlgen.cli.validate import validate_command
 
     if command == "train":
-        from rlgen.opening.attempt import train
+        from rlgen.setup.attempt import train
 
         train(recipe)
     elif command == "rewards test":

@@ -8,8 +8,8 @@ from conftest import RECIPE
 
 from rlgen.cli.docs import page_text
 from rlgen.errors import RecipeError
-from rlgen.opening.reopen import MAY_CHANGE, changes
 from rlgen.recipe import dump_recipe, load_recipe
+from rlgen.setup.reopen import MAY_CHANGE, changes
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from rlgen.recipe import dump_recipe, load_recipe
         ("[{project: x}]", "`sinks.0.kind` is missing; such as `kind: wandb`"),
         ("wandb", "write `sinks: [{kind: wandb}]`"),
         ("[wandb]", "write `{kind: wandb}`"),
-        ("[{kind: wandb}, {kind: wandb}]", "sinks has a second one of kind wandb"),
+        ("[{kind: wandb}, {kind: wandb}]", "sinks has a second entry of kind wandb"),
         ("[{kind: wandb, mode: disabled}]", "sinks.0.mode: 'disabled' is not one of online, offline"),
         ("[{kind: wandb, api_key: abcdefghijklmnop}]", "`api_key` is not a key of `sinks.0` (kind: wandb)"),
         ("[{kind: mlflow, uri: 'https://me:word@host/'}]", "sinks.0.uri holds a secret"),

@@ -118,8 +118,8 @@ def test_age_and_changes_of_weights_follow_from_how_far_ahead_is_sampled(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([SERVED, "rollout.ahead=2", "engine.in_flight=false"], "there is always a request under way"),
-        (["rollout.ahead=4"], "rollout.ahead 4 samples while a step trains, which an engine of kind colocated cannot"),
+        ([SERVED, "rollout.ahead=2", "engine.in_flight=false"], "some request is always being answered"),
+        (["rollout.ahead=4"], "rollout.ahead 4 samples while a step trains, but an engine of kind colocated cannot do both"),
         ([SERVED, "rollout.ahead=4", "trainer={kind: grpo, correction: {mode: none}}"], "corrects nothing"),
         ([SERVED, "rollout.ahead=65"], "rollout.ahead"),
         ([SERVED, "rollout.max_staleness=2"], "rollout.max_staleness has no effect when rollout.ahead is 0"),

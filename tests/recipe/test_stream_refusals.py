@@ -17,13 +17,13 @@ rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12, stream:
 SERVER = "engine={kind: server, launch: true}"
 REFUSED = {
     "engine.kind": (["engine={kind: transformers}"], "samples batch by batch", "set engine.kind to colocated or server"),
-    "engine.sleep": (["engine.sleep=true"], "an engine that sleeps is not there", "set engine.kind to server"),
+    "engine.sleep": (["engine.sleep=true"], "an engine that sleeps cannot sample", "set engine.kind to server"),
     "run.deterministic": (["run.deterministic=true"], "for the whole process", "set engine.kind to server"),
     "model.compile": (["model.compile=true"], "while vLLM runs in the same process", "set engine.kind to server"),
-    "rollout.ahead": ([SERVER, "rollout.ahead=1"], "are there before the step begins", "remove one of them"),
-    "rollout.refill": (["rollout.refill=1"], "when the rewards of all are known", "remove one of them"),
-    "processes.count": (["processes.count=2"], "several processes deal the rows of a whole step", "run one process"),
-    "processes.strategy": (["processes.strategy=fsdp"], "several processes deal the rows", "run one process"),
+    "rollout.ahead": ([SERVER, "rollout.ahead=1"], "are complete before the step begins", "remove one of them"),
+    "rollout.refill": (["rollout.refill=1"], "once the rewards of all are known", "remove one of them"),
+    "processes.count": (["processes.count=2"], "several processes divide the rows of a whole step", "run one process"),
+    "processes.strategy": (["processes.strategy=fsdp"], "several processes divide the rows", "run one process"),
     "trainer.updates_per_rollout": (["trainer.updates_per_rollout=2"], "the second update needs all samples", "set it to 1"),
     "trainer.top_entropy": (["trainer.top_entropy=0.5"], "the quantile of the entropies is over the whole batch", "remove it"),
     "trainer.scale_rewards": (["trainer.scale_rewards=batch"], "scale_rewards batch is over the whole batch", "to group or none"),
@@ -31,7 +31,7 @@ REFUSED = {
     "trainer.normalize_advantages": (["trainer={kind: rloo, normalize_advantages: true}"], "centres and scales", "remove it"),
     "trainer.entropy_bonus": (
         ["trainer={kind: grpo, loss: grpo, entropy_bonus: 0.1}"],
-        "divides by tokens, and the loss by another count (seq_mean)",
+        "divides by tokens and the loss by another count (seq_mean)",
         "or trainer.aggregation to token_mean",
     ),
 }
@@ -49,7 +49,7 @@ def test_it_is_refused_beside_what_needs_the_whole_batch(tmp_path: Path, path: s
     with pytest.raises(RecipeError) as refused:
         load(tmp_path, *overrides)
     said = " ".join(str(refused.value).split())
-    assert f"{path} beside rollout.stream, which trains on groups while others are sampled" in said
+    assert f"{path} cannot be used with rollout.stream, which trains on groups while others are sampled" in said
     assert why in said and hint in said
     load(tmp_path, *overrides, "rollout.stream=false")
 

@@ -15,9 +15,9 @@ from rlgen.rewards.load import LoadedReward, RewardSource
 from rlgen.rewards.resolve import RewardFunction, resolve
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.types import Group, Prompt, ids_of
-from rlgen.workers import pool, process
-from rlgen.workers.pool import Pool
-from rlgen.workers.worker import WorkerCall
+from rlgen.worker_pool import pool, process
+from rlgen.worker_pool.pool import Pool
+from rlgen.worker_pool.worker import WorkerCall
 
 Build = Callable[..., Scorer]
 SOME_FAIL = "def f(completion):\n    if completion[0] == 'x':\n        raise ValueError('no ' + completion)\n    return 1.0\n"

@@ -26,7 +26,7 @@ from rlgen.rewards.score import open_scorer
 from rlgen.rollout.table import RowTable
 from rlgen.run.records import sample_metrics
 from rlgen.types import Samples
-from rlgen.workers import pool
+from rlgen.worker_pool import pool
 
 __all__ = ["opened", "scorer"]
 
@@ -77,8 +77,8 @@ FAULTS = {
     "segfault": ("died", "rewards.py:12)", False),
     "_exit": ("died", "exit code 1", False),
     "kill": ("died", "SIGKILL", False),
-    "close": ("died", "closed its line", False),
-    "spoil": ("died", "spoilt its line", False),
+    "close": ("died", "closed its connection", False),
+    "spoil": ("died", "sent invalid data", False),
     "allocate": ("memory", "rewards.py:18", False),
     "raise": ("error", "KeyError: 'digits' (", False),
     "sys.exit": ("error", "SystemExit: 0", False),
@@ -239,7 +239,7 @@ def test_memory_is_limited(scorer, proof):
 
 @pytest.mark.fault(32)
 def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, monkeypatch, proof):
-    monkeypatch.setattr("rlgen.workers.process.CLOSING", HANGS)
+    monkeypatch.setattr("rlgen.worker_pool.process.CLOSING", HANGS)
     source = """
         import os, sys
 
@@ -259,8 +259,8 @@ def test_what_a_reward_prints_goes_to_the_log(scorer, tmp_path, capfd, monkeypat
 
 
 def test_a_log_that_grows_too_long_starts_anew(scorer, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlgen.workers.process.LONGEST_LOG", 1000)
-    monkeypatch.setattr("rlgen.workers.process.CLOSING", HANGS)
+    monkeypatch.setattr("rlgen.worker_pool.process.LONGEST_LOG", 1000)
+    monkeypatch.setattr("rlgen.worker_pool.process.CLOSING", HANGS)
     log = tmp_path / "rewards.log"
     build = scorer("def f(completion):\n    print(completion * 50)\n    return 1.0\n", output=log)
     build.score([group(*"abcdefghijklmnopqrstuvwxyz")], 1)
@@ -303,7 +303,7 @@ def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, monkeypatch, pro
 
 @pytest.mark.fault(32)
 def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(scorer, tmp_path, monkeypatch, proof):
-    monkeypatch.setattr("rlgen.workers.process.CLOSING", HANGS)
+    monkeypatch.setattr("rlgen.worker_pool.process.CLOSING", HANGS)
     source = """
         import os, subprocess
 
@@ -343,7 +343,7 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
     code = (
         "from rlgen.recipe.models import RewardRecipe, ScoringRecipe\nfrom rlgen.rewards.score import open_scorer\n"
         f"scorer = open_scorer([RewardRecipe(use='{tmp_path}/rewards.py:f')], set(), 20, ScoringRecipe())\n"
-        "from rlgen.workers.worker import WorkerCall\nlist(scorer.pool.run([WorkerCall(0, 0, {'completion': ''}, None)]))\n"
+        "from rlgen.worker_pool.worker import WorkerCall\nlist(scorer.pool.run([WorkerCall(0, 0, {'completion': ''}, None)]))\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + HANGS
@@ -434,7 +434,7 @@ def starting(scorer, tmp_path):
 def test_an_import_that_worked_before_is_tried_again(starting, caplog, proof):
     build = starting("ok kill hang ok kill kill ok", workers=1, import_timeout=10.0)
     assert totals(build.score([group("exit", "b", "exit", "c")], 1)) == [[None, 1.0, None, 1.0]]
-    said = [record.getMessage() for record in caplog.records if record.name == "rlgen.workers.pool"]
+    said = [record.getMessage() for record in caplog.records if record.name == "rlgen.worker_pool.pool"]
     assert len(said) == 4 and "was killed by SIGKILL" in said[0] and "did not end within 10 s" in said[1]
     proof("two starts failed, then one was ready, twice: killed, and hanging in the import")
 

@@ -13,9 +13,9 @@ import pytest
 from helpers.waiting import HANGS, until
 from scoring import group, opened, overdue, scorer, totals
 
-from rlgen.workers import pool, process
-from rlgen.workers.pool import Pool
-from rlgen.workers.process import Worker
+from rlgen.worker_pool import pool, process
+from rlgen.worker_pool.pool import Pool
+from rlgen.worker_pool.process import Worker
 
 __all__ = ["opened", "scorer"]
 

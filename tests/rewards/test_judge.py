@@ -14,7 +14,7 @@ from helpers.waiting import HANGS
 from scoring import Build, group, opened, totals
 
 from rlgen.errors import RewardError
-from rlgen.recipe.judges import JudgeArgs
+from rlgen.recipe.judges import SCORE, JudgeArgs
 from rlgen.rewards import endpoint
 from rlgen.rewards.endpoint import NoAnswer
 from rlgen.rewards.judge import Judge, Unreadable, objects_in
@@ -115,12 +115,13 @@ def test_the_score_is_the_last_that_the_answer_says(said: str, changes: Any, sco
     ("said", "changes", "why"),
     [
         ("I cannot rate this.", {}, "the answer holds no score: I cannot rate this."),
-        ("Score: high", {}, "the score is 'high', no number, in: Score: high"),
+        ("Score: high", {}, "the score is 'high', which is not a number, in: Score: high"),
         ("Score: 11", {}, "the score 11 is not within 0 and 10"),
+        ("Score: 1e999", {"pattern": SCORE}, "the score inf is not within 0 and 10"),
         ("Score: nan", {}, "the score nan is not within 0 and 10"),
         ("Score: 0.5", {"low": 1.0, "high": 5.0}, "the score 0.5 is not within 1 and 5"),
         ('{"points": 3}', {"pattern": None, "field": "score"}, "the answer holds no score"),
-        ('{"score": null}', {"pattern": None, "field": "score"}, "no number"),
+        ('{"score": null}', {"pattern": None, "field": "score"}, "not a number"),
     ],
 )
 def test_what_is_no_score_is_a_failure_that_shows_the_answer(said: str, changes: Any, why: str) -> None:
@@ -154,9 +155,9 @@ def test_a_failure_that_stays_ends_after_the_retries(server: JudgeServer) -> Non
         ((401, "wrong key"), "the judge refused with HTTP 401: wrong key"),
         ((404, "no such model"), "HTTP 404: no such model"),
         ((307, "", {"Location": "http://127.0.0.1:1/"}), "the judge refused with HTTP 307"),
-        ((200, "<html>"), "the judge sent no answer of a chat (JSONDecodeError"),
-        ((200, '{"choices": []}'), "the judge sent no answer of a chat (IndexError"),
-        ((200, "[]"), "the judge sent no answer of a chat (TypeError"),
+        ((200, "<html>"), "the judge sent no chat completion (JSONDecodeError"),
+        ((200, '{"choices": []}'), "the judge sent no chat completion (IndexError"),
+        ((200, "[]"), "the judge sent no chat completion (TypeError"),
         (None, "the judge sent an answer without a text"),
     ],
 )

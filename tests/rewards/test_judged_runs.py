@@ -159,7 +159,7 @@ AT = "url: 'http://127.0.0.1:1/v1', model: m"
         ("{use: judge}", "`rewards.0.args.url` is missing"),
         ("{use: judge, args: {url: 'ftp://x', model: m}}", "must be the address of an API such as"),
         ("{use: judge, args: {url: 'http://me:pw@x/v1', model: m}}", "without a user, password or query"),
-        (f"{{use: judge, args: {{{AT}, key_env: MINE}}}}", "must be a name by which rlgen knows a secret"),
+        (f"{{use: judge, args: {{{AT}, key_env: MINE}}}}", "must be a name that rlgen treats as a secret"),
         (f"{{use: judge, args: {{{AT}, pattern: '(a'}}}}", "must be a regular expression of Python"),
         (f"{{use: judge, args: {{{AT}, pattern: 'a'}}}}", "must have one group, which is the score; this one has 0"),
         (f"{{use: judge, args: {{{AT}, prompt: 'x', pattern: '(.)'}}}}", "the question has no {completion}"),
@@ -171,9 +171,9 @@ AT = "url: 'http://127.0.0.1:1/v1', model: m"
         (f"{{use: judge, args: {{{AT}, prompt: '{{completion}} {{anser}}', pattern: '(.)'}}}}", "did you mean `answer`?"),
         (f"{{use: judge, args: {{{AT}, prompt_file: no.txt, pattern: '(.)'}}}}", "no.txt"),
         ("{use: reward_model}", "`rewards.0.args.path` is missing"),
-        ("{use: reward_model, args: {path: ./nowhere}}", "nowhere is no folder"),
+        ("{use: reward_model, args: {path: ./nowhere}}", "nowhere is not a folder"),
         ("{use: reward_model, args: {path: ./two}}", "has 2 labels; a reward model has one, which is its score"),
-        ("{use: reward_model, args: {path: ./policy}}", "is a Qwen3ForCausalLM, not one for sequence classification"),
+        ("{use: reward_model, args: {path: ./policy}}", "is a Qwen3ForCausalLM, but a reward model is one for sequence"),
         ("{use: reward_model, args: {path: ./one, dtype: fp16}}", "'fp16' is not one of float32, bfloat16"),
         ("{use: reward-model, args: {path: ./one}}", "did you mean `reward_model`?"),
     ],
@@ -211,7 +211,7 @@ def test_what_is_right_is_valid_and_paths_start_at_the_recipe(recipe_file: Path)
 def test_a_pairwise_reward_of_an_evaluation_needs_two_completions(recipe_file: Path) -> None:
     pairs = f"rewards=[{{use: judge, args: {{{AT}, pairwise: true}}}}]"
     with pytest.raises(
-        RecipeError, match=r"rewards\.0 is pairwise: it compares completions of a prompt, and eval\.group_size is 1"
+        RecipeError, match=r"rewards\.0 is pairwise: it compares completions of a prompt, but eval\.group_size is 1"
     ):
         load_recipe(recipe_file, [pairs, "eval={options: {size: 8}}"])
     load_recipe(recipe_file, [pairs, "eval={options: {size: 8}, group_size: 2}"])

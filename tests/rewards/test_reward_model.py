@@ -93,7 +93,7 @@ def test_pairwise_is_the_mean_probability_of_winning(folder: Path) -> None:
 
 
 def test_a_row_that_is_too_long_is_an_error_or_loses_its_start(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(TooLong, match="prompt and completion have 20 tokens, and the model takes 8; see `overlong`"):
+    with pytest.raises(TooLong, match="prompt and completion have 20 tokens, but the model takes 8; see `overlong`"):
         scored(model_of(folder, max_tokens=8), ["the sum is seven"])
     cut = model_of(folder, max_tokens=8, overlong="truncate")
     found = scored(cut, ["the sum is seven", "7"])

@@ -12,11 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from helpers.scripted import Talk, dialogue, in_threads
+from helpers.scripted import ConversationState, dialogue, in_threads
 from run import killed
 
-from rlgen.opening import data, evaluation, trainer
 from rlgen.rewards import score
+from rlgen.setup import data, evaluation, trainer
 
 STOPS = (*range(180, 258), 259)  # of a model that has learned nothing, a turn ends after three tokens or so
 
@@ -25,7 +25,7 @@ def scripted(*arguments: object) -> object:
     return dialogue(times=2, max_turns=3, later=slowly if "REPLY_SECONDS" in os.environ else in_threads)
 
 
-def slowly(talk: Talk, answer: Callable[[], None]) -> None:
+def slowly(talk: ConversationState, answer: Callable[[], None]) -> None:
     """Replies from a thread each, after times that follow from the place in the group."""
     threading.Timer(float(os.environ["REPLY_SECONDS"]) * (talk.sample_index * 7 % 5) / 4, answer).start()
 

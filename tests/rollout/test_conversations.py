@@ -16,7 +16,7 @@ from helpers.slow import slow_but
 from helpers.waiting import HANGS
 
 from rlgen.engines.base import Engine, Finished
-from rlgen.engines.further import Further
+from rlgen.engines.further import FollowUpQueue
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
@@ -26,7 +26,7 @@ from rlgen.rollout.conversations import Conversations, turn_seed
 from rlgen.rollout.sample import rollout, sample_seed, turns_apart
 from rlgen.rollout.score import score
 from rlgen.trainers.evaluate import first_tokens
-from rlgen.types import Completion, Prompt, Request, Sample, Samples, Sampling, Span, ids_of, turns_of
+from rlgen.types import WHOLE, Completion, Prompt, Request, Sample, Samples, Sampling, Span, ids_of, turns_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,7 +82,7 @@ def test_ids_of_the_engine_are_those_of_the_row_to_the_last(engine: Engine) -> N
 def test_the_trainer_computes_the_same_log_probs_of_each_turn_and_the_cache_is_used(engine: Engine) -> None:
     recorded, samples, _ = talk(engine, engine.weight_version)
     policy = Policy(tiny_model("qwen3"), torch.float32, True)
-    own = score(policy, samples, 1.0, 4096, Processes.alone())
+    own = score(policy, samples, WHOLE, 4096, Processes.alone())
     for sample, logp in zip(samples, own, strict=True):
         mask = torch.from_numpy(sample.loss_mask)
         assert (logp[mask] - torch.from_numpy(sample.sampler_logp)[mask]).abs().max() <= 1e-4
@@ -165,7 +165,11 @@ class Told:
         self.asked: list[Request] = []
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None, further: Further | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        finished: Finished | None = None,
+        further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         given: list[Completion] = []
         waiting = list(requests)

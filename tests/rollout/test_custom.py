@@ -158,13 +158,13 @@ def changed(how: str) -> Function:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("id", r"id \d+ at place 2 has the log-prob .*not answered with both to the 2 ids before it"),
+        ("id", r"id \d+ at place 2 has the log-prob .*did not sample it with this log-prob after the 2 ids before it"),
         ("log-prob", "at place 1 has the log-prob"),
         ("shifted", "at place 0 has the log-prob"),
         ("other prompt", "at place 0 has the log-prob"),
         ("inserted", "id 65 at place 1 has the log-prob -0.5,"),
-        ("after another start", "at place 1 has the log-prob .* to the 1 ids before it"),
-        ("in place of another start", "at place 1 has the log-prob .* to the 1 ids before it"),
+        ("after another start", "at place 1 has the log-prob .* after the 1 ids before it"),
+        ("in place of another start", "at place 1 has the log-prob .* after the 1 ids before it"),
         ("none", "none of its ids was sampled"),
         ("long", r"has \d\d ids, more than rollout.max_completion_tokens 24"),
     ],
@@ -180,13 +180,13 @@ def test_what_the_engine_did_not_sample_is_refused_with_its_place(engine: Transf
     ("how", "text"),
     [
         ("short", "missing_logprobs: it has .* ids and .* log-probs"),
-        ("twice", "returned sample 0 of prompt 0 2 times; it returns each of 3 samples of 2 prompts once"),
+        ("twice", "returned sample 0 of prompt 0 2 times; it must return each of 3 samples of 2 prompts once"),
         ("missing", "returned sample 2 of prompt 1 0 times"),
         ("further", "returned sample 0 of prompt 2 1 times"),
-        ("no record", "returned a tuple; it returns a list of rlgen.rollout.custom.Rolled"),
+        ("no record", "returned a tuple; it must return a list of rlgen.rollout.custom.Rolled"),
         ("raises", "rollout.use mine.py:f raised KeyError: 'x'"),
-        ("asks too much", "24 ids before it leave no token of rollout.max_completion_tokens 24"),
-        ("asks beyond", "is for none of 2 prompts and 3 samples"),
+        ("asks too much", "24 ids in `after` leave no token of rollout.max_completion_tokens 24"),
+        ("asks beyond", "names none of the 2 prompts with 3 samples each"),
     ],
 )
 def test_other_mistakes_are_said(engine: TransformersEngine, how: str, text: str) -> None:
@@ -248,11 +248,11 @@ def test_a_run_with_one_that_changes_nothing_is_the_same(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("tools=[{use: 'mine.py:f'}]", "rollout.use leads conversations by itself, and so do tools"),
+        ("tools=[{use: 'mine.py:f'}]", "rollout.use leads conversations itself, and so do tools"),
         ("eval={limit: 2}", "rollout.use is not called by evaluations"),
         ("rollout.ahead=1", "rollout.use is called when a step needs its samples"),
         ("engine.tensor_parallel_size=2", "rollout.use would be called by each of the processes that share an engine"),
-        ("rollout.use=mine", "`mine` is no file.py:function or pkg.mod:function"),
+        ("rollout.use=mine", "`mine` is not a file.py:function or pkg.mod:function"),
     ],
 )
 def test_what_contradicts_it_is_refused(tmp_path: Path, change: str, text: str) -> None:

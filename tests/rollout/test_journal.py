@@ -17,12 +17,11 @@ import torch
 from conftest import tiny_model
 from helpers.scripted import dialogue
 
-from rlgen.engines.base import Abilities, Facts, Settings
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Settings
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import CheckpointError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import bits
-from rlgen.opening.trainer import open_journal
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.frames import Answer, parse, read_frames
@@ -30,7 +29,8 @@ from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
 from rlgen.run.directory import RunDirectory
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.trainers.loop import Trainer
+from rlgen.setup.trainer import open_journal
+from rlgen.trainers.saving import Saver
 from rlgen.types import (
     Completion,
     Group,
@@ -50,10 +50,10 @@ from rlgen.types import (
 SAMPLING = Sampling(max_tokens=64, temperature=0.7, stop_ids=(257,))
 REQUEST = Request(prompt_ids=ids_of((1, 2)), seed=5)
 SETTINGS = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-FACTS = Facts(
+FACTS = EngineInfo(
     engine="e 1", plan="p", model="m", revision=None, settings=SETTINGS, stop_ids=(), max_model_len=None, cache_block=None
 )
-ABILITIES = Abilities(sleeps=False, submit=None, whole_step=False, elsewhere=False, in_flight=False)
+ABILITIES = EngineCapabilities(sleeps=False, submit=None, whole_step=False, elsewhere=False, in_flight=False)
 
 
 def opened(folder: Path, rank: int = 0, judge: str = "judge", done: int = 0, say: Callable[[str], None] = print) -> Journal:
@@ -130,7 +130,7 @@ def test_a_changed_bit_costs_its_record_and_is_said(tmp_path: Path, proof: Calla
     said: list[str] = []
     again = opened(tmp_path, say=said.append)
     assert [bool(found(again, group, step=2)) for group in range(3)] == [True, False, True]
-    assert said == ["journal: 1 records of step_000002.bin are damaged, or of another rlgen: left out"]  # once
+    assert said == ["journal: 1 records of step_000002.bin are ignored: damaged, or of another version of rlgen"]  # once
     proof(f"each of the {8 * (ends - begins)} bits of a record of the journal, each time that record alone was left out")
 
 
@@ -226,7 +226,7 @@ def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) ->
     left = [f"start_00000{n}.jsonl" for n in (5, 6, 7)] + [f"step_00000{n}.bin" for n in (5, 6, 7)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *left]
     journal.close()
-    journal.distrust(6)  # the sentinel has caught the engine in step 6
+    journal.invalidate(6)  # the sentinel has caught the engine in step 6
     journal.answered(7, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))  # one that was under way
     left = ["start_000005.jsonl", "start_000007.jsonl", "step_000005.bin"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *left]
@@ -237,7 +237,7 @@ def test_the_start_of_a_step_outlives_what_the_sentinel_has_caught_in_it(tmp_pat
     journal.starts_from(1, "w1")
     journal.starts_from(2, "w2")
     journal.answered(3, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
-    journal.distrust(3)
+    journal.invalidate(3)
     resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
     resumed.starts_from(2, "w2")
     assert resumed.weights == {1: "w1", 2: "w2"}
@@ -265,7 +265,7 @@ def test_a_torn_start_is_left_out_and_a_damaged_one_is_said(tmp_path: Path) -> N
     path.write_bytes(whole.replace(b"w0", b"w9") + whole)
     again = Journal.open(tmp_path, 1, Processes.alone(), FACTS, ["judge"], said.append)
     again.starts_from(1, "w1")
-    assert again.weights == {0: "w0", 1: "w1"} and "1 lines of start_000002.jsonl are damaged" in said[0]
+    assert again.weights == {0: "w0", 1: "w1"} and "1 lines of start_000002.jsonl are ignored" in said[0]
 
 
 def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path:
         """The main process is first at everything."""
 
         @staticmethod
-        def agreed(work: Any) -> None:
+        def run_all(work: Any) -> None:
             work()
 
         @staticmethod
@@ -289,7 +289,7 @@ def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path:
                 work()
 
     for current in (main, other):
-        Trainer.distrust(SimpleNamespace(processes=Both, journal=current, saved=lambda wait: None), 3)  # type: ignore[arg-type]
+        Saver.invalidate_samples(SimpleNamespace(processes=Both, journal=current, finish=lambda wait: None), 3)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.glob("*_000003*")] == ["start_000003.jsonl"]
     assert [start["weights"] for start in Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print).starts] == ["w2"]
 
@@ -516,7 +516,7 @@ def test_rollouts_that_are_no_answer_are_refused_in_the_same_words(tmp_path: Pat
     asked = [replace(one, seed=change.get("seed", one.seed)) for one in requests()]
     sampling = replace(SAMPLING, temperature=change.get("temperature", 0.7))
     assert again.found(1, [(3, 0), (3, 1)], asked, sampling, oldest=0) == {}
-    assert len(said) == 1 and f"2 of 2 answers of step 1 are {why}" in said[0]
+    assert len(said) == 1 and f"2 of 2 answers of step 1 are sampled again: they are {why}" in said[0]
 
 
 @pytest.mark.slow
@@ -539,7 +539,7 @@ def test_a_changed_bit_of_rollouts_costs_them_and_is_said(tmp_path: Path, proof:
             assert alike(got, expected), place
         else:
             left_out += 1
-            assert said == ["journal: step_000001.parquet is damaged, or of another rlgen: left out"], place
+            assert said == ["journal: step_000001.parquet is ignored: damaged, or of another version of rlgen"], place
     assert left_out > 200  # the rest was not read: texts, statistics
     proof(f"{len(places)} single bits of a file of rollouts: {left_out} times left out, else what was taken was what was written")
 
@@ -607,7 +607,8 @@ def test_answers_of_another_engine_or_base_are_sampled_anew(tmp_path: Path, caps
         again = journal_of_a_run(tmp_path, **{**first, **other})
         capsys.readouterr()
         assert bool(found(again)) == (not other), other
-        said = "journal: 1 of 1 answers of step 1 are by an engine of another kind, version or settings: sampled anew\n"
+        why = "by an engine of another kind, version or settings"
+        said = f"journal: 1 of 1 answers of step 1 are sampled again: they are {why}\n"
         assert capsys.readouterr().out == (said if other else "")
 
 

@@ -17,16 +17,16 @@ from helpers.waiting import HANGS
 from msgspec import structs
 
 from rlgen.cli.train import train_command
-from rlgen.engines.base import Facts, Finished, Settings
+from rlgen.engines.base import EngineInfo, Finished, Settings
 from rlgen.engines.server import ServerEngine
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.opening import trainer
 from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.frames import append_frames, read_frames
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
+from rlgen.setup import trainer
 from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_of
 
 Proof = Callable[[str], None]
@@ -81,9 +81,9 @@ def prompts_of(step: int) -> list[Prompt]:
 SAMPLING = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
 
 
-def facts(dtype: str = "float32") -> Facts:
+def facts(dtype: str = "float32") -> EngineInfo:
     settings = Settings(dtype=dtype, head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-    return Facts(
+    return EngineInfo(
         engine="e 1", plan="p", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None
     )
 
@@ -372,7 +372,7 @@ def test_weights_that_come_out_otherwise_refuse_what_they_sampled_and_nothing_el
     again = taken.groups(3)[0]
     # Not before version 2 was there: until then the answers of the journal might have been of it.
     assert engine.asked[0] == (6, 7) and spans_of(again) == {(Span(0, 2, 2),)}
-    assert "4 of 4 answers of step 3 are by other weights" in said[0] and {4, 5} == set(taken.pending)
+    assert "answers of step 3 are sampled again: they are by other weights" in said[0] and {4, 5} == set(taken.pending)
 
 
 @pytest.mark.parametrize("spans", [((0, 1, 0), (1, 2, 3)), ((0, 1, 2), (1, 2, 1))])
@@ -419,7 +419,7 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     with pytest.raises(KeyboardInterrupt):
         taken.groups(2)
     taken.pending[2] = waiting
-    saved = threading.Thread(target=taken.settle, args=(1,))
+    saved = threading.Thread(target=taken.flush_pending, args=(1,))
     saved.start()
     saved.join(0.2)
     assert saved.is_alive()
@@ -427,7 +427,7 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     saved.join(HANGS)
     assert not saved.is_alive()
     taken.groups(2)  # asks for step 3, of the weights of step 1
-    saved = threading.Thread(target=taken.settle, args=(1,), daemon=True)
+    saved = threading.Thread(target=taken.flush_pending, args=(1,), daemon=True)
     saved.start()
     saved.join(HANGS)
     assert not saved.is_alive(), "a run that goes on after step 1 asks for step 3 again"
@@ -442,7 +442,7 @@ def test_in_flight_a_save_waits_for_nothing_and_all_of_the_journal_is_on_disk(
     taken.submit(1, engine.submit)
     engine.answer(0)
     taken.groups(1)
-    taken.settle(1)  # returns, though nothing of steps 2 to 4 is there
+    taken.flush_pending(1)  # returns, though nothing of steps 2 to 4 is there
     assert flushed == [2, 3, 4] and not any(future.done() for future in engine.futures[1:])
     taken.before_sync()  # neither
 
@@ -452,7 +452,7 @@ def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> 
     engine.version = 2
     opened, said = journal(tmp_path, 2)
     sampler(engine, ahead=1, of=opened).groups(3)
-    assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are not in it" in said[0]
+    assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are missing" in said[0]
 
 
 def test_a_server_is_asked_by_several_calls_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +537,7 @@ def test_answers_to_something_else_are_sampled_anew_and_said(tmp_path: Path, cha
     engine.version, engine.asked = 0, []
     after, _ = taken.groups(1)
     assert engine.asked == [(2, 3)] and after != before
-    assert len(said) == 1 and f"4 of 4 answers of step 1 are {why}" in said[0]
+    assert len(said) == 1 and f"4 of 4 answers of step 1 are sampled again: they are {why}" in said[0]
 
 
 def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from helpers.scripted import Scripted, dialogue, in_threads
 from kills import ENGINES, KILLS, ROOT, Kill, Kills
 from rollout.talking import STOPS
 
+from rlgen.analysis.pack import Chunk
+from rlgen.analysis.rows import Query, find, read_rows
 from rlgen.cli.rollouts import block
 from rlgen.cli.train import train_command
-from rlgen.look.pack import Chunk
-from rlgen.look.rows import Query, find, read_rows
-from rlgen.opening import data, trainer
 from rlgen.recipe import load_recipe
 from rlgen.rollout.parquet import parts_of, read_part
 from rlgen.rollout.read import read_rollouts
 from rlgen.rollout.recorded import from_rollouts
+from rlgen.setup import data, trainer
 from rlgen.types import turns_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

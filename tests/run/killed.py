@@ -132,7 +132,7 @@ HALVES = {
     "append_bytes": half_a_record,
     "RunDirectory.write_metrics": half_the_metrics,
     "Updater._backward": half_a_backward,
-    "Ledger.record": half_the_weights,
+    "SyncRecorder.record": half_the_weights,
     "ColocatedEngine._run": half_a_generation,
     "ServerEngine._sample": half_a_request,
 }

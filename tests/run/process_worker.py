@@ -12,15 +12,15 @@ from helpers.samples import TEXTS
 
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
-from rlgen.opening import pair
-from rlgen.opening.policy import build_policy
-from rlgen.opening.trainer import Attempt, open_trainer
 from rlgen.processes import Processes
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
 from rlgen.sentinel.sync import send_weights
+from rlgen.setup import pair
+from rlgen.setup.policy import build_policy
+from rlgen.setup.trainer import RunContext, open_trainer
 
 # A reference in the reward, in the loss, and one of preferences.
 TRAINERS = {
@@ -58,7 +58,7 @@ def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None
         processes.gather([None])
         directory = RunDirectory.join(path)
         console = Console(1, quiet=not processes.is_main)
-        attempt = Attempt(recipe=loaded.recipe, directory=directory, console=console, processes=processes)
+        attempt = RunContext(recipe=loaded.recipe, directory=directory, console=console, processes=processes)
         built, done = open_trainer(attempt)
         built.run(done, StopRequest(launched=True))
         built.close()

@@ -17,20 +17,20 @@ import torch
 from helpers.samples import TEXTS
 
 from rlgen.algorithms.registry import build_algorithm
+from rlgen.analysis.run import read_run
 from rlgen.cli.doctor import climbed
 from rlgen.files import write_json
-from rlgen.look.run import read_run
 from rlgen.models import policy
 from rlgen.models.load import locate
-from rlgen.opening.policy import open_policies
-from rlgen.opening.replay import Past, replay
-from rlgen.opening.trainer import Attempt, open_trainer
 from rlgen.processes import Processes
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
+from rlgen.setup.policy import open_policies
+from rlgen.setup.replay import Past, replay
+from rlgen.setup.trainer import RunContext, open_trainer
 
 
 def train(recipe: Path, folder: Path, overrides: list[str], processes: Processes) -> None:
@@ -42,7 +42,7 @@ def train(recipe: Path, folder: Path, overrides: list[str], processes: Processes
     directory = RunDirectory.join(folder)
     choice = processes.on_main(lambda: Checkpoints(directory.checkpoints, 9, Processes.alone()).choose())
     console = Console(loaded.recipe.run.steps, quiet=not processes.is_main)
-    attempt = Attempt(recipe=loaded.recipe, directory=directory, console=console, processes=processes, checkpoint=choice.path)
+    attempt = RunContext(recipe=loaded.recipe, directory=directory, console=console, processes=processes, checkpoint=choice.path)
     built, done = open_trainer(attempt)
     built.run(done, StopRequest(launched=True))
     built.close()

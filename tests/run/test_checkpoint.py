@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -13,7 +14,7 @@ from rlgen.files import read_json
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run import checkpoint, writing
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, little_space
 from rlgen.types import Position
 
 
@@ -66,7 +67,7 @@ def test_without_the_shard_of_another_process_nothing_is_sealed(tmp_path: Path, 
     monkeypatch.setattr(
         writing, "appears", lambda path, seconds=0: path.unlink()
     )  # its writer has seen it, the main process does not
-    with pytest.raises(CheckpointError, match=r"shard-00001-model.safetensors, of another process, is not seen"):
+    with pytest.raises(CheckpointError, match=r"shard-00001-model.safetensors of another process is not visible"):
         save(checkpoints, Position(2, 2), model, byte_tokenizer(), optimizer, schedule)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
@@ -108,3 +109,15 @@ def test_a_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match="No space left on device; free space"):
         save(checkpoints, Position(2, 2), model, byte_tokenizer(), optimizer, schedule)
     assert checkpoints.choose().path == tmp_path / "step_000001"
+
+
+def test_a_disk_with_little_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, schedule = parts()
+    learn(model, optimizer, schedule, 1)
+    path = save(Checkpoints(tmp_path, 2, Processes.alone()), Position(1, 1), model, byte_tokenizer(), optimizer, schedule)
+    takes = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+    assert little_space(tmp_path, model) is None
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=int(2.1 * takes)))
+    assert little_space(tmp_path, model) is None
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=int(1.9 * takes)))
+    assert "GB of free space, and a checkpoint takes about" in (little_space(tmp_path, model) or "")

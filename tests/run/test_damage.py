@@ -76,6 +76,20 @@ def resealed(path: Path) -> None:
     seal(path, {key: value for key, value in before.items() if key not in ("files", "format")})
 
 
+# --- names ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_under_another_name_is_not_taken_for_a_later_one(folder: Path) -> None:
+    shutil.copytree(folder / "step_000001", folder / "step_000006")
+    for name in ("step_9", "step_0000009"):
+        shutil.copytree(folder / "step_000001", folder / name)
+    found = CheckpointFolder(folder)
+    assert list(found.steps()) == [1, 2, 6] and not found.has(6)
+    choice = found.choose(None)
+    assert (choice.step, choice.later) == (2, (folder / "step_000006",))
+    assert "it was written after step 1, and renamed or copied since" in choice.notices[0]
+
+
 # --- damage --------------------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +121,7 @@ def test_the_one_before_is_used_for_a_damaged_one(folder: Path, kind: str, proof
     choice = Checkpoints(folder, 2, ALONE).choose()
     assert (choice.step, choice.later) == (1, (folder / "step_000002",))
     (notice,) = choice.notices
-    assert notice.startswith("DAMAGED CHECKPOINT") and name in notice and "going on from step 1" in notice
+    assert notice.startswith("DAMAGED CHECKPOINT") and name in notice and "resuming from step 1" in notice
     with pytest.raises(DamagedCheckpoint):  # it was asked for by name
         Checkpoints(folder, 2, ALONE).choose(2)
     proof(f"{kind}: {caught.value}"[-120:])
@@ -156,7 +170,7 @@ def test_one_bit_of_what_a_model_is_opened_from_is_noticed(folder: Path, proof: 
         assert caught.value.exit_code == 8
         file.write_bytes(before)
     (path / "config.json").unlink()
-    with pytest.raises(DamagedCheckpoint, match=r"step_000002: not what was written: config\.json\. .* remove manifest\.json"):
+    with pytest.raises(DamagedCheckpoint, match=r"step_000002: changed since it was written: config\.json\. .* remove manifest"):
         check_model_files(path)
     (path / "manifest.json").write_text('{"files": ["theirs"]}')
     check_model_files(path)
@@ -203,7 +217,7 @@ def test_values_that_are_not_finite_are_not_saved(folder: Path, proof: Proof) ->
     for spoiled in (next(mine[0].parameters()).detach(), next(iter(mine[1].state.values()))["exp_avg_sq"]):
         before = spoiled.flatten()[3].item()
         spoiled.view(-1)[3] = float("nan")
-        with pytest.raises(DivergedError, match="not finite; nothing was saved, the last checkpoint stands") as caught:
+        with pytest.raises(DivergedError, match="not finite; nothing was saved, and the last checkpoint is intact") as caught:
             save(Checkpoints(folder, 1, ALONE), Position(3, 24), mine[0], byte_tokenizer(), *mine[1:])
         assert caught.value.exit_code == 7
         spoiled.view(-1)[3] = before
@@ -244,13 +258,13 @@ def test_other_formats_are_named(folder: Path, proof: Proof) -> None:
     content.pop("sha256")
     content["format"] = FORMAT + 1
     manifest.write_text(json.dumps({**content, "sha256": digest(content)}))
-    with pytest.raises(CheckpointError, match=f"is of checkpoint format {FORMAT + 1}, and this rlgen reads {FORMAT}") as caught:
+    with pytest.raises(CheckpointError, match=f"is of checkpoint format {FORMAT + 1}, but this rlgen reads {FORMAT}") as caught:
         Checkpoints(folder, 2, ALONE).choose()
     assert caught.value.exit_code == 8 and not isinstance(caught.value, DamagedCheckpoint)
     manifest.unlink()
     state = folder / "step_000002" / "state" / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "format": 1}))
-    with pytest.raises(CheckpointError, match=f"is of checkpoint format 1, and this rlgen reads {FORMAT}") as caught:
+    with pytest.raises(CheckpointError, match=f"is of checkpoint format 1, but this rlgen reads {FORMAT}") as caught:
         Checkpoints(folder, 2, ALONE).choose()
     assert not isinstance(caught.value, DamagedCheckpoint)
     proof(f"formats {FORMAT + 1} and 1 refused by number, exit 8")

@@ -166,7 +166,7 @@ def test_what_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     RunDirectory.join(tmp_path / "run")
     assert looked == [tmp_path / "run"] * 3
     monkeypatch.setattr(module, "appears", lambda path: appears(path, 0.2))
-    with pytest.raises(UsageError, match="is not seen by every process"):
+    with pytest.raises(UsageError, match="is not visible to every process"):
         RunDirectory.join(tmp_path / "nowhere")
     proof("resolved.yaml came when the folder had been looked at three times, and was waited for")
 
@@ -247,7 +247,7 @@ def test_what_clean_refuses(run: RunDirectory, tmp_path: Path, monkeypatch: pyte
         (other, "holds no status.json of a run of rlgen"),
         (home / "runs", "holds no status.json"),
         (tmp_path / "linked_status", "holds no status.json"),
-        (tmp_path / "file", "is no folder"),
+        (tmp_path / "file", "is not a folder"),
     ]:
         with pytest.raises(UsageError, match=words) as caught:
             RunDirectory.clean(place)
@@ -288,7 +288,7 @@ def test_control_files_are_not_opened_through_links(run: RunDirectory, tmp_path:
     run.metrics.symlink_to(victim)
     run.status_file.symlink_to(victim)
     run.save_now.symlink_to(victim)
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is a link, and rlgen opens none"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is a link, and rlgen follows no links"):
         run.write_metrics({"step": 1})
     with pytest.raises(CheckpointError, match=r"status\.json is a link"):
         run.status()

@@ -28,7 +28,7 @@ def test_a_folder_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_no_run_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with pytest.raises(UsageError, match=r"nope holds no run, and .*runs/ holds none; name the folder of a run"):
+    with pytest.raises(UsageError, match=r"nope holds no run, and .*runs/ holds none; pass the folder of a run"):
         find_run(Path("nope"), runs)
     for age in range(7):
         make(runs / f"count-{age}", age)

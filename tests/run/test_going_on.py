@@ -20,12 +20,10 @@ from test_directory import fill
 
 from rlgen.cli.doctor import examine
 from rlgen.cli.train import train_command
-from rlgen.errors import CheckpointError, DamagedCheckpoint, RlgenError, SetupError, UsageError
+from rlgen.errors import CheckpointError, DamagedCheckpoint, DataError, RlgenError, SetupError, UsageError
 from rlgen.files import read_json, write_json
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import bits
-from rlgen.opening import pair, trainer
-from rlgen.opening.reopen import MAY_CHANGE
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.rollout.parquet import Rollout
@@ -35,6 +33,8 @@ from rlgen.run.compare import first_difference
 from rlgen.run.directory import RunDirectory
 from rlgen.run.manifest import check_files
 from rlgen.run.rollouts import RolloutWriter
+from rlgen.setup import pair, trainer
+from rlgen.setup.reopen import MAY_CHANGE
 from rlgen.types import Position
 
 Proof = Callable[[str], None]
@@ -108,7 +108,7 @@ def test_a_damaged_newest_one_is_told_loudly_and_costs_nothing(
     flip(run / "checkpoints" / "step_000004" / "model.safetensors")
     train(folder, resume=True)
     said = capsys.readouterr().out
-    notice = "step_000004: model.safetensors has other bytes than were written; going on from step 3 instead"
+    notice = "step_000004: model.safetensors has other bytes than were written; resuming from step 3 instead"
     assert said.count("DAMAGED CHECKPOINT") == 1 and notice in said and "resuming after step 3" in said
     assert notice in (run / "logs" / "rlgen.log").read_text()
     assert notice in read_json(run / "provenance.json")[-1]["notices"][0]
@@ -130,7 +130,7 @@ def test_what_cannot_be_gone_on_from_is_known_before_the_engine_opens(
     monkeypatch.setattr(pair, "build_engine", opened)
     for path in (folder / "run" / "checkpoints").glob("step_*"):
         flip(path / "state" / "optimizer.safetensors")
-    with pytest.raises(CheckpointError, match="no good checkpoint to go on from") as caught:
+    with pytest.raises(CheckpointError, match="no good checkpoint to resume from") as caught:
         train(folder, resume=True)
     assert all(f"step_00000{step}: state/optimizer.safetensors" in str(caught.value) for step in (2, 3, 4))
     status = read_json(folder / "run" / "status.json")
@@ -150,7 +150,7 @@ def test_what_is_not_as_it_was_written_is_no_model_to_begin_with(
         lambda: train(folder, *settings, place="next"),
         lambda: examine(load_recipe(folder / "recipe.yaml", settings).recipe, folder, print, False, False, Processes.alone()),
     ):
-        with pytest.raises(DamagedCheckpoint, match=r"step_000002: not what was written: model\.safetensors\. Bring") as caught:
+        with pytest.raises(DamagedCheckpoint, match=r"step_000002: changed since it was written: model\.safetensors") as caught:
             begin()
         assert caught.value.exit_code == 8
     flip(file)
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_the_engine_opens(
         place = folder / words[:13].replace(" ", "_")
         RunDirectory.create(place, "", "").close()
         shutil.copytree(folder / "run" / "checkpoints" / "step_000002", place / "checkpoints" / "step_000002")
-        monkeypatch.setattr("rlgen.opening.reopen.changes", lambda *values: [])
+        monkeypatch.setattr("rlgen.setup.reopen.changes", lambda *values: [])
         with pytest.raises(CheckpointError) as caught:
             train(folder, *settings, place=place.name, resume=True)
         assert words in str(caught.value) and caught.value.exit_code == 8
@@ -231,7 +231,7 @@ def test_data_that_was_edited_is_no_data_to_go_on_with(folder: Path, proof: Proo
     run = train(folder, data, "run.steps=2", place="of_file")
     before, text = (run / "metrics.jsonl").read_bytes(), rows.read_text()
     rows.write_text(text.replace("prompt 11", "prompt 12"))
-    with pytest.raises(UsageError, match=r"the data has changed since the last attempt \(fingerprint \w+, now \w+\)"):
+    with pytest.raises(DataError, match=r"the data has changed since the last attempt \(fingerprint \w+, now \w+\)"):
         train(folder, data, "run.steps=3", place="of_file", resume=True)
     assert (run / "metrics.jsonl").read_bytes() == before
     rows.write_text(text)

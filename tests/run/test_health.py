@@ -37,6 +37,7 @@ EDGES: dict[str, tuple[str, float, float]] = {
     "reward": ("reward/mean", 0.0, 1e-6),
     "reward_std": ("reward/std", 0.0, 1e-6),
     "reward_failed": ("reward/exact_match/failed", 1, 0),
+    "unscored": ("reward/unscored", 64, 63),
     "zero_std": ("groups/zero_std", 0.8, 0.799),
     "no_update": ("updates/done", 0, 1),
     "entropy": ("entropy", 0.0099, 0.01),
@@ -86,7 +87,7 @@ def test_rewards_that_do_not_differ_in_most_steps(proof: Proof) -> None:
     health = Health(rules_of(recipe()))
     assert fired(health, [differ] * 4 + [same] * 6) == [()] * 9 + [("reward_std",)]
     checkup = health({**WELL, **same, "step": 11})
-    assert "rewards 0, 0, 0: at or below 0 in 7 of 10 steps, to step 11 (health.reward_std)" in checkup.broken[0]
+    assert "rewards 0, 0, 0: at or below 0 in 7 of 10 steps, up to step 11 (health.reward_std)" in checkup.broken[0]
     assert fired(health, [differ] * 6) == [("reward_std",)] * 4 + [()] * 2
     proof("rewards were equal in 6 of 10 steps, which broke health.reward_std; 5 of 10 never did")
 
@@ -134,8 +135,8 @@ def test_it_is_said_when_it_begins_and_when_it_ends() -> None:
     health = Health(rules_of(recipe(health={"entropy": {"steps": 2}})))
     news = [health({**WELL, "entropy": value, "step": step}).news for step, value in enumerate([0.001, 0.002, 0.003, 1, 1], 1)]
     assert [len(lines) for lines in news] == [0, 1, 0, 1, 0]
-    assert news[1][0].startswith("health: entropy of a token 0.001, 0.002: below 0.01 for 2 steps, to step 2 (health.entropy);")
-    assert "lower optim.learning_rate" in news[1][0] and "well again at step 4" in news[3][0]
+    assert news[1][0].startswith("health: entropy of a token 0.001, 0.002: below 0.01 for 2 steps, up to step 2 (health.entropy)")
+    assert "lower optim.learning_rate" in news[1][0] and "has recovered at step 4" in news[3][0]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_the_recipe_says_what_a_broken_rule_leads_to(section: dict[str, Any], en
     assert [one.ends is not None for one in checkups] == [False] * 4 + [ends] * 2
     assert [one.saves for one in checkups] == [False] * 4 + [saves] * 2
     if ends:
-        assert "health.entropy" in str(checkups[4].ends) and "0, 0, 0: below 0.01 for 5 steps, to step 5" in str(checkups[4].ends)
+        assert "health.entropy" in str(checkups[4].ends) and "0: below 0.01 for 5 steps, up to step 5" in str(checkups[4].ends)
 
 
 def test_rules_that_cannot_apply_are_left_out_and_refused(recipe_file: Path) -> None:
@@ -171,7 +172,7 @@ def test_rules_that_cannot_apply_are_left_out_and_refused(recipe_file: Path) -> 
         ("health.clipped={threshold: 0.5}", "health.clipped has no effect when trainer.updates_per_rollout is 1"),
         ("health.entropy={action: ignore, steps: 3}", "health.entropy.steps has no effect when health.entropy.action is ignore"),
         ("health.entropy.treshold=1", "did you mean `threshold`"),
-        ("rollout={refill: 1, ahead: 1}", "rollout.refill asks for further prompts"),
+        ("rollout={refill: 1, ahead: 1}", "rollout.refill draws prompts once"),
     ]:
         with pytest.raises(RecipeError, match=place):
             load_recipe(recipe_file, [override])
@@ -201,7 +202,7 @@ BROKEN = "health={grad_norm: {threshold: 0.0, steps: 3, action: ACTION}}"
 @pytest.mark.fault(49)
 @pytest.mark.parametrize("action", ["stop", "checkpoint_and_stop"])
 def test_a_broken_rule_ends_the_run_where_the_recipe_says(recipe_file: Path, action: str, proof: Proof) -> None:
-    with pytest.raises(DivergedError, match=r"norm of the gradient .* above 0 for 3 steps, to step 3 \(health.grad_norm\)"):
+    with pytest.raises(DivergedError, match=r"norm of the gradient .* above 0 for 3 steps, up to step 3 \(health.grad_norm\)"):
         run(recipe_file, BROKEN.replace("ACTION", action), "run.steps=6")
     directory = recipe_file.parent / "run"
     status, records = read_json(directory / "status.json"), read_jsonl(directory / "metrics.jsonl")

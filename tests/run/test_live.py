@@ -54,7 +54,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         Example(prompt=HOSTILE, completion=HOSTILE, reward=1.0),
         Example(prompt="", completion="日" * 60, reward=None),
     ]
-    view.notice = "finishing step 9, then saving; again: stop now " * 3
+    view.notice = "finishing step 9, then saving; interrupt again to stop now " * 3
     lines = view.lines(width, 24, 35.0, 312.0)
     assert len(lines) == 1 + 4 + 4 + 1 + 4 + 1
     assert all(line.cell_len <= width and "\n" not in line.plain for line in lines)

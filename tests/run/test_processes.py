@@ -193,7 +193,7 @@ def test_a_run_goes_on_in_another_number_of_processes(chain: dict[str, Path], pr
     assert len(read_json(chain["again"] / "provenance.json")) == 3
     for name, stored, run in (("one_more", 2, 1), ("two_again", 1, 2)):
         said = (chain["whole"].parent / f"{name}.out").read_text()
-        assert said.count(f"the checkpoint is of {stored} processes and {run} run: some random states are made anew") == 1
+        assert said.count(f"the checkpoint is of {stored} processes, but {run} run: some random states are new") == 1
     proof("2 processes with shards, then 1, then 2 again: weights within 1e-5 of 2 that went through, same rollouts")
 
 
@@ -480,11 +480,11 @@ def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RewardError) as caught:
         patch.setattr(processes.dist, "all_gather", gone)
-        others.agreed(fails)
+        others.run_all(fails)
     assert not processes.lost(caught.value)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as gone_too:
         patch.setattr(processes.dist, "all_gather", gone)
-        others.agreed(int)
+        others.run_all(int)
     assert processes.lost(gone_too.value)
 
 
@@ -492,7 +492,7 @@ def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
 @pytest.mark.fault(76)
 def test_processes_that_go_different_ways_are_told_apart(recipe: Path, tmp_path: Path, proof: Proof) -> None:
     ended = launch(HERE / "faulty.py", "one_goes_another_way", "train", recipe, "--run-dir", tmp_path / "run", timeout=60)
-    ended_badly(ended, tmp_path / "run", 9, "the processes have gone different ways (process 0 at run/signals.py:")
+    ended_badly(ended, tmp_path / "run", 9, "the processes execute different code (process 0 at run/signals.py:")
     proof("process 1 of 2 leaves out a question that process 0 asks: found at the next one")
 
 
@@ -601,7 +601,7 @@ libc = ctypes.CDLL(None)
 libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)  # as a thread of gloo may do in the tear-down
 atexit.register(print, "put away")
 threading.Thread(target=lambda: (time.sleep(0.5), print("saved"))).start()
-app.app = lambda: (_ for _ in ()).throw(app.UsageError("a mistake"))
+app.app = lambda arguments: (_ for _ in ()).throw(app.UsageError("a mistake"))
 app.main()
 """
 
@@ -657,7 +657,7 @@ def test_processes_of_one_machine_listen_there_only(
     monkeypatch.setattr(processes.dist, "rendezvous", nobody)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": here}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ProcessError, match="did not find the others"):
+    with pytest.raises(ProcessError, match=r"did not find the others within 1 s: nobody there\. If no launcher .* `unset RANK"):
         Processes.open(1)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")

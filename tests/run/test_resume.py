@@ -1,5 +1,6 @@
 """Killed and resumed, a run trains every position once and is the run that was never killed, to the last bit."""
 
+import importlib
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,6 +141,14 @@ def test_killed_in_an_evaluation(kills: Kills, instant: str, proof: Proof) -> No
     outcome = kills(Kill("evaluated", "in an evaluation", instant), re.sub(r"[^A-Za-z0-9._]", "_", instant))
     assert outcome.problem is None, outcome
     proof(f"evaluated each step: exit -9, {outcome.fired}; resumed and equal")
+
+
+def test_every_instant_is_one_of_the_code() -> None:
+    """A kill names the function that it interrupts, which may have moved."""
+    for kill in KILLS:
+        if not kill.instant.startswith("file:"):
+            _, module, function, _ = kill.instant.split(":")
+            assert callable(attrgetter(function)(importlib.import_module(module))), kill
 
 
 @pytest.mark.slow
@@ -317,12 +327,12 @@ def test_prove_resume_says_yes_and_leaves_nothing(
 def test_prove_resume_names_the_first_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recipe = proven(monkeypatch, tmp_path, "import os\n\ndef judge():\n    return os.urandom(1)[0] / 256\n")
     with pytest.raises(
-        CheckpointError, match=r"rollouts/step_000001.parquet, step 1, sample 0, rewards: .*judge.* Two undisturbed"
+        CheckpointError, match=r"rollouts/step_000001.parquet, step 1, sample 0, rewards: .*judge.* If a reward or a GPU kernel"
     ):
         prove.prove_command(recipe, ENGINES["transformers"], None, tmp_path / "mine")
     (left,) = tmp_path.glob("mine.prove-resume-*")
     assert (left / "undisturbed" / "metrics.jsonl").exists() and (left / "killed" / "metrics.jsonl").exists()
-    with pytest.raises(UsageError, match="2 steps or more"):
+    with pytest.raises(UsageError, match=r"--max-steps 1: .* give at least 2"):
         prove.prove_command(recipe, [], 1, None)
 
 
@@ -380,7 +390,7 @@ def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(prove, "time", clock)
     code = f"import os, time; open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     monkeypatch.setattr(prove, "command", lambda *values: [sys.executable, "-c", code])
-    with pytest.raises(CheckpointError, match=r"killed in step 4 of 4 has not come so far in 3 s, .*; see .*killed_1\.log"):
+    with pytest.raises(CheckpointError, match=r"killed in step 4 of 4 did not reach it in 3 s, .*; see .*killed_1\.log"):
         prove.kill(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, 3.0)
     assert not psutil.pid_exists(int(pids.read_text()))
 

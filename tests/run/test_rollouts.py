@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.waiting import HANGS
 
+from rlgen.analysis.pack import size_of
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError
 from rlgen.models.tiny import byte_tokenizer
@@ -308,7 +309,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(whole)
     with pytest.raises(CheckpointError, match=r"step_000004\.parquet cannot be read .* damaged"):
         read_rollouts(tmp_path, 4)
-    with pytest.raises(CheckpointError, match=r"step_000005\.parquet is not there"):
+    path.write_bytes(whole[:-100])  # cut: its metadata, which a report reads, are gone
+    with pytest.raises(CheckpointError, match=r"step_000004\.parquet cannot be read .* damaged"):
+        size_of(path)
+    with pytest.raises(CheckpointError, match=r"step_000005\.parquet does not exist"):
         read_rollouts(tmp_path, 5)
 
 

@@ -13,15 +13,15 @@ from helpers.rollouts import rollout_rows
 from safetensors.torch import load_file
 from torch import Tensor, tensor
 
+from rlgen.analysis.run import read_run
 from rlgen.cli.export import export_command
 from rlgen.files import read_json
-from rlgen.look.run import read_run
-from rlgen.opening.change import with_changes
-from rlgen.opening.evaluation import evaluate_model
-from rlgen.opening.replay import Past, replay
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.run.manifest import check_files
+from rlgen.setup.change import with_changes
+from rlgen.setup.evaluation import evaluate_model
+from rlgen.setup.replay import Past, replay
 
 RECIPE = """\
 run: {name: test, steps: 2}

@@ -21,7 +21,6 @@ from helpers.waiting import HANGS, until
 from rlgen.cli.train import train_command
 from rlgen.errors import RlgenError, UsageError
 from rlgen.files import read_json
-from rlgen.opening import attempt, pair, policy, trainer
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.recipe.fields import moment
@@ -33,6 +32,7 @@ from rlgen.run.console import Console
 from rlgen.run.deadline import LEAST, MARGIN, Deadline
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.run.snapshot import Room
+from rlgen.setup import attempt, pair, policy, trainer
 from rlgen.trainers import loop
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.update import Updater
@@ -239,12 +239,12 @@ def test_a_signal_is_answered_at_once() -> None:
     for step, sampling in ((7, True), (1, True), (0, False)):
         asked(step, sampling)
     assert said == [
-        "finishing step 7, then saving; again: stop now",
+        "finishing step 7, then saving; interrupt again to stop now",
         "stopping now; go on with --resume",
-        "finishing step 7, then saving; again: stop now",
-        "stopping before step 7, then saving; again: stop now",
-        "stopping before step 1: nothing is lost; again: stop now",
-        "stopping before the first step: nothing is lost; again: stop now",
+        "finishing step 7, then saving; interrupt again to stop now",
+        "stopping before step 7, then saving; interrupt again to stop now",
+        "stopping before step 1: nothing is lost; interrupt again to stop now",
+        "stopping before the first step: nothing is lost; interrupt again to stop now",
     ]
 
 
@@ -257,7 +257,7 @@ def test_a_run_knows_where_it_is(recipe_file: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         when(patch, phase, signal.SIGTERM)
         assert train(recipe_file, recipe_file.parent / "run") == 75
-    assert answers == [f"{said} saving; again: stop now"]
+    assert answers == [f"{said} saving; interrupt again to stop now"]
 
 
 class Answering(Console):

@@ -18,8 +18,6 @@ from typer.testing import CliRunner
 
 from rlgen.cli.app import app
 from rlgen.errors import SetupError
-from rlgen.opening.attempt import train
-from rlgen.opening.options import TrainOptions
 from rlgen.recipe.sinks import MlflowSink, TensorboardSink
 from rlgen.run.compare import first_difference
 from rlgen.run.sinks import open as opening
@@ -27,6 +25,8 @@ from rlgen.run.sinks import sink as thread
 from rlgen.run.sinks.base import LONGEST_TEXT, Opening, Table, read_table
 from rlgen.run.sinks.open import Sinks, numbers_of
 from rlgen.run.sinks.sink import ROOM, Sink
+from rlgen.setup.attempt import train
+from rlgen.setup.options import TrainOptions
 
 STEPS = 3
 KINDS = ("trackio", "wandb", "tensorboard", "mlflow")

@@ -2,12 +2,14 @@
 
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import RECIPE
+from helpers.waiting import HANGS
 
 from rlgen.cli.app import run_command
 from rlgen.files import read_json
@@ -210,3 +212,13 @@ def test_redaction_takes_linear_time() -> None:
     for piece in ("eyJ", "api_key: ", "://a", "sk-", "bearer ", "hf_", "password", "a.b-", " ", "authorization: bearer "):
         redacted(piece * (1_000_000 // len(piece)))
     assert time.process_time() - began < 20 and os.environ
+
+
+@pytest.mark.parametrize("before", [(1 << 16) - 20, (1 << 16) - (1 << 13) - 20, (1 << 17) - (1 << 13) - 20])
+def test_a_secret_at_the_edge_of_a_block_is_redacted(before: int) -> None:
+    """The line has no end: what is printed of it is cut, and no cut divides a secret."""
+    secret = "hf_" + "aB3" * 12
+    text = f"{'.' * before} {secret} {'.' * 150_000}"
+    program = [sys.executable, "-c", "from rlgen.worker_pool.printed import main; main(0)"]
+    said = subprocess.run(program, input=text, capture_output=True, text=True, timeout=HANGS).stdout
+    assert said == text.replace(secret, "[redacted]")

@@ -15,7 +15,7 @@ from helpers.samples import completion
 from torch import Tensor
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.base import Facts, Finished, Receipt
+from rlgen.engines.base import EngineInfo, Finished, SyncReport
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
 from rlgen.engines.transformers import TransformersEngine
@@ -25,8 +25,8 @@ from rlgen.models import weights
 from rlgen.models.load import load_model, load_tokenizer
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.weights import checkpoint_tensors
-from rlgen.opening import pair
 from rlgen.sentinel import contract, sync
+from rlgen.setup import pair
 from rlgen.types import Completion, Request, Sampling, one_span
 
 Plant = Callable[[pytest.MonkeyPatch], list[str]]
@@ -54,6 +54,19 @@ def engine_argument(name: str, value: object) -> Plant:
     return plant
 
 
+def sampled_from_all(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engine ignores top-k, and reports log-probs of all ids."""
+    fired: list[str] = []
+    generate = TransformersEngine.generate
+
+    def ignoring(engine: TransformersEngine, requests: Sequence[Request], sampling: Sampling, *rest: Any) -> list[Completion]:
+        fired.append("generate")
+        return generate(engine, requests, replace(sampling, top_k=0), *rest)
+
+    monkeypatch.setattr(TransformersEngine, "generate", ignoring)
+    return fired
+
+
 def sampling_parameter(name: str, value: object) -> Plant:
     """vLLM samples with another parameter."""
 
@@ -79,7 +92,7 @@ def lying(field: str, value: object, plant: Plant) -> Plant:
     def planted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         facts = vllm_compat.facts
 
-        def told(*arguments: Any) -> Facts:
+        def told(*arguments: Any) -> EngineInfo:
             found = facts(*arguments)
             return replace(found, settings=replace(found.settings, **{field: value}))
 
@@ -120,7 +133,7 @@ def received(change: Callable[[Named], Named]) -> Plant:
         fired: list[str] = []
         sync = ColocatedEngine.sync
 
-        def synced(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+        def synced(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
             fired.append("sync")
             return sync(self, change(list(weights)), version, hashed)
 
@@ -174,9 +187,9 @@ def sync_skipped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The engine skips a sync and says so."""
     fired: list[str] = []
 
-    def sync(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+    def sync(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         fired.append("sync")
-        return Receipt(version=-1, received={}, not_loaded=())
+        return SyncReport(version=-1, received={}, not_loaded=())
 
     monkeypatch.setattr(ColocatedEngine, "sync", sync)
     return fired
@@ -273,6 +286,16 @@ def without_last_logp(answer: Completion) -> Completion:
     return replace(answer, logp=answer.logp[:-1]) if answer.finish_reason == "stop" else answer
 
 
+def first_id(number: int) -> Callable[[Completion], Completion]:
+    """An id in place of the first one."""
+    return lambda answer: replace(answer, token_ids=np.array([number, *answer.token_ids[1:]], dtype=np.int32))
+
+
+def first_logp(number: float) -> Callable[[Completion], Completion]:
+    """A log-prob in place of the first one."""
+    return lambda answer: replace(answer, logp=np.array([number, *answer.logp[1:]], dtype=np.float32))
+
+
 def without_logp(answer: Completion) -> Completion:
     return replace(answer, logp=np.full_like(answer.logp, np.nan))
 
@@ -340,7 +363,7 @@ def noisy_after_a_sync(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fired: list[str] = []
     generate, sync = TransformersEngine.generate, TransformersEngine.sync
 
-    def synced(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+    def synced(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         fired.append("sync")
         return sync(self, weights, version, hashed)
 

@@ -18,7 +18,7 @@ from rlgen.processes import Processes
 from rlgen.sentinel.bounds import FLOOR, MOST, MOST_QUANTIZED, POWER, Bounds, Noise, most_for
 from rlgen.sentinel.gap import Gap
 from rlgen.sentinel.probe import TrainerSide
-from rlgen.types import Sample
+from rlgen.types import WHOLE, Distribution, Sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,9 +91,9 @@ def directly(model: Any, samples: list[Sample]) -> Tensor:
 def test_noise_is_the_distance_from_the_same_model_in_a_wider_dtype(name: str, dtype: torch.dtype) -> None:
     """The wider model is computed here by transformers alone, from weights rounded to the dtype."""
     one, samples = side(name, dtype), rows()
-    before = torch.cat(one.logp(samples, 1.0))
-    noise = one.noise(samples, (1.0,))
-    assert noise is not None and torch.equal(torch.cat(one.logp(samples, 1.0)), before), "nothing is left changed"
+    before = torch.cat(one.logp(samples, WHOLE))
+    noise = one.noise(samples, (WHOLE,))
+    assert noise is not None and torch.equal(torch.cat(one.logp(samples, WHOLE)), before), "nothing is left changed"
     model = tiny_model(name)
     if name == "qwen3_moe" and dtype == torch.float32:
         model.set_experts_implementation("eager")
@@ -107,37 +107,40 @@ def test_noise_is_the_distance_from_the_same_model_in_a_wider_dtype(name: str, d
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_other_roundings_of_the_same_model_are_as_far_apart_as_a_wider_dtype(dtype: torch.dtype) -> None:
     one, samples = side("qwen3", dtype), rows()
-    before, wider = torch.cat(one.logp(samples, 1.0)), one.noise(samples, (1.0,))
+    before, wider = torch.cat(one.logp(samples, WHOLE)), one.noise(samples, (WHOLE,))
     found = one.noise_of_roundings(samples, 1.0)
     assert wider is not None and 0.5 * wider.mean < found.mean < 2.5 * wider.mean and found.mean < found.rms < 2 * found.mean
-    assert torch.equal(torch.cat(one.logp(samples, 1.0)), before), "nothing is left changed"
+    assert torch.equal(torch.cat(one.logp(samples, WHOLE)), before), "nothing is left changed"
 
 
 def test_packed_rows_have_the_noise_of_padded_ones() -> None:
     one, samples = side("qwen3", torch.float32), rows()
-    padded = one.noise(samples, (1.0,))
+    padded = one.noise(samples, (WHOLE,))
     assert one.policy.pack(TEXTS) is None
-    packed = one.noise(samples, (1.0,))
+    packed = one.noise(samples, (WHOLE,))
     assert one.policy.packed and padded and packed and packed.mean == pytest.approx(padded.mean, rel=0.5)
 
 
 def test_noise_grows_as_the_temperature_falls_and_the_largest_counts() -> None:
     one, samples = side("qwen3", HALF), rows()
-    at = {temperature: one.noise(samples, (temperature,)) for temperature in (0.5, 1.0)}
+    at = {temperature: one.noise(samples, (Distribution(temperature=temperature),)) for temperature in (0.5, 1.0)}
     assert at[0.5] is not None and at[1.0] is not None
     assert at[0.5].mean == pytest.approx(2 * at[1.0].mean, rel=0.25)
-    assert one.noise(samples, (1.0, 0.5)) == at[0.5]
+    assert one.noise(samples, (WHOLE, Distribution(temperature=0.5))) == at[0.5]
 
 
 def test_an_engine_in_another_dtype_is_what_the_trainer_is_compared_with() -> None:
     samples = rows()
-    half, fine = side("qwen3", torch.float32, HALF).noise(samples, (1.0,)), side("qwen3", torch.float32).noise(samples, (1.0,))
-    eight = side("qwen3", HALF, HALF, FP8).noise(samples, (1.0,))
-    own = side("qwen3", HALF).noise(samples, (1.0,))
+    half, fine = (
+        side("qwen3", torch.float32, HALF).noise(samples, (WHOLE,)),
+        side("qwen3", torch.float32).noise(samples, (WHOLE,)),
+    )
+    eight = side("qwen3", HALF, HALF, FP8).noise(samples, (WHOLE,))
+    own = side("qwen3", HALF).noise(samples, (WHOLE,))
     assert half and fine and eight and own
     assert half.mean > 1000 * fine.mean and 2 * own.mean < eight.mean < 0.1, "8-bit weights round more than bfloat16"
     unknown = replace(side("qwen3", HALF), engine_dtype=None)
-    assert unknown.noise(samples, (1.0,)) is None
+    assert unknown.noise(samples, (WHOLE,)) is None
 
 
 def test_softmax_errors_are_those_of_torch_in_float32() -> None:
@@ -145,12 +148,12 @@ def test_softmax_errors_are_those_of_torch_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(40, 16, generator=generator), 0.7 * torch.randn(60_000, 16, generator=generator)
     ids = torch.randint(60_000, (40,), generator=generator)
-    found = softmax_errors(hidden.double(), weight.double(), ids, (1.0, 0.5))
+    found = softmax_errors(hidden.double(), weight.double(), ids, (WHOLE, Distribution(temperature=0.5)))
     logits = hidden.double() @ weight.double().T
     for k, temperature in enumerate((1.0, 0.5)):
         exact = (logits / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
         assert torch.allclose(found[0, k], exact, atol=1e-12)
         torch_s = (logits / temperature).float().log_softmax(-1).gather(1, ids[:, None])[:, 0].double()
         assert torch.equal(found[1, k], (torch_s - exact).abs())
-    ours = head_scores(hidden, weight, ids, (1.0,)).logp[0].double()
+    ours = head_scores(hidden, weight, ids, (WHOLE,)).logp[0].double()
     assert (ours - found[0, 0]).abs().mean() < 5e-6

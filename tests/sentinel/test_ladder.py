@@ -1,5 +1,6 @@
 """Every fault that the sentinel can name is planted, and named: by the ladder before step 1."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,15 +13,15 @@ from helpers.slow import slow_but
 
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault
-from rlgen.opening.data import open_data
-from rlgen.opening.pair import open_pair
-from rlgen.opening.probe import probe_of, toy_gradient
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.gap import Gap
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.setup.data import open_data
+from rlgen.setup.pair import open_pair
+from rlgen.setup.probe import probe_of, toy_gradient
 from rlgen.types import Completion, Request, Sampling
 
 Proof = Callable[[str], None]
@@ -49,6 +50,14 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "top-p": (p.sampling_parameter("top_p", 0.9), 1, Fault.TRUNCATED_SUPPORT, "top-p 0.9", []),
     "top-k": (p.sampling_parameter("top_k", 50), 1, Fault.TRUNCATED_SUPPORT, "top-k 50", []),
     "min-p": (p.sampling_parameter("min_p", 0.3), 1, Fault.TRUNCATED_SUPPORT, "min-p 0.3", []),
+    "top-p ignored": (
+        p.sampling_parameter("top_p", 1.0),
+        2,
+        Fault.TRUNCATED_SUPPORT,
+        "log-probs of all ids",
+        ["rollout.top_p=0.8"],
+    ),
+    "top-k ignored": (p.sampled_from_all, 2, Fault.TRUNCATED_SUPPORT, "log-probs of all ids", [TRANSFORMERS, "rollout.top_k=40"]),
     "bfloat16 engine": (p.engine_argument("dtype", "bfloat16"), 0, Fault.ENGINE_SETTINGS, "'bfloat16' there", []),
     "bfloat16 engine, denied": (
         p.lying("head_dtype", "float32", p.lying("dtype", "float32", p.engine_argument("dtype", "bfloat16"))),
@@ -62,7 +71,7 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "two stale tensors": (p.loaded(p.stale(DOWN, UP_1)), 3, Fault.STALE_TENSOR, UP_1, []),
     "all weights stale": (p.loaded(p.nothing), 3, Fault.STALE_WEIGHTS, "reached none of its weights", []),
     "old weights not put back": (p.loaded(p.only_once()), 3, Fault.UNEXPLAINED, "other weights than it was sent", []),
-    "sync skipped": (p.sync_skipped, 3, Fault.STALE_WEIGHTS, "version -1 received", []),
+    "sync skipped": (p.sync_skipped, 3, Fault.STALE_WEIGHTS, "received version -1", []),
     "tied head stale": (p.tied_head_stale, 3, Fault.STALE_HEAD, "model.embed_tokens.weight", []),
     "swapped in the engine": (p.loaded(p.swapped(UP_1, UP_2)), 3, Fault.SWAPPED_TENSORS, UP_2, []),
     "swapped on the way": (p.received(p.swapped(UP_1, UP_2)), 3, Fault.SWAPPED_TENSORS, "changed places on the way", []),
@@ -82,14 +91,19 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "last id dropped": (p.each(p.without_last), 0, Fault.DROPPED_STOP_TOKEN, "never learns to stop", [TRANSFORMERS]),
     "last log-prob dropped": (p.each(p.without_last_logp), 0, Fault.MISSING_LOGPROBS, "the stop token too", [TRANSFORMERS]),
     "no log-probs": (p.each(p.without_logp), 0, Fault.MISSING_LOGPROBS, "0 log-probs", [TRANSFORMERS]),
-    "rolled": (p.each(p.rolled), 1, Fault.SHIFTED_LOGPROBS, "one place off", [TRANSFORMERS]),
-    "shifted, last repeated": (p.each(p.last_repeated), 1, Fault.SHIFTED_LOGPROBS, "one place off", [TRANSFORMERS]),
+    "id beyond the vocabulary": (p.each(p.first_id(128_000)), 0, Fault.UNKNOWN_IDS, "the id 128000", [TRANSFORMERS]),
+    "id below 0": (p.each(p.first_id(-1)), 0, Fault.UNKNOWN_IDS, "the id -1", [TRANSFORMERS]),
+    "infinite log-prob": (p.each(p.first_logp(-math.inf)), 0, Fault.MISSING_LOGPROBS, "infinities", [TRANSFORMERS]),
+    "log-prob that is no number": (p.each(p.first_logp(math.nan)), 0, Fault.MISSING_LOGPROBS, "NaN", [TRANSFORMERS]),
+    "log-prob above 0": (p.each(p.first_logp(0.5)), 0, Fault.MISSING_LOGPROBS, "above 0", [TRANSFORMERS]),
+    "rolled": (p.each(p.rolled), 1, Fault.SHIFTED_LOGPROBS, "by one place", [TRANSFORMERS]),
+    "shifted, last repeated": (p.each(p.last_repeated), 1, Fault.SHIFTED_LOGPROBS, "by one place", [TRANSFORMERS]),
     "flattened": (p.answers(p.flattened), 0, Fault.FLATTENED_COMPLETIONS, "list of tokens", [TRANSFORMERS]),
-    "duplicated": (p.answers(p.duplicated), 0, Fault.MISSING_PROMPT, "6 completions were asked for, 7 came", [TRANSFORMERS]),
-    "dropped": (p.answers(p.dropped), 0, Fault.MISSING_PROMPT, "6 completions were asked for, 5 came", [TRANSFORMERS]),
+    "duplicated": (p.answers(p.duplicated), 0, Fault.MISSING_PROMPT, "6 completions were requested and 7", [TRANSFORMERS]),
+    "dropped": (p.answers(p.dropped), 0, Fault.MISSING_PROMPT, "6 completions were requested and 5", [TRANSFORMERS]),
     "replaced": (p.answers(p.replaced), 0, Fault.MISSING_PROMPT, "no answer to their prompt", [TRANSFORMERS]),
     "interleaved": (p.answers(p.interleaved), 0, Fault.COMPLETION_ORDER, "another order", [TRANSFORMERS]),
-    "relabelled": (p.answers(p.relabelled), 1, Fault.COMPLETION_ORDER, "under other prompts", [TRANSFORMERS]),
+    "relabelled": (p.answers(p.relabelled), 1, Fault.COMPLETION_ORDER, "prompts that they were not sampled for", [TRANSFORMERS]),
     "log-probs exchanged": (p.answers(p.exchanged_logp), 1, Fault.COMPLETION_ORDER, "of the same length", [TRANSFORMERS]),
     "batch dependence": (p.answers(p.noisy_alone), 5, Fault.BATCH_DEPENDENCE, "alone", [TRANSFORMERS]),
     "unexplained": (p.noisy_after_a_sync, 3, Fault.UNEXPLAINED, "other weights than it was sent", [TRANSFORMERS]),
@@ -166,7 +180,7 @@ def test_greedy_is_compared_at_temperature_1(recipe_file: Path) -> None:
     rungs = ladder(recipe_file, [TRANSFORMERS], greedy=True)
     assert [rung.number for rung in rungs] == list(range(7))
     assert {rung.verdict for rung in rungs} == {Verdict.OK, Verdict.NOT_NEEDED}
-    assert rungs[2].verdict is Verdict.OK and "at temperature 1" in rungs[2].sentence
+    assert rungs[2].verdict is Verdict.OK and "the same distribution: temperature 1" in rungs[2].sentence
     assert rungs[2].power is not None and rungs[2].power > 1  # were the choice reported as a sure one, with log-probs of 0
 
 

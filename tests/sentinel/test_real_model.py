@@ -13,14 +13,14 @@ from test_ladder import LONG, PLANTED, TRANSFORMERS, WARM
 
 from rlgen.cli.train import train_command
 from rlgen.metrics import Metric
-from rlgen.opening.data import open_data
-from rlgen.opening.pair import open_pair
-from rlgen.opening.probe import probe_of, toy_gradient
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.bounds import POWER
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.setup.data import open_data
+from rlgen.setup.pair import open_pair
+from rlgen.setup.probe import probe_of, toy_gradient
 
 pytestmark = pytest.mark.real
 
@@ -118,7 +118,7 @@ def test_rows_of_a_thousand_tokens_are_healthy(recipe: Path, dtype: str) -> None
     source.write_text(
         '{"question": "Write a very long story about a lighthouse, at least two thousand words.", "answer": "1"}\n' * 2
     )
-    overrides = [*long, told, f"data.source={source}", "data.options=null", "sentinel.on_drift=stop"]
+    overrides = [*long, told, f"data.source={source}", "sentinel.on_drift=stop"]
     train_command(recipe, overrides, False, False, None, recipe.parent / "run")
     [record] = read_jsonl(recipe.parent / "run" / "metrics.jsonl")
     print(record[Metric.SAMPLER_DELTA_MEAN], record[Metric.SAMPLER_DELTA_MAX], record[Metric.TOKENS_GENERATED])

@@ -18,18 +18,18 @@ from torch import Tensor
 from rlgen.cli.app import run_command
 from rlgen.cli.train import train_command
 from rlgen.engines import vllm_compat
-from rlgen.engines.base import Finished, Receipt
+from rlgen.engines.base import Finished, SyncReport
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
 from rlgen.files import read_json
-from rlgen.opening import trainer
 from rlgen.processes import Processes
 from rlgen.run.compare import first_difference
 from rlgen.sentinel.bounds import MOST, Bounds, Noise
 from rlgen.sentinel.gap import Gap
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.watch import Watch
-from rlgen.types import Completion, Request, Sample, Samples, Sampling, Span, one_span
+from rlgen.setup import trainer
+from rlgen.types import WHOLE, Completion, Distribution, Request, Sample, Samples, Sampling, Span, one_span
 
 Proof = Callable[[str], None]
 
@@ -132,7 +132,7 @@ def rollouts_of_older_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rollout of version 2 is sampled with weights of version 0, and named version 2."""
     generate, sync, seen = TransformersEngine.generate, TransformersEngine.sync, {}
 
-    def remember(engine: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> Receipt:
+    def remember(engine: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         seen.setdefault(0, {name: value.clone() for name, value in engine._model.state_dict().items()})
         return sync(engine, weights, version, hashed)
 
@@ -163,12 +163,12 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
     "a tensor is lost": (a_tensor_that_is_lost, 2, Fault.INCOMPLETE_SYNC, "model.norm.weight", []),
     "a tensor loses bits": (a_tensor_cut_to_bfloat16, 2, Fault.STALE_TENSOR, "received bfloat16", []),
     "the head goes stale": (a_stale_head, 2, Fault.DRIFT, "batch of step 2", []),
-    "sleep drops buffers": (buffers_that_do_not_come_back, 2, Fault.DRIFT, "not even on weights", []),
+    "sleep drops buffers": (buffers_that_do_not_come_back, 2, Fault.DRIFT, "not even after the weights were sent", []),
     "older rollouts, told": (
         in_rollouts(older, 2),
         3,
         Fault.STALE_ROLLOUTS,
-        "version 0, the trainer holds version 2",
+        "version 0, but the trainer holds version 2",
         [TRANSFORMERS],
     ),
     "older rollouts": (
@@ -179,8 +179,14 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
         [TRANSFORMERS],
     ),
     "log-probs stop": (in_rollouts(lambda _, a: p.without_logp(a), 1), 2, Fault.MISSING_LOGPROBS, "0 log-probs", [TRANSFORMERS]),
-    "log-probs shift": (in_rollouts(lambda _, a: p.rolled(a), 1), 2, Fault.SHIFTED_LOGPROBS, "one place off", [TRANSFORMERS]),
-    "noise": (in_rollouts(lambda _, a: p.noisy(a), 1, probes_too=True), 2, Fault.DRIFT, "not even on weights", [TRANSFORMERS]),
+    "log-probs shift": (in_rollouts(lambda _, a: p.rolled(a), 1), 2, Fault.SHIFTED_LOGPROBS, "by one place", [TRANSFORMERS]),
+    "noise": (
+        in_rollouts(lambda _, a: p.noisy(a), 1, probes_too=True),
+        2,
+        Fault.DRIFT,
+        "not even after the weights were sent",
+        [TRANSFORMERS],
+    ),
 }
 
 
@@ -263,14 +269,14 @@ def test_what_is_under_way_ends_before_new_samples_are_compared() -> None:
     """Sampled ahead, the engine is still at the next step's prompts when a batch is found to have drifted."""
     calls: list[str] = []
     probe: Any = SimpleNamespace(
-        sampling=SimpleNamespace(logp_temperature=1.0),
+        whole=WHOLE,
         sample=lambda *values: calls.append("sample"),
         trainer=SimpleNamespace(gap=lambda *values: None),
         bounds=SimpleNamespace(hold=lambda gap: True, mean_delta=1e-5),
         version=3,
     )
     watch = Watch(
-        probe=probe, on_drift="stop", sleeps=False, probe_every=None, rest=lambda: calls.append("rest"), say=calls.append
+        probe=probe, on_drift="stop", sleeps=False, probe_every=None, drain=lambda: calls.append("rest"), say=calls.append
     )
     fault, _ = watch.look_again(probe, Gap(max_delta=0.5, mean_delta=0.1, rms_delta=0.5))
     assert fault is Fault.STALE_ROLLOUTS and calls == ["rest", "sample"]
@@ -287,22 +293,23 @@ def test_a_gap_that_rounding_has_come_to_explain_is_no_drift(
     gap = Gap(max_delta=4e-4, mean_delta=4e-5, rms_delta=8e-5)
     looked: list[int] = []
 
-    def noise(samples: Sequence[Sample], temperatures: tuple[float, ...]) -> Noise:
+    def noise(samples: Sequence[Sample], distributions: Sequence[Distribution]) -> Noise:
         looked.append(len(samples))
         return Noise(mean=grown * opened.mean, rms=grown * opened.rms)
 
-    def of_roundings(samples: Sequence[Sample], temperature: float) -> Noise:
+    def of_roundings(samples: Sequence[Sample], distribution: Distribution) -> Noise:
         return Noise(mean=closely * opened.mean, rms=closely * opened.rms)
 
     side: Any = SimpleNamespace(processes=Processes.alone(), noise=noise, noise_of_roundings=of_roundings)
     monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda *_: None)
     probe = probe_of_nothing(side, given=None, noise=opened)
-    watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, rest=lambda: None, say=said.append)
+    watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, drain=lambda: None, say=said.append)
     rows = [make_sample(group_id=row) for row in range(20)]
-    assert watch.drifted(gap, lambda: rows, 3, "batch of step 3") is found and looked == [8]
+    assert watch.drifted(gap, lambda: rows, WHOLE, 3, "batch of step 3") is found and looked == [8]
     assert bool(said) is found and (not found or "mean |Δ log-prob| is 4e-05 nats, the bound is 3e-05" in said[0])
     within = Gap(max_delta=1.0, mean_delta=2.9e-5, rms_delta=5.9e-5)
-    assert not watch.drifted(within, lambda: rows, 4, "batch of step 4") and looked == [8], "nothing is measured without need"
+    assert not watch.drifted(within, lambda: rows, WHOLE, 4, "batch of step 4")
+    assert looked == [8], "nothing is measured without need"
 
 
 def probe_of_nothing(side: Any, given: Bounds | None, noise: Noise | None) -> Probe:
@@ -340,7 +347,7 @@ def test_of_a_row_of_several_versions_the_tokens_of_present_weights_are_compared
     monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda trainer, samples, *rest: looked.extend(samples))
     side: Any = SimpleNamespace(processes=Processes.alone())
     probe = probe_of_nothing(side, given=Bounds(max_delta=1e-4), noise=None)
-    watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, rest=lambda: None, say=said.append)
+    watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, drain=lambda: None, say=said.append)
     assert watch(Samples.of(rows), theirs, 3) is found
     assert watch(Samples.of(rows), theirs, 4) is None, "nothing was sampled by version 3"
     if found:

@@ -18,6 +18,8 @@ from tool_files import Scripted
 from tool_templates import FAMILIES, tokenizer_of
 from transformers import AutoTokenizer
 
+from rlgen.analysis.pack import Chunk
+from rlgen.analysis.rows import Query, find, read_rows
 from rlgen.cli.export import export_command
 from rlgen.cli.files import unfilled_parameters
 from rlgen.cli.replay import replay_command
@@ -26,10 +28,7 @@ from rlgen.cli.train import train_command
 from rlgen.data.source import load_rows
 from rlgen.data.suffix import Suffixes
 from rlgen.errors import RecipeError, SetupError, ToolError, UsageError
-from rlgen.look.pack import Chunk
-from rlgen.look.rows import Query, find, read_rows
 from rlgen.models.tiny import CHAT_TEMPLATE
-from rlgen.opening import data
 from rlgen.recipe import load_recipe
 from rlgen.recipe.models import DataRecipe, EnvironmentRecipe, ScoringRecipe
 from rlgen.rewards.builtin import environment
@@ -38,10 +37,11 @@ from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.observed import observed
 from rlgen.rollout.read import read_rollouts
 from rlgen.rollout.sample import rollout, sample_seed
-from rlgen.tools.arena import Arena, open_arena
+from rlgen.setup import data
+from rlgen.tools.arena import EnvPool, open_arena
 from rlgen.tools.examples import Calculator, Grid, GuessNumber
 from rlgen.types import Prompt, Sampling, ids_of, whole_conversation
-from rlgen.workers.failures import Failed
+from rlgen.worker_pool.failures import Failed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CODE = """
@@ -102,12 +102,12 @@ class Nothing:
 
 
 @pytest.fixture
-def arenas(tmp_path: Path) -> Iterator[Callable[..., Arena]]:
+def arenas(tmp_path: Path) -> Iterator[Callable[..., EnvPool]]:
     """Opens environments of CODE, in one process each."""
     file, opened = tmp_path / "world.py", []
     file.write_text(textwrap.dedent(CODE))
 
-    def make(name: str = "Echo", timeout: float = HANGS, **settings: Any) -> Arena:
+    def make(name: str = "Echo", timeout: float = HANGS, **settings: Any) -> EnvPool:
         use = name if name.islower() else f"{file}:{name}"
         recipe = EnvironmentRecipe(use=use, timeout=timeout, **settings)
         opened.append(open_arena(recipe, ScoringRecipe(workers=settings.pop("workers", 1))))
@@ -121,7 +121,7 @@ def arenas(tmp_path: Path) -> Iterator[Callable[..., Arena]]:
 class Answers:
     """What came for each conversation, and a wait for it."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: EnvPool) -> None:
         self.arena, self.changed = arena, threading.Condition()
         self.came: dict[str, Any] = {}
 
@@ -151,7 +151,7 @@ def answer(text: str, reward: float, done: bool = False) -> dict[str, Any]:
     return {"text": text, "characters": len(text), "reward": reward, "done": done}
 
 
-def test_each_conversation_has_a_state_of_its_own(arenas: Callable[..., Arena]) -> None:
+def test_each_conversation_has_a_state_of_its_own(arenas: Callable[..., EnvPool]) -> None:
     for name in ("Echo", "Later"):
         asked = Answers(arenas(name, args={"gives": 0.5}))
         one, other = asked.begin("one", "a", begin="#"), asked.begin("other", "b")
@@ -166,7 +166,7 @@ def test_each_conversation_has_a_state_of_its_own(arenas: Callable[..., Arena]) 
         assert asked.of("other") == answer("?2:e", 0.5)
 
 
-def test_a_slow_one_holds_up_only_its_own_conversation(arenas: Callable[..., Arena]) -> None:
+def test_a_slow_one_holds_up_only_its_own_conversation(arenas: Callable[..., EnvPool]) -> None:
     asked, came = Answers(arenas()), []
     began = time.monotonic()
     for place in range(8):
@@ -178,7 +178,7 @@ def test_a_slow_one_holds_up_only_its_own_conversation(arenas: Callable[..., Are
 
 
 @pytest.mark.parametrize("how", ["sleep", "spin"])
-def test_one_that_hangs_ends_its_conversation_and_no_other(arenas: Callable[..., Arena], how: str) -> None:
+def test_one_that_hangs_ends_its_conversation_and_no_other(arenas: Callable[..., EnvPool], how: str) -> None:
     asked = Answers(arenas(timeout=0.5))
     other = asked.begin("other", "a")
     assert asked.of("other") == answer("?1:a", 0.25)
@@ -198,7 +198,7 @@ def test_one_that_hangs_ends_its_conversation_and_no_other(arenas: Callable[...,
     assert (pool.lost, pool.killed) == (1, 0)
 
 
-def test_what_fails_says_why(arenas: Callable[..., Arena]) -> None:
+def test_what_fails_says_why(arenas: Callable[..., EnvPool]) -> None:
     asked = Answers(arenas())
     other = asked.begin("other", "a")
     asked.of("other")
@@ -216,17 +216,17 @@ def test_what_fails_says_why(arenas: Callable[..., Arena]) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "text"),
     [
-        ("Nothing", {}, "no class with a method `step`"),
+        ("Nothing", {}, "not a class with a method `step`"),
         ("Nowhere", {}, "has no function"),
         ("Echo", {"give": 1}, "no parameter `give`"),
     ],
 )
-def test_what_is_no_environment_is_refused(arenas: Callable[..., Arena], name: str, args: dict[str, Any], text: str) -> None:
+def test_what_is_no_environment_is_refused(arenas: Callable[..., EnvPool], name: str, args: dict[str, Any], text: str) -> None:
     with pytest.raises(ToolError, match=text):
         arenas(name, args=args)
 
 
-def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., Arena], tmp_path: Path) -> None:
+def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., EnvPool], tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     file.write_text("".join(json.dumps({"q": q, "answer": a}) + "\n" for q, a in (("1+1", 2), (chat, 3))))
@@ -242,10 +242,10 @@ def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., Arena]
     assert [row["q"] for row in plain.rows] == ["1+1", chat] and plain.columns == ("q", "answer", "seed")
 
 
-def test_what_begins_otherwise_each_time_is_refused(arenas: Callable[..., Arena]) -> None:
+def test_what_begins_otherwise_each_time_is_refused(arenas: Callable[..., EnvPool]) -> None:
     asked = Answers(arenas("Changing"))
     asked.arena.begin(0, {"prompt": "p", "seed": 1}, "1", "hello", asked.done("one"))
-    assert "completions of one prompt must begin alike; take what is random from `seed`" in asked.of("one").message
+    assert "completions of one prompt must begin alike; derive all randomness from `seed`" in asked.of("one").message
 
 
 def test_guess_number() -> None:
@@ -286,14 +286,14 @@ def test_calculator() -> None:
     assert one.step("9**9**9?") == ("error", 0.0, True)
 
 
-def turns_of(arena: Arena, **settings: Any) -> tuple[EnvironmentTurns, Any]:
+def turns_of(arena: EnvPool, **settings: Any) -> tuple[EnvironmentTurns, Any]:
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     suffixes = Suffixes.open(tokenizer, DataRecipe(source="x"), (), [end], **settings)
     return EnvironmentTurns.of(arena, suffixes, tokenizer, "prompt"), tokenizer
 
 
-def talked(arena: Arena, said: list[str], max_turns: int = 8, tokens: int = 4000, **settings: Any) -> tuple[Any, Any, Any]:
+def talked(arena: EnvPool, said: list[str], max_turns: int = 8, tokens: int = 4000, **settings: Any) -> tuple[Any, Any, Any]:
     """A conversation in which the model says what is given: the sample, its messages, and the tokenizer."""
     turns, tokenizer = turns_of(arena, **settings)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -312,7 +312,7 @@ def talked(arena: Arena, said: list[str], max_turns: int = 8, tokens: int = 4000
     return sample, whole_conversation(sample.messages, sample.completion), tokenizer
 
 
-def test_ids_are_those_of_the_template_and_masks_those_of_the_model(arenas: Callable[..., Arena]) -> None:
+def test_ids_are_those_of_the_template_and_masks_those_of_the_model(arenas: Callable[..., EnvPool]) -> None:
     for role in ("user", "tool"):
         said = ["a", "<|im_start|>", "end"]
         sample, messages, tokenizer = talked(arenas(role=role), said, role=role)
@@ -337,7 +337,7 @@ def test_ids_are_those_of_the_template_and_masks_those_of_the_model(arenas: Call
         assert np.array_equal(np.isnan(sample.sampler_logp), ~sample.loss_mask)
 
 
-def test_the_last_turn_is_judged_too(arenas: Callable[..., Arena]) -> None:
+def test_the_last_turn_is_judged_too(arenas: Callable[..., EnvPool]) -> None:
     sample, messages, _ = talked(arenas(), ["a", "b"], max_turns=2)
     assert sample.finish_reason == "length" and sample.counts == {"steps": 2, "unanswered": 1}
     assert messages[-2:] == [
@@ -349,20 +349,20 @@ def test_the_last_turn_is_judged_too(arenas: Callable[..., Arena]) -> None:
     assert sample.finish_reason == "stop" and environment(messages) == 0.5
 
 
-def test_a_long_observation_is_cut(arenas: Callable[..., Arena]) -> None:
+def test_a_long_observation_is_cut(arenas: Callable[..., EnvPool]) -> None:
     sample, messages, _ = talked(arenas(max_output_tokens=40), ["x" * 100, "end"])
     assert sample.counts == {"steps": 2, "cut": 1}
     assert messages[1]["content"].startswith("?1:xxx") and messages[1]["content"].endswith("more characters]")
 
 
-def test_a_failed_conversation_has_no_reward(arenas: Callable[..., Arena]) -> None:
+def test_a_failed_conversation_has_no_reward(arenas: Callable[..., EnvPool]) -> None:
     sample, messages, _ = talked(arenas(), ["a", "raise"])
     assert sample.counts == {"steps": 2, "raised": 1} and messages[-2] == {"role": "assistant", "content": "raise"}
     with pytest.raises(RuntimeError, match="error: ValueError: no"):
         environment(messages)
 
 
-def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., Arena]) -> None:
+def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., EnvPool]) -> None:
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '' if loop.last or m.role != 'assistant' else '! ' }}{{ m.content }}"
@@ -372,7 +372,7 @@ def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., Arena])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     with pytest.raises(
         SetupError,
-        match=r"environment: the chat template of .* changes what came before \(plain\) once the environment has answered",
+        match=r"environment: the chat template of .* changes an earlier turn \(plain\) once the environment has answered",
     ):
         Suffixes.open(tokenizer, DataRecipe(source="x"), (), [end], "user")
 
@@ -474,12 +474,12 @@ def test_a_run_is_resumed_replayed_and_exported(recipe: Path, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("environment=null", "the reward environment adds up what an environment gives, and there is none"),
-        ("rewards=[{use: length, args: {target: 6}}]", "environment: no reward says what becomes of its rewards"),
-        ("tools=[{use: 'world.py:f'}]", "environment and tools: each of them answers the turns of the model"),
+        ("environment=null", "the reward environment adds up the rewards of an environment, but there is none"),
+        ("rewards=[{use: length, args: {target: 6}}]", "environment: no entry of rewards uses its rewards"),
+        ("tools=[{use: 'world.py:f'}]", "environment and tools both answer the turns of the model"),
         ("data.chat=false", "the prompts of a task are texts; set data.chat to true"),
         ("environment.use=guess_numbr", "did you mean `guess_number`?"),
-        ("environment.use=world", "is no built-in environment, file.py:function or pkg.mod:function"),
+        ("environment.use=world", "is not a built-in environment, file.py:function or pkg.mod:function"),
     ],
 )
 def test_what_contradicts_itself_is_refused(tmp_path: Path, change: str, text: str) -> None:

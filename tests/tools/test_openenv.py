@@ -11,8 +11,8 @@ from aiohttp import web
 from helpers.waiting import HANGS
 
 from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe
-from rlgen.tools.arena import Arena, open_arena
-from rlgen.workers.failures import Failed
+from rlgen.tools.arena import EnvPool, open_arena
+from rlgen.worker_pool.failures import Failed
 
 
 class Server:
@@ -71,7 +71,7 @@ def server() -> Iterator[Server]:
     thread.join()
 
 
-def opened(url: str, **args: Any) -> Arena:
+def opened(url: str, **args: Any) -> EnvPool:
     settings = EnvironmentRecipe(use="openenv", args={"url": url, **args}, timeout=HANGS)
     return open_arena(settings, ScoringRecipe(workers=1))
 

@@ -13,7 +13,7 @@ from rlgen.errors import SetupError
 from rlgen.recipe.models import DataRecipe
 from rlgen.rollout.conversations import Dialogue, turn_seed
 from rlgen.rollout.sample import rollout, sample_seed
-from rlgen.rollout.turns import Reply, Talk
+from rlgen.rollout.turns import ConversationState, Reply
 from rlgen.types import Completion, Prompt, Sampling, ids_of, logp_of, one_span
 
 __all__ = ["boxes"]
@@ -62,12 +62,12 @@ def test_a_long_answer_is_cut_with_a_mark() -> None:
     ("template", "text"),
     [
         (QWEN25.replace("m.role == 'tool'", "m.role == 'never'"), "it does not show what a tool answers"),
-        (QWEN25.replace("(m.content or '')", "(m.content.split('</think>')[-1] or '')"), "leaves out what the model thought"),
+        (QWEN25.replace("(m.content or '')", "(m.content.split('</think>')[-1] or '')"), "leaves out the thinking of the model"),
         (
             QWEN25.replace(
                 "'<|im_start|>assistant\n' + (m.content", "'<|im_start|>assistant\n' + ('' if not loop.last else m.content"
             ),
-            r"changes what came before \(call\) once a tool has answered: .*rlgensaid",
+            r"changes an earlier turn \(call\) once a tool has answered: .*rlgensaid",
         ),
         (QWEN25.replace("m.role == 'tool'", "m.role == 'tool' and raise_exception('no tools')"), "TemplateError: no tools"),
         (QWEN25.replace("<|im_end|>", "<end>"), r"no stop token \(<\|im_end\|>, <\|endoftext\|>\) stands between"),
@@ -119,7 +119,7 @@ def test_tools_that_misbehave_are_answered_bounded_masked_and_counted(boxes: Any
     box = boxes({"use": "breaks", "max_output_tokens": 200}, "add", memory_gib=0.5)
     turns = turns_of(box, tokenizer, ["<|im_end|>"])
 
-    def said(*calls: str) -> Talk:
+    def said(*calls: str) -> ConversationState:
         text = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
         ids = ids_of([*tokenizer(text).input_ids, end])
         answer = Completion(
@@ -130,7 +130,7 @@ def test_tools_that_misbehave_are_answered_bounded_masked_and_counted(boxes: Any
             prompt_ids=ids_of([1]),
         )
         prompt = Prompt(position=0, row=0, text="", prompt_ids=ids_of([1]), columns={})
-        return Talk(conversation=0, prompt=prompt, sample_index=0, turn=0, completion=answer, last=False)
+        return ConversationState(conversation=0, prompt=prompt, sample_index=0, turn=0, completion=answer, last=False)
 
     def replied(room: int, *calls: str) -> Reply:
         from queue import SimpleQueue

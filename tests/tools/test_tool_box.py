@@ -12,9 +12,9 @@ from tool_files import boxes, turns_of
 from tool_templates import FAMILIES, tokenizer_of
 
 from rlgen.errors import ToolError
-from rlgen.opening.inputs import in_words
+from rlgen.setup.inputs import in_words
 from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
-from rlgen.workers import pool, process
+from rlgen.worker_pool import pool, process
 
 __all__ = ["boxes"]
 Boxes = Callable[..., ToolBox]
@@ -73,7 +73,7 @@ def test_the_model_is_told_types_and_docstrings(boxes: Boxes) -> None:
         ('def f(x):\n    """F."""\n', {}, "parameter `x` has no type"),
         ('def f(*x: int):\n    """F."""\n', {}, r"`\*x: int` has none"),
         ('def f(x: int):\n    """F."""\n', {"args": {"y": 1}}, "has no parameter `y`"),
-        ('class C: pass\ndef f(x: C):\n    """F."""\n', {}, "none that JSON has"),
+        ('class C: pass\ndef f(x: C):\n    """F."""\n', {}, "JSON has no type for"),
         ('def f(x: "Nowhere"):\n    """F."""\n', {}, "cannot be resolved"),
         ('def g(x: int):\n    """F."""\n', {}, "has no function `f`; did you mean|there are g"),
         ("import nowhere_at_all\n", {}, "No module named 'nowhere_at_all'"),

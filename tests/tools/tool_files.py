@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlgen.data.suffix import Suffixes
-from rlgen.engines.further import Further
+from rlgen.engines.further import FollowUpQueue
 from rlgen.recipe.models import DataRecipe, ScoringRecipe, ToolRecipe
 from rlgen.rollout.tools import ToolTurns
 from rlgen.tools.box import ToolBox, open_tools
@@ -91,7 +91,7 @@ class Scripted:
         self.asked: list[Request] = []
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, finished: Any = None, further: Further | None = None
+        self, requests: Sequence[Request], sampling: Sampling, finished: Any = None, further: FollowUpQueue | None = None
     ) -> list[Completion]:
         answers: list[Completion] = []
         todo = list(requests)

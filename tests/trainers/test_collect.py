@@ -9,7 +9,7 @@ import pytest
 from helpers.samples import completion
 from helpers.waiting import until
 
-from rlgen.engines.base import Facts, Finished, Settings
+from rlgen.engines.base import EngineInfo, Finished, Settings
 from rlgen.errors import Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import EngineShare, Processes
@@ -78,7 +78,7 @@ def scorer(tmp_path: Path) -> Iterator[Scorer]:
 
 def collector(engine: Engine, scorer: Scorer, folder: Path, elsewhere: bool) -> Collector:
     settings = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-    facts = Facts(
+    facts = EngineInfo(
         engine="e 1", plan="p", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None
     )
     alone, prompts, early = Processes.alone(), Prompts(), EarlyScoring(scorer)

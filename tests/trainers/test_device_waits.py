@@ -18,7 +18,7 @@ from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
-from rlgen.types import Samples
+from rlgen.types import WHOLE, Samples
 
 ROWS, UPDATES = 16, 2
 # Operations for which the program waits on a GPU: a number is read, or decides how large a result is.
@@ -72,7 +72,7 @@ def waits(algorithm: Algorithm, budget: int, monkeypatch: pytest.MonkeyPatch) ->
         algorithm=algorithm,
         weights={"reward": 1.0},
         reference=reference,
-        temperature=1.0,
+        distribution=WHOLE,
         budget=budget,
         packed=policy.packed,
     )
@@ -84,7 +84,7 @@ def waits(algorithm: Algorithm, budget: int, monkeypatch: pytest.MonkeyPatch) ->
         algorithm=algorithm,
         updates=UPDATES,
         max_grad_norm=1.0,
-        temperature=1.0,
+        distribution=WHOLE,
         max_tokens=8,
         watch=None,
         less_memory=lambda phase: [],

@@ -27,7 +27,7 @@ from rlgen.trainers.exact import ExactSum
 from rlgen.trainers.groups import Groups, provisional_totals
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
-from rlgen.types import Sample, Samples
+from rlgen.types import WHOLE, Sample, Samples
 
 GROUPS, SIZE, LONGEST, BUDGET = 5, 4, 14, 60
 ONE = Processes.alone()
@@ -77,7 +77,7 @@ def samples() -> tuple[Sample, ...]:
                 reward_errors={},
             )
         )
-    logp = score(Policy(models()[0], torch.float32, fp32_head=True), rows, 1.0, 10_000, ONE)  # type: ignore[arg-type]
+    logp = score(Policy(models()[0], torch.float32, fp32_head=True), rows, WHOLE, 10_000, ONE)  # type: ignore[arg-type]
     noise = [0.2 * torch.randn(len(one), generator=torch.Generator().manual_seed(7)) for one in logp]
     return tuple(replace(row, sampler_logp=(one + off).numpy()) for row, one, off in zip(rows, logp, noise, strict=True))
 
@@ -101,7 +101,7 @@ def trained(algorithm: Algorithm, order: Sequence[int] | None) -> tuple[dict[str
         algorithm=algorithm,
         weights={"reward": 1.0},
         reference=None if algorithm.reference == "none" else reference,
-        temperature=1.0,
+        distribution=WHOLE,
         budget=BUDGET,
     )
     update = Updater(
@@ -112,7 +112,7 @@ def trained(algorithm: Algorithm, order: Sequence[int] | None) -> tuple[dict[str
         algorithm=algorithm,
         updates=1,
         max_grad_norm=math.inf,
-        temperature=1.0,
+        distribution=WHOLE,
         max_tokens=LONGEST,
         watch=None,
         less_memory=lambda phase: [],
@@ -204,7 +204,7 @@ def test_a_group_whose_rewards_have_changed_is_noticed() -> None:
     changed = replace(held, reward=held.reward + 1)
     table = RowTable.gather(changed, ONE)
     algorithm = build_algorithm(GRPORecipe())
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SentinelError, match="group 3 was trained on with other"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SentinelError, match="group 3 was trained with other"):
         patch.setattr(RowTable, "gather", lambda *given: table if len(given[0]) == len(held) else gather(*given))
         trained(algorithm, (0,))
 

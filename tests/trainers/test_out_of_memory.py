@@ -14,10 +14,10 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import EngineError, SetupError
 from rlgen.files import read_json
 from rlgen.models.policy import Policy
-from rlgen.opening import largest
-from rlgen.opening.policy import build_reference
 from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
+from rlgen.setup import largest
+from rlgen.setup.policy import build_reference
 from rlgen.trainers import update as update_module
 from rlgen.trainers.update import Updater
 

@@ -3,6 +3,7 @@
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +18,16 @@ from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.files import read_json
 from rlgen.models.policy import Policy, PolicyScores
-from rlgen.opening import trainer
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.snapshot import Room
+from rlgen.setup import trainer
 from rlgen.trainers import loop, update
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
-from rlgen.types import Batch
+from rlgen.types import Batch, Distribution
 
 KINDS = ["grpo", "rloo", "online_dpo"]
 ENGINES = ["colocated", "transformers"]
@@ -47,14 +48,14 @@ class Forwards:
         self.started = False
         forward = Policy.forward
 
-        def counted(policy: Policy, batch: Batch, temperatures: tuple[float, ...], *entropy: Any) -> PolicyScores:
+        def counted(policy: Policy, batch: Batch, distributions: Sequence[Distribution], *entropy: Any) -> PolicyScores:
             if self.started:
                 frozen = not any(p.requires_grad for p in policy.parameters())
                 self.tokens["reference" if frozen else "policy"] += int(batch.mask.sum())
                 if not frozen:
                     for row, start, mask in zip(batch.input_ids, batch.prompt_lengths, batch.mask, strict=True):
                         self.rows.append(tuple(row[: int(start) + int(mask.sum())].tolist()))
-            return forward(policy, batch, temperatures, *entropy)
+            return forward(policy, batch, distributions, *entropy)
 
         monkeypatch.setattr(Policy, "forward", counted)
         record_attempt = trainer.record_attempt

@@ -19,13 +19,12 @@ from helpers.samples import completion
 from helpers.waiting import until
 from safetensors.torch import load_file
 
+from rlgen.analysis.run import read_run
 from rlgen.cli.train import train_command
-from rlgen.engines.base import Facts, Finished, Settings
-from rlgen.engines.further import Further
+from rlgen.engines.base import EngineInfo, Finished, Settings
+from rlgen.engines.further import FollowUpQueue
 from rlgen.errors import EngineError, RewardError, RlgenError, SentinelError, Stopped
-from rlgen.look.run import read_run
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.opening.replay import Past, replay
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RewardRecipe, RolloutRecipe, ScoringRecipe
 from rlgen.rewards.early import EarlyScoring
@@ -36,6 +35,7 @@ from rlgen.rollout.table import RowTable
 from rlgen.run.clock import Clock
 from rlgen.run.compare import first_difference
 from rlgen.run.signals import StopNow, StopRequest
+from rlgen.setup.replay import Past, replay
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.stream import Stream
 from rlgen.trainers.update import Updater
@@ -55,10 +55,12 @@ Events = list[str]
 class Engine:
     """Answers each request with its place, in the order of places, and calls `before` with each place; hears of `further`."""
 
-    def __init__(self, events: Events, before: Callable[[int, Further], None]) -> None:
+    def __init__(self, events: Events, before: Callable[[int, FollowUpQueue], None]) -> None:
         self.events, self.before = events, before
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished, further: Further) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, finished: Finished, further: FollowUpQueue
+    ) -> list[Completion]:
         answers = []
         self.events.append(f"begin in {threading.current_thread().name}")
         try:
@@ -118,7 +120,7 @@ def open_collector(tmp_path: Path) -> Iterator[Callable[..., Collector]]:
         (tmp_path / "rewards.py").write_text(REWARD.format(fails=fails))
         scorers.append(open_scorer([RewardRecipe(use=f"{tmp_path}/rewards.py:f")], set(), 20, ScoringRecipe(workers=1)))
         settings = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-        facts = Facts(
+        facts = EngineInfo(
             engine="e", plan="p", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None
         )
         alone, early, prompts = Processes.alone(), EarlyScoring(scorers[-1]), Prompts()
@@ -164,7 +166,7 @@ def open_collector(tmp_path: Path) -> Iterator[Callable[..., Collector]]:
 def test_complete_groups_are_trained_on_while_others_are_sampled(open_collector: Callable[..., Collector]) -> None:
     events: Events = []
 
-    def before(place: int, further: Further) -> None:
+    def before(place: int, further: FollowUpQueue) -> None:
         if place == 4:  # the first of the third group: not before two groups were trained on
             until(lambda: "trained 1" in events)
 
@@ -182,7 +184,7 @@ def test_complete_groups_are_trained_on_while_others_are_sampled(open_collector:
 def test_a_group_that_waits_is_left(open_collector: Callable[..., Collector]) -> None:
     events: Events = []
 
-    def before(place: int, further: Further) -> None:
+    def before(place: int, further: FollowUpQueue) -> None:
         if place == 4:
             until(lambda: "trained 1" in events)
 
@@ -195,7 +197,7 @@ def test_a_group_that_waits_is_left(open_collector: Callable[..., Collector]) ->
 def test_no_group_is_trained_on_before_its_last_completion(open_collector: Callable[..., Collector]) -> None:
     events: Events = []
 
-    def before(place: int, further: Further) -> None:
+    def before(place: int, further: FollowUpQueue) -> None:
         if place == 3:
             until(lambda: "trained 0" in events)
             time.sleep(0.1)
@@ -209,7 +211,7 @@ def test_no_group_is_trained_on_before_its_last_completion(open_collector: Calla
 def test_an_error_in_mid_stream_ends_sampling_and_leaves_nothing(open_collector: Callable[..., Collector], what: str) -> None:
     events: Events = []
 
-    def before(place: int, further: Further) -> None:
+    def before(place: int, further: FollowUpQueue) -> None:
         if place == 4 and what != "reward":
             until(lambda: "trained 0" in events or any(event.startswith("train 0") for event in events))
             if what == "engine":
@@ -373,7 +375,7 @@ def test_what_is_wrong_in_mid_stream_moves_no_weight(recipe: Path, monkeypatch: 
 
 
 def test_it_is_refused_where_engine_and_trainer_share_a_gpu_or_several_processes_run() -> None:
-    from rlgen.opening.trainer import build_stream
+    from rlgen.setup.trainer import build_stream
 
     def pair(world: int, device: str, elsewhere: bool) -> Any:
         processes = SimpleNamespace(world=world, device=torch.device(device))

@@ -1,4 +1,4 @@
-"""What a tracker is told, and what it must be able to do. Needs neither torch nor the library of a tracker."""
+"""Defines the records that a tracker gets, and its methods. Needs neither torch nor the library of a tracker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ Numbers = Mapping[str, float | int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What a tracker is told at the start. Opening(name="demo", folder="runs/demo/sinks", id=None, step=0, config={…})"""
+    """The first record that a tracker gets. Opening(name="demo", folder="runs/demo/sinks", id=None, step=0, config={…})"""
 
     name: str  # of the run in the tracker
     folder: str  # in the run's folder, for files of trackers
-    id: str | None  # that an earlier attempt of the run got from the tracker; None: there was none
-    step: int  # after which this attempt goes on
+    id: str | None  # given by the tracker to an earlier attempt of the run; None: there was none
+    step: int  # after which this attempt starts
     config: dict[str, Any]  # {"recipe": …, "provenance": …}
 
 
@@ -40,7 +40,7 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str:
-        """Returns what the tracker needs to go on with this run."""
+        """Returns what the tracker needs to resume this run."""
         ...
 
     def metrics(self, step: int, numbers: Numbers) -> None:

@@ -67,7 +67,7 @@ def open_sinks(recipe: Recipe, directory: RunDirectory, step: int, say: Callable
     """Returns the sinks of a run, to be entered. Call it in the main process, when provenance.json has this attempt.
 
     Args:
-        step: after which this attempt goes on.
+        step: after which this attempt starts.
         say: receives warnings.
     """
     if not recipe.sinks:

@@ -23,12 +23,12 @@ ROOM = 1000  # records that may wait
 ANSWER = 120.0  # seconds that the library may take for one record, or for its start
 # The process has the trainer's sys.path; -P keeps the working directory out of it, where a folder `wandb` may be.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlgen.run.sinks.worker import main; main()"
-# What the libraries would tell their makers is off, and so is what they print. No sink needs a GPU.
+# Turns off the telemetry of the libraries. No sink needs a GPU.
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "WANDB_ERROR_REPORTING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder as store: MLflow wants to be asked for it
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder as store, which MLflow accepts only if this is set
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
     "CUDA_VISIBLE_DEVICES": "",
@@ -72,7 +72,7 @@ class Sink:
             self._records.append(record)
             self._changed.notify()
         if full and self.dropped == 1:
-            self.warn("is slower than the run: the oldest tables of samples are not sent, and then the oldest metrics")
+            self.warn("is slower than the run: the oldest tables of samples are dropped, then the oldest metrics")
 
     def wait(self, seconds: float) -> None:
         """Waits for the tracker to have what was queued, at most `seconds`, and ends its process."""
@@ -83,14 +83,14 @@ class Sink:
             with self._changed:
                 self.off, process = True, self._process
                 self._changed.notify()
-            self.warn("has not sent everything, and is not waited for any longer: look at the connection to the tracker")
+            self.warn("has not sent everything in time, and the run no longer waits: check the connection to the tracker")
             if process is not None:
                 kill(process)
         if self.dropped:
             logging.getLogger("rlgen").warning("sink %s: %d records were not sent", self.kind, self.dropped)
 
     def warn(self, what: str) -> None:
-        """Says what happened, in the console and in the log."""
+        """Prints a warning to the console and writes it to the log."""
         said = redacted(f"warning: sink {self.kind} {what}; metrics.jsonl and rollouts/ have everything")
         logging.getLogger("rlgen").warning(said)
         self.say(said)
@@ -162,9 +162,9 @@ def read_line(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, A
         selector.register(process.stdout, selectors.EVENT_READ)
         while not text.endswith(b"\n"):
             if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise SinkFailed(f"its library has not answered for {seconds:g} s: look at the connection to the tracker")
+                raise SinkFailed(f"its library has not answered for {seconds:g} s: check the connection to the tracker")
             if not (part := os.read(process.stdout.fileno(), 1 << 16)):
-                raise SinkFailed("its process has died: look for missing memory")
+                raise SinkFailed("its process has died, perhaps because memory ran out")
             text += part
     answer: dict[str, Any] = json.loads(text)
     return answer

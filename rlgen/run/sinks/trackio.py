@@ -1,4 +1,4 @@
-"""trackio. Its functions never raise: what failed is a Python warning, which becomes an error here."""
+"""trackio. Its functions never raise: they report failures as Python warnings, which become errors here."""
 
 import html
 import warnings
@@ -30,11 +30,12 @@ class TrackioTracker:
         )
         if opening.id not in (None, self.id):
             raise RuntimeError(
-                f"project {sink.project} has a newer run called {opening.name}, which is not this one; give it another `name`"
+                f"project {sink.project} has a newer run called {opening.name}, which is not this one; set another `name` for"
+                " this sink"
             )
 
     def _heard(self, message: Warning | str, category: type[Warning], *_: Any) -> None:
-        """Notes a warning of trackio; deprecations are none of its failures."""
+        """Notes a warning of trackio. Deprecations do not count as failures."""
         if issubclass(category, UserWarning):
             self.failures.append(str(message))
 
@@ -60,7 +61,7 @@ class TrackioTracker:
         self._raise()
 
     def end(self, state: str, exit_code: int) -> None:
-        """Tells the state as an alert, because a run of trackio has none, and sends what waits."""
+        """Reports the state as an alert, because a run of trackio has no state, and sends what is queued."""
         self.run.alert(title=state, text=f"exit code {exit_code}", level=LEVELS[state])
         self.run.finish()
         self._raise()

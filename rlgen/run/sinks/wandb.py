@@ -41,7 +41,7 @@ class WandbTracker:
         self.run.log({"step": step, "samples": wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])})
 
     def end(self, state: str, exit_code: int) -> None:
-        """Writes the state into the summary, sends what waits, and ends the service process of wandb."""
+        """Writes the state into the summary, sends what is queued, and ends the service process of wandb."""
         self.run.summary["state"] = state
         self.run.finish(exit_code=exit_code)
         wandb.teardown(exit_code)

@@ -1,7 +1,7 @@
 """Runs one tracker in a process of its own: takes orders from standard input, one JSON object a line, and answers each.
 
-The library is imported here. It has no part in the memory, the locks, the signals, the environment and the screen of the run, and
-can be killed when it hangs.
+The library is imported only here. So it shares neither memory, locks, signals, environment nor screen with the run, and can be
+killed when it hangs.
 """
 
 import json
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from rlgen.recipe.sinks import MlflowSink, SinkRecipe, TensorboardSink, TrackioSink
 from rlgen.run.sinks.base import Opening, Tracker, read_table
 
-INTERRUPTED = 70  # exit code that a tracker is told if the run was killed
+INTERRUPTED = 70  # exit code that a tracker gets if the run was killed
 
 
 def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
@@ -39,7 +39,7 @@ def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
 
 
 def carry_out(tracker: Tracker, order: dict[str, Any]) -> None:
-    """Does what an order says."""
+    """Carries out an order."""
     match order["what"]:
         case "metrics":
             tracker.metrics(order["step"], order["numbers"])
@@ -52,8 +52,9 @@ def carry_out(tracker: Tracker, order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Opens a tracker by the first line of standard input, and carries out the others, until the order to end or the end of the
-    input: then the run was killed.
+    """Opens a tracker by the first line of standard input, and carries out the other lines, up to the order to end.
+
+    If the input ends without that order, the run was killed.
     """
     orders = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)

@@ -1,0 +1,205 @@
+"""Loads an algorithm that the user writes: `trainer: {use: "mine.py:MyAlgorithm", args: {...}}`.
+
+The class is called with the `trainer` section of the recipe, and has the members of `Algorithm`. `PolicyGradient` has all of them
+but three:
+
+    class Reinforce(PolicyGradient):
+        divides_by = "sequences"
+
+        def advantages(self, scores):
+            centred = group_advantages(scores.rewards, scores.group_ids, "none")
+            return Signal.of_policy(centred, without_signal(scores.rewards, scores.group_ids), scores, self.recipe)
+
+        def loss(self, x):
+            token_BT = -x.weight * x.advantages[:, None].to(x.policy_logp) * select(x.mask, x.policy_logp)
+            return select(x.mask, token_BT).sum() / max(x.totals.sequences, 1), {}
+
+When it is loaded, it is tried on random rows. An algorithm is refused if its loss or gradient depends on the split into
+micro-batches, differs when it is computed again, or comes from tokens outside the mask.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from rlgen.algorithms.base import Algorithm, Denominator, Scores, Signal
+from rlgen.errors import CodeError, RlgenError
+from rlgen.losses.correction import Correction
+from rlgen.losses.inputs import LossInputs, Stats, Totals
+from rlgen.recipe.trainers import OwnRecipe
+from rlgen.worker_pool.failures import described, user_line
+from rlgen.worker_pool.find import find
+from rlgen.worker_pool.source import Trade
+
+ALGORITHM = Trade("trainer.use", "algorithm", CodeError)
+MEMBERS = [name for name in vars(Algorithm) if not name.startswith("_")]
+ROWS, TOKENS = 6, 5  # of the trial, in groups of two
+CLOSE = 1e-9  # relative distance of two gradients in float64 that rounding explains
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAlgorithm:
+    """A user's algorithm. Errors in its code name the user's line."""
+
+    use: str
+    sha256: str | None  # of the user's code
+    algorithm: Algorithm
+
+    @classmethod
+    def load(cls, recipe: OwnRecipe) -> "OwnAlgorithm":
+        """Imports the class, calls it with `recipe`, and tries its loss.
+
+        Raises:
+            CodeError: it cannot be imported, lacks a member of `Algorithm`, or its loss fails the trial.
+        """
+        made, sha256 = find(recipe.use, ALGORITHM)
+        algorithm = called(recipe.use, "it", lambda: made(recipe))
+        if missing := [name for name in MEMBERS if not hasattr(algorithm, name)]:
+            hint = "derive the class from rlgen.algorithms.base.PolicyGradient, which has all but advantages, loss and divides_by"
+            raise CodeError(f"trainer.use: {recipe.use} lacks {', '.join(missing)}; {hint}")
+        if algorithm.divides_by not in get_args(Denominator):
+            counts = ", ".join(get_args(Denominator))
+            raise CodeError(f"trainer.use: {recipe.use}.divides_by is {algorithm.divides_by!r}; set it to one of {counts}")
+        own = cls(recipe.use, sha256, algorithm)
+        own.tried()
+        return own
+
+    @property
+    def reference(self) -> Literal["none", "reward", "loss"]:
+        return self.algorithm.reference
+
+    @property
+    def correction(self) -> Correction:
+        return self.algorithm.correction
+
+    @property
+    def loss_temperature(self) -> float | None:
+        return self.algorithm.loss_temperature
+
+    @property
+    def top_entropy(self) -> float:
+        return self.algorithm.top_entropy
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return self.algorithm.entropy_gradient
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        return self.algorithm.learns_without_advantage
+
+    @property
+    def divides_by(self) -> Denominator:
+        return self.algorithm.divides_by
+
+    def advantages(self, scores: Scores) -> Signal:
+        """Returns the user's signal. Raises CodeError if the code fails, or returns other than a `Signal` of all rows."""
+        signal = called(self.use, "advantages", lambda: self.algorithm.advantages(scores))
+        rows = scores.rewards.shape
+        if not isinstance(signal, Signal) or signal.advantages.shape != rows or not signal.advantages.isfinite().all():
+            raise CodeError(f"trainer.use: {self.use}.advantages must return a Signal with a finite advantage for each row")
+        return signal
+
+    def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
+        """Returns the user's loss and stats. Raises CodeError if the code fails, or returns other than a scalar and a dict."""
+        found = called(self.use, "loss", lambda: self.algorithm.loss(x))
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor) and found[0].ndim == 0):
+            raise CodeError(f"trainer.use: {self.use}.loss must return a scalar tensor and a dict of stats")
+        return found
+
+    def tried(self) -> None:
+        """Tries the loss on random rows: whole, whole again, and in two micro-batches. Raises CodeError with the numbers."""
+        window = trial_window(self)
+        value, gradient = gradient_of(self, window, range(ROWS))
+        again, same = gradient_of(self, window, range(ROWS))
+        first = 2 if (window.pair_id >= 0).any() else 3  # a group may be split, a pair may not
+        parts = [gradient_of(self, window, rows) for rows in (range(first), range(first, ROWS))]
+        size = gradient.norm().clamp(min=1e-30)
+        split = torch.cat([part for _, part in parts])
+        distance, apart = ((split - gradient).norm() / size).item(), abs(sum(part for part, _ in parts) - value)
+        outside = gradient[~window.mask].abs().max().item()
+        why = None
+        if not gradient.isfinite().all() or outside:
+            why = f"its gradient is {outside:.3g} outside of the mask; pass log-probs through rlgen.losses.masking.select"
+        elif not gradient.any():
+            why = "its gradient is zero; the loss must be differentiable in x.policy_logp"
+        elif value != again or not torch.equal(gradient, same):
+            why = f"computed twice it differs: {value:.9g} and {again:.9g}; remove what is random, or remembers earlier calls"
+        elif not (distance <= CLOSE and apart <= CLOSE * max(1.0, abs(value))):
+            why = (
+                f"it depends on the split: the gradient of {ROWS} rows differs by {distance:.3g} of its norm in two"
+                f" micro-batches, and the loss by {apart:.3g}; divide by a count of x.totals, never by one of the micro-batch"
+            )
+        if why is not None:
+            raise CodeError(f"trainer.use: {self.use}.loss was tried on random rows: {why}")
+
+
+def called(use: str, what: str, function: Callable[[], Found]) -> Found:
+    """Calls the user's code. Raises CodeError with the user's line if it fails."""
+    try:
+        return function()
+    except RlgenError:
+        raise
+    except torch.OutOfMemoryError:  # not the user's mistake: the caller says what helps
+        raise
+    except Exception as error:  # user code may raise anything
+        where = use if what == "it" else f"{use}.{what}"
+        raise CodeError(f"trainer.use: {where} raised {described(error)} {user_line(error, use.rpartition(':')[0])}") from error
+
+
+def trial_window(algorithm: Algorithm) -> LossInputs:
+    """Returns random rows in float64, three groups of two, with NaN outside of the mask."""
+    draw = torch.Generator().manual_seed(0)
+
+    def near(values: Tensor) -> Tensor:
+        return values + 0.1 * torch.randn(values.shape, generator=draw, dtype=torch.float64)
+
+    groups, lengths = torch.arange(ROWS) // 2, 1 + torch.arange(ROWS) % TOKENS
+    mask = torch.arange(TOKENS)[None] < lengths[:, None]
+    rewards = torch.randn(ROWS, generator=draw, dtype=torch.float64)
+    signal = algorithm.advantages(
+        Scores(
+            rewards=rewards,
+            columns=rewards[:, None],
+            column_weights=torch.ones(1, dtype=torch.float64),
+            group_ids=groups,
+            sample_index=torch.arange(ROWS) % 2,
+            truncated=torch.zeros(ROWS, dtype=torch.bool),
+            kl=rewards.abs() if algorithm.reference == "reward" else None,
+        )
+    )
+    old = -torch.rand(ROWS, TOKENS, generator=draw, dtype=torch.float64) - 0.1
+    inputs: dict[str, Any] = {"policy_logp": near(old), "old_logp": old, "sampler_logp": near(old), "entropy": -old}
+    inputs["ref_logp"] = near(old) if algorithm.reference == "loss" else old
+    inputs = {name: values.masked_fill(~mask, torch.nan) for name, values in inputs.items()}
+    if algorithm.reference != "loss":
+        inputs["ref_logp"] = None
+    tokens = int(mask.sum())
+    return LossInputs(
+        **inputs,
+        mask=mask,
+        kept=mask,
+        advantages=signal.advantages,
+        weight=near(torch.ones(ROWS, TOKENS, dtype=torch.float64)).masked_fill(~mask, 1.0),
+        group_tokens=lengths.view(-1, 2).sum(1).repeat_interleave(2),
+        pair_id=signal.pair_id,
+        totals=Totals(sequences=ROWS, tokens=tokens, kept=tokens, prompts=ROWS // 2, pairs=int((signal.pair_id >= 0).sum()) // 2),
+        max_tokens=TOKENS,
+        epoch=0.0,
+    )
+
+
+def gradient_of(algorithm: Algorithm, window: LossInputs, rows: Sequence[int]) -> tuple[float, Tensor]:
+    """Returns the loss of these rows of the window, and its gradient [rows, TOKENS] in their log-probs."""
+    index = torch.tensor(rows)
+    taken: dict[str, Any] = {
+        one.name: value[index] for one in fields(LossInputs) if isinstance(value := getattr(window, one.name), Tensor)
+    }
+    logp = taken["policy_logp"].requires_grad_()
+    loss, _ = algorithm.loss(replace(window, **taken))
+    gradient = torch.autograd.grad(loss, logp, allow_unused=True)[0] if loss.requires_grad else None
+    return loss.item(), torch.zeros_like(logp) if gradient is None else gradient

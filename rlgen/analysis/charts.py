@@ -1,0 +1,222 @@
+"""The curves of a run: which metrics are drawn together, in which order. A metric that no chart names gets one of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rlgen.analysis.run import Record, Run, number
+from rlgen.metrics import Family, Metric
+
+MOST_POINTS = 2000  # of a curve; of a longer run every n-th step is drawn
+SPEED = "tokens per second"  # derived from two metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve. `low` and `high` are its band, if it has one."""
+
+    label: str
+    values: Sequence[float | None]
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One chart. Its lines have a value for each place of `x`."""
+
+    group: str
+    title: str
+    unit: str
+    what: str  # one sentence
+    x: Sequence[float]
+    lines: Sequence[Line]
+    axis: str = "step"  # what `x` counts
+    log: bool = False  # logarithmic axis
+    stacked: bool = False  # areas that add up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Metrics that share a chart, by their labels."""
+
+    group: str
+    title: str
+    keys: Mapping[str, str]  # label -> key of metrics.jsonl
+    band: tuple[str, str] | None = None  # keys of the lower and upper edge of the first line's band
+    spread: str | None = None  # or the key of its half width
+    log: bool = False
+    stacked: bool = False
+
+
+PHASES = {  # of a step, as the report names them
+    "sample": Metric.TIME_GENERATE,
+    "reward": Metric.TIME_REWARD,
+    "train": Metric.TIME_TRAIN,
+    "sync": Metric.TIME_SYNC,
+    "save": Metric.TIME_SAVE,
+    "evaluate": Metric.TIME_EVAL,
+}
+PLANS = (
+    Plan(group="Learning", title="Reward", keys={"mean": Metric.REWARD_MEAN}, spread=Metric.REWARD_STD),
+    Plan(group="Learning", title="Loss", keys={"loss": Metric.LOSS}),
+    Plan(group="Learning", title="Gradient norm", keys={"norm": Metric.GRAD_NORM}),
+    Plan(group="Learning", title="Groups of equal rewards", keys={"share": Metric.GROUPS_ZERO_STD}),
+    Plan(group="Learning", title="Preference accuracy", keys={"share": Metric.DPO_ACCURACY}),
+    Plan(group="Learning", title="Preference margin", keys={"margin": Metric.DPO_MARGIN}),
+    Plan(
+        group="Stability",
+        title="Completion length",
+        keys={"mean": Metric.COMPLETIONS_MEAN_TOKENS},
+        band=(Metric.COMPLETIONS_MIN_TOKENS, Metric.COMPLETIONS_MAX_TOKENS),
+    ),
+    Plan(group="Stability", title="Truncated completions", keys={"share": Metric.COMPLETIONS_TRUNCATED}),
+    Plan(group="Stability", title="Entropy", keys={"entropy": Metric.ENTROPY}),
+    Plan(group="Stability", title="KL to the reference", keys={"k1": Metric.KL_REF_K1, "k3": Metric.KL_REF_K3}),
+    Plan(group="Stability", title="Clipped ratios", keys={"share": Metric.CLIP_REGION, "cispo": Metric.CISPO_CLIPPED}),
+    Plan(
+        group="Agreement of engine and trainer",
+        title="Difference of log-probs",
+        keys={"mean": Metric.SAMPLER_DELTA_MEAN, "99.9 %": Metric.SAMPLER_DELTA_P999, "largest": Metric.SAMPLER_DELTA_MAX},
+        log=True,
+    ),
+    Plan(group="Agreement of engine and trainer", title="KL of engine and trainer", keys={"k3": Metric.SAMPLER_KL}, log=True),
+    Plan(
+        group="Agreement of engine and trainer",
+        title="Importance weight",
+        keys={"mean": Metric.IS_WEIGHT_MEAN},
+        band=(Metric.IS_WEIGHT_MIN, Metric.IS_WEIGHT_MAX),
+    ),
+    Plan(
+        group="Agreement of engine and trainer",
+        title="Effective share of the samples",
+        keys={"tokens": Metric.IS_ESS_RAW, "completions": Metric.IS_ESS_SEQ},
+    ),
+    Plan(group="Throughput", title="Speed", keys={"sampled": SPEED}),
+    Plan(
+        group="Throughput",
+        title="Tokens of a step",
+        keys={"sampled": Metric.TOKENS_GENERATED, "trained": Metric.TOKENS_TRAINED, "padding": Metric.TOKENS_PADDING},
+    ),
+    Plan(
+        group="Throughput",
+        title="Time of a step",
+        keys=PHASES,
+        stacked=True,
+    ),
+)
+EDGES = ("_low", "_high")  # of the interval of an evaluation: `eval/reward/mean_low`
+SIZES = (Metric.EVAL_PROMPTS,)  # how much is evaluated, which never changes
+UNDRAWN = frozenset([Metric.STEP, Metric.TIME_STEP, Metric.REWARD_STD, Metric.WEIGHTS_VERSION, Metric.CLIP_LOW, Metric.CLIP_HIGH])
+
+
+def charts_of(run: Run) -> list[Chart]:
+    """Returns the charts of a run: evaluations first, then those of `PLANS` that were measured, then all other metrics."""
+    rows = thinned(run.metrics)
+    rows = [{**row, SPEED: speed(row)} for row in rows]
+    planned = [chart for plan in plans(rows) if (chart := drawn(plan, rows)) is not None]
+    return [*evaluation_charts(run.evaluations), *planned, *other_charts(rows)]
+
+
+T = TypeVar("T")
+
+
+def thinned(records: Sequence[T]) -> Sequence[T]:
+    """Returns at most about `MOST_POINTS` of the records, evenly spaced, with the last."""
+    every = -(-len(records) // MOST_POINTS)
+    return records if every <= 1 else [record for place, record in enumerate(reversed(records)) if place % every == 0][::-1]
+
+
+def speed(row: Record) -> float | None:
+    """Returns the tokens that were sampled per second of a step."""
+    tokens, seconds = number(row, Metric.TOKENS_GENERATED), number(row, Metric.TIME_STEP)
+    return tokens / seconds if tokens is not None and seconds else None
+
+
+def plans(rows: Sequence[Record]) -> list[Plan]:
+    """Returns `PLANS`, with one more if there are several rewards."""
+    names = {key.split("/")[1]: key for row in rows for key in Family.REWARD_MEAN.keys(row)}
+    by_name = Plan(group="Learning", title="Rewards by name", keys=names)
+    return [*PLANS[:1], *([by_name] if len(names) > 1 else []), *PLANS[1:]]
+
+
+def drawn(plan: Plan, rows: Sequence[Record]) -> Chart | None:
+    """Returns the chart of a plan; None if no step has measured any of its metrics."""
+    lines: list[Line] = []
+    for label, key in plan.keys.items():
+        values = [number(row, key) for row in rows]
+        if any(value is not None for value in values):
+            low, high = band(plan, rows, values) if not lines else (None, None)
+            lines.append(Line(label=label, values=values, low=low, high=high))
+    if not lines:
+        return None
+    known: Metric | None = next((metric for metric in Metric if metric in plan.keys.values()), None)
+    return Chart(
+        group=plan.group,
+        title=plan.title,
+        unit=known.unit if known else "tokens/s" if SPEED in plan.keys.values() else "reward",
+        what=known.what if known else "",
+        x=[row[Metric.STEP] for row in rows],
+        lines=lines,
+        log=plan.log,
+        stacked=plan.stacked,
+    )
+
+
+Values = Sequence[float | None]
+
+
+def band(plan: Plan, rows: Sequence[Record], values: Values) -> tuple[Values | None, Values | None]:
+    """Returns the edges of the band around a line."""
+    if plan.band is not None:
+        low, high = ([number(row, key) for row in rows] for key in plan.band)
+        return low, high
+    if plan.spread is None:
+        return None, None
+    spread = [number(row, plan.spread) for row in rows]
+    pairs = list(zip(values, spread, strict=True))
+    return (
+        [None if value is None or width is None else value - width for value, width in pairs],
+        [None if value is None or width is None else value + width for value, width in pairs],
+    )
+
+
+def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
+    """Returns one chart for each value of the evaluations: those with intervals first, and no count of failures that stayed 0."""
+    keys = dict.fromkeys(key for row in evaluations for key in row)
+    values = [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
+    failures = {Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(keys)}
+    charts = []
+    for key in values:
+        if all(number(row, key) is None for row in evaluations):
+            continue
+        if key in failures and not any(number(row, key) for row in evaluations):
+            continue
+        low, high = ([number(row, key + edge) for row in evaluations] for edge in EDGES)
+        has_band = any(edge is not None for edge in low)
+        line = Line(
+            label="evaluation",
+            values=[number(row, key) for row in evaluations],
+            low=low if has_band else None,
+            high=high if has_band else None,
+        )
+        steps = [row[Metric.STEP] for row in evaluations]
+        charts.append(Chart(group="Evaluation", title=key.removeprefix("eval/"), unit="", what="", x=steps, lines=[line]))
+    return sorted(charts, key=lambda chart: chart.lines[0].low is None)
+
+
+def other_charts(rows: Sequence[Record]) -> list[Chart]:
+    """Returns a chart for each number that no plan names, so that a new metric is seen without a change here."""
+    named = {key for plan in plans(rows) for key in (*plan.keys.values(), *(plan.band or ()), plan.spread)} | UNDRAWN
+    keys = dict.fromkeys(key for row in rows for key in row if key not in named and not key.startswith(("health/", "eval/")))
+    glossary = {str(metric): metric for metric in Metric}
+    charts = []
+    for key in keys:
+        values = [None if isinstance(row.get(key), bool) else number(row, key) for row in rows]
+        if len({value for value in values if value is not None}) > 1:  # a number that never moves tells nothing
+            unit, what = (glossary[key].unit, glossary[key].what) if key in glossary else ("", "")
+            steps = [row[Metric.STEP] for row in rows]
+            charts.append(
+                Chart(group="Other metrics", title=key, unit=unit, what=what, x=steps, lines=[Line(label=key, values=values)])
+            )
+    return charts

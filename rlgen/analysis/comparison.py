@@ -1,0 +1,247 @@
+"""Compares runs: what differs in their recipes, how far a metric is apart at their ends, and what limits the verdict."""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from rlgen.analysis.aligned import By, Series, measured, metric_chart
+from rlgen.analysis.charts import Chart
+from rlgen.analysis.groups import ABSENT, Group, differences_of, groups_of, shown_of_group
+from rlgen.analysis.interval import LEAST, Interval, block_size, of_difference, of_mean, of_series
+from rlgen.analysis.run import Run
+from rlgen.errors import UsageError
+from rlgen.metrics import Metric
+
+# Metrics of which more is better; for all others the verdict only has the word "higher".
+BETTER = re.compile(r"(eval/)?reward/(.+/)?mean|eval/(pass|avg)@\d+|dpo/accuracy")
+LISTED = 5  # names of metrics that a message shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """How far two groups are apart."""
+
+    difference: float | None = None  # None: one of them has measured nothing there
+    interval: Interval | None = None
+    method: Literal["Welch's t over seeds", "block bootstrap over steps"] | None = None
+    basis: str  # what the interval rests on, or why there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The mean of a metric in one group minus that in another, over the last quarter of the steps that both have."""
+
+    left: str  # letter of a group
+    right: str
+    metric: str
+    steps: Sequence[int]  # the last quarter
+    estimate: Estimate
+
+    @property
+    def place(self) -> str:
+        """Returns the steps in words."""
+        return f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no step"
+
+    @property
+    def higher(self) -> str | None:
+        """Returns the group whose metric is higher; None if the interval holds 0, or if there is none."""
+        interval = self.estimate.interval
+        if interval is None or interval.low <= 0 <= interval.high:
+            return None
+        return self.left if interval.value > 0 else self.right
+
+    @property
+    def sentence(self) -> str:
+        """Returns the verdict: "A is better than B by 0.12 (0.05 to 0.19)"."""
+        difference, interval = self.estimate.difference, self.estimate.interval
+        if difference is None:
+            return f"{self.left} and {self.right} cannot be compared"
+        if interval is None:
+            return f"no verdict: {self.left} minus {self.right} is {difference:.3g}"
+        if self.higher is None:
+            return f"no difference can be seen: {self.left} minus {self.right} is {interval}"
+        word = "better" if BETTER.fullmatch(self.metric) else "higher"
+        if self.higher == self.left:
+            return f"{self.left} is {word} than {self.right} by {interval}"
+        return f"{self.right} is {word} than {self.left} by {Interval(-interval.value, -interval.high, -interval.low)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The result of a comparison, without the curves of further metrics."""
+
+    names: Mapping[Run, str]  # of all runs, in the order in which they are given
+    groups: Sequence[Group]
+    differences: Mapping[str, Mapping[Run, Any]]  # key of the recipe -> value in each run that has it
+    metric: str
+    chart: Chart  # of the metric
+    ends: Mapping[str, Interval | float | None]  # letter of a group -> mean over the last quarter of its steps; see `end_of`
+    verdicts: Sequence[Verdict]  # of each group against the first
+    notes: Sequence[str]
+
+    def row_of(self, group: Group) -> tuple[str, str, str, str]:
+        """Returns what stands in the table of groups: names, seeds, steps, and the mean of the metric."""
+        steps = dict.fromkeys(str(run.metrics[-1][Metric.STEP]) if run.metrics else "0" for run in group.runs)
+        end = self.ends[group.letter]
+        return (
+            ", ".join(self.names[run] for run in group.runs),
+            ", ".join(map(str, group.seeds)),
+            ", ".join(steps),
+            ABSENT if end is None else f"{end:.3g}" if isinstance(end, float) else str(end),
+        )
+
+    @property
+    def differing(self) -> list[list[str]]:
+        """Returns what stands in the table of differences: each key with its value in each group, as text.
+
+        The seeds, which the table of groups shows too, are no difference if every group has the same.
+        """
+        rows = [[key, *(shown_of_group(of_runs, group) for group in self.groups)] for key, of_runs in self.differences.items()]
+        return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
+    """Compares two runs or more.
+
+    Raises:
+        UsageError: none of the runs has measured the metric, although there are steps; or there are too many recipes.
+    """
+    check(runs, metric)
+    groups = groups_of(runs)
+    names = names_of(runs)
+    first, *others = groups
+    verdicts = [verdict(first, other, metric) for other in others]
+    return Comparison(
+        names=names,
+        groups=groups,
+        differences=differences_of(runs),
+        metric=metric,
+        chart=metric_chart(groups, metric, by),
+        ends={group.letter: end_of(group, metric) for group in groups},
+        verdicts=verdicts,
+        notes=[*(note for run in runs for note in notes_of(run, names[run], metric)), *notes_of_all(runs, groups, verdicts)],
+    )
+
+
+def check(runs: Sequence[Run], metric: str) -> None:
+    """Raises UsageError if no run has a finite number of that name, although there are metrics."""
+    records = [record for run in runs for record in (*run.metrics, *run.evaluations)]
+    keys = sorted({key for record in records for key, value in record.items() if isinstance(value, int | float)})
+    if not keys or any(math.isfinite(value) for run in runs for value in measured(run, metric).values()):
+        return
+    close = difflib.get_close_matches(metric, keys, n=1)
+    hint = f"did you mean `{close[0]}`?" if close else f"they have {', '.join(keys[:LISTED])} and others: rlgen docs metrics"
+    raise UsageError(f"--metric {metric}: none of the runs has a number of that name; {hint}")
+
+
+def names_of(runs: Sequence[Run]) -> dict[Run, str]:
+    """Returns a name for each run: that of its folder, or its path if another run has the same name."""
+    names = [run.name for run in runs]
+    return {run: run.name if names.count(run.name) == 1 else str(run.path) for run in runs}
+
+
+def last_quarter(steps: Sequence[int]) -> list[int]:
+    """Returns the last quarter of some steps, at least one of them."""
+    return sorted(steps)[-math.ceil(len(steps) / 4) :] if steps else []
+
+
+def end_of(group: Group, metric: str) -> Interval | float | None:
+    """Returns the mean over the last quarter of the steps that a group's runs have: with its interval over two seeds or more."""
+    values = [values for run in group.runs if (values := measured(run, metric))]
+    shared = last_quarter(list(set.intersection(*map(set, values)))) if values else []
+    means = [mean for one in values if math.isfinite(mean := mean_of(one, shared))]
+    return of_mean(means) if len(means) > 1 else means[0] if means else None
+
+
+def mean_of(values: Series, steps: Sequence[int]) -> float:
+    """Returns the mean of the numbers at these steps; NaN if there are none."""
+    numbers = [values[step] for step in steps if math.isfinite(values[step])]
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def verdict(left: Group, right: Group, metric: str) -> Verdict:
+    """Returns the verdict on two groups. Runs that never measured the metric are left out."""
+    sides = [[values for run in group.runs if (values := measured(run, metric))] for group in (left, right)]
+    steps = last_quarter(list(set.intersection(*(set(values) for side in sides for values in side)))) if all(sides) else []
+    return Verdict(
+        left=left.letter,
+        right=right.letter,
+        metric=metric,
+        steps=steps,
+        estimate=estimate(sides[0], sides[1], steps, (left.letter, right.letter)),
+    )
+
+
+def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int], letters: tuple[str, str]) -> Estimate:
+    """Returns how far the runs of two groups are apart at these steps: over seeds if each has two, else over the steps."""
+    sides = [[values for values in side if math.isfinite(mean_of(values, steps))] for side in (left, right)]
+    means = [[mean_of(values, steps) for values in side] for side in sides]
+    if not all(means):
+        empty = " and ".join(letter for letter, found in zip(letters, means, strict=True) if not found)
+        return Estimate(basis=f"{empty} measured nothing there" if steps else "there is no step at which both have measured it")
+    seeds = [len(found) for found in means]
+    if min(seeds) > 1:
+        return Estimate(
+            difference=float(np.mean(means[0]) - np.mean(means[1])),
+            interval=of_difference(*means),
+            method="Welch's t over seeds",
+            basis=f"95 % interval over {seeds[0]} and {seeds[1]} seeds (Welch's t)",
+        )
+    caution = "one seed each proves little" if max(seeds) == 1 else f"{letters[seeds.index(1)]} has one seed, which proves little"
+    apart = differences(sides[0], sides[1], steps)
+    if len(apart) < LEAST:
+        basis = f"no interval: both sides have a number at {len(apart)} steps, but at least {LEAST} are needed; {caution}"
+        return Estimate(difference=float(np.mean(means[0]) - np.mean(means[1])), basis=basis)
+    return Estimate(
+        difference=float(np.mean(apart)),
+        interval=of_series(apart),
+        method="block bootstrap over steps",
+        basis=f"95 % interval over {len(apart)} steps (block bootstrap, {block_size(apart)} steps a block); {caution}",
+    )
+
+
+def differences(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int]) -> list[float]:
+    """Returns the mean of `left` less that of `right` at each of the steps at which all runs have a number."""
+    means = [np.mean([[values[step] for step in steps] for values in side], axis=0) for side in (left, right)]
+    return [value for value in (means[0] - means[1]).tolist() if math.isfinite(value)]
+
+
+def notes_of(run: Run, name: str, metric: str) -> list[str]:
+    """Returns what to know about one run: that it did not end, and which values it lacks."""
+    state = run.status.get("state", "not begun")
+    last, steps = (run.metrics[-1][Metric.STEP] if run.metrics else 0), run.recipe.run.steps
+    found = [] if state == "done" and last == steps else [f"{name}: {state}, at step {last} of {steps}"]
+    values = measured(run, metric)
+    missing = sum(not math.isfinite(value) for value in values.values())
+    if not values and run.metrics:
+        found.append(f"{name}: {metric} was never measured")
+    if missing:
+        found.append(f"{name}: {metric} is missing or not finite at {missing} of {len(values)} steps")
+    return found
+
+
+def version_of(attempt: Mapping[str, Any]) -> str:
+    """Returns the version of rlgen and the first digits of its commit, with `+` if files differed: "0.1.0 (08ae11a74f+)"."""
+    commit = str(attempt.get("git"))
+    return f"{attempt.get('rlgen')} ({commit.removesuffix('+')[:10]}{'+' if commit.endswith('+') else ''})"
+
+
+def notes_of_all(runs: Sequence[Run], groups: Sequence[Group], verdicts: Sequence[Verdict]) -> list[str]:
+    """Returns what to know about the runs together."""
+    found = []
+    if len(groups) == 1:
+        found.append("all runs have one recipe: there is nothing to compare it with")
+    found += [f"{group.letter} repeats the recipe and the seeds of an earlier group" for group in groups if group.again]
+    if len({run.metrics[-1][Metric.STEP] for run in runs if run.metrics}) > 1:
+        found.append("the runs end at different steps: a curve of several seeds ends with the shortest run")
+    versions = {version_of(run.attempts[-1]) for run in runs if run.attempts}
+    if len(versions) > 1:
+        found.append(f"the runs are of different versions of rlgen: {', '.join(sorted(versions))}")
+    if len(verdicts) > 1:
+        found.append(f"each of the {len(verdicts)} intervals holds with 95 %, not all of them together")
+    return found

@@ -1,0 +1,22 @@
+"""Builds a running trainer from a recipe, for `rlgen train`, `rlgen doctor` and Python.
+
+    attempt.train(path, options)           one attempt of a run, from its directory to its exit code
+      reopen       options -> RunDirectory   a new directory, an earlier one, or the one that rank 0 has opened
+      trainer      RunContext -> Trainer        calls all of the following, the cheapest first
+        data       recipe -> Data            model location, tokenizer, prompts
+        inputs     Data -> None              the checks data and rewards against the last attempt, and records them
+        pair       recipe, Data -> Pair      learner and engine, holding the same weights
+          policy   recipe -> Policies        the trained model, and its frozen reference
+          learner  Policies -> Learner       optimizer and schedule
+          restore  checkpoint -> Position    the step from which the run continues
+        probe      Pair -> Probe             what the sentinel compares
+        largest    Updater -> None           the largest micro-batches, tried before step 1
+
+`rlgen doctor` uses only `data`, `pair` and `probe`; `rlgen replay`, in `replay` and `change`, only `policy`, `learner` and
+`restore`.
+"""
+
+from rlgen.setup.attempt import train
+from rlgen.setup.options import TrainOptions
+
+__all__ = ["TrainOptions", "train"]

@@ -1,0 +1,329 @@
+"""Runs one attempt of a run, from the options to the exit code: what `rlgen train` does in each of its processes.
+
+Nothing heavy is imported before the recipe is read, so that mistakes in it are reported at once.
+"""
+
+import importlib
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
+from rlgen.files import private_files, write_text, written
+from rlgen.heap import importing, keep_freed_memory
+from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
+from rlgen.recipe.fields import moment
+from rlgen.recipe.models import ProcessesRecipe
+from rlgen.run.console import Console, check_progress, open_console
+from rlgen.run.deadline import Deadline
+from rlgen.run.directory import RunDirectory, ended_as
+from rlgen.run.launch import Launch, check_launch, parents
+from rlgen.run.logs import log_to
+from rlgen.run.signals import StopNow, StopRequest
+from rlgen.run.sinks.open import check_libraries
+from rlgen.setup.hidden import Hidden
+from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import after_restart, join_directory, not_a_file, open_directory
+
+if TYPE_CHECKING:
+    from rlgen.processes import Processes
+    from rlgen.run.checkpoint import Checkpoints
+    from rlgen.run.checkpoint_folder import Choice
+    from rlgen.setup.trainer import RunContext
+    from rlgen.trainers.loop import Trainer
+    from rlgen.types import Position
+
+Say = Callable[[str], None]
+PLAIN = TrainOptions()
+PARTS = "rlgen.setup.trainer"  # the module that imports all of them
+OF_INPUTS = (2, 3, 4, 5)  # exit codes of mistakes in recipe, model, data and rewards
+
+
+def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
+    """Trains as the recipe at `path` says, and keeps `status.json` up to date. Call it from the main thread: it handles signals.
+
+    Each process that a launcher started calls it; the processes find each other by the launcher's environment variables.
+
+    Args:
+        say: receives messages until the run's own console is open.
+
+    Returns:
+        The run's directory.
+
+    Raises:
+        RlgenError: with its exit code, which `status.json` holds too; Stopped if the run was asked to stop, and has saved.
+    """
+    launch, began = Launch.of(os.environ), time.time()
+    keep_freed_memory()
+    load = partial(load_checked, launch, path, options, began, say)
+    with private_files(), StopRequest(launched=launch.world > 1).listening() as stop:
+        if launch.world == 1:
+            loaded = load()
+            stop.by(deadline_of(loaded.recipe, began))
+            options = after_restart(loaded.recipe.run_path, options)
+            with nothing_left(loaded.recipe.run_path):
+                run_with_status(loaded, open_directory(loaded, options), options, None, stop)
+            return loaded.recipe.run_path
+        processes, loaded = meet(load)
+        stop.by(deadline_of(loaded.recipe, began))
+        asked = options
+        with processes.reporting_once():
+            options = processes.on_main(lambda: after_restart(loaded.recipe.run_path, asked))
+            directory = processes.main_first(
+                lambda: open_directory(loaded, options) if processes.is_main else join_directory(loaded)
+            )
+        run_with_status(loaded, directory, options, processes, stop)
+        processes.close()
+    return loaded.recipe.run_path
+
+
+def write_resolved(path: Path, options: TrainOptions, say: Say = print) -> Path | None:
+    """Writes `resolved.yaml` of the run that `train` would start, and starts nothing. Only rank 0 writes.
+
+    Returns:
+        The file; None on other ranks.
+
+    Raises:
+        RlgenError: the recipe has mistakes, or its directory holds a run.
+    """
+    launch = Launch.of(os.environ)
+    if launch.rank:
+        return None
+    with private_files():
+        loaded = load_checked(launch, path, options, time.time(), say)
+        place = loaded.recipe.run_path
+        if (place / "status.json").exists():
+            raise UsageError(f"{place} holds a run, which a dry run would change; set run.name, or use `rlgen show --resolved`")
+        not_a_file(place)
+        with written(place):
+            place.mkdir(parents=True, exist_ok=True)
+        write_text(place / "resolved.yaml", dump_recipe(loaded.recipe))
+        return place / "resolved.yaml"
+
+
+def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float, say: Say) -> LoadedRecipe:
+    """Loads the recipe, with the options as overrides, and checks it against the launcher's processes and the time `began`.
+
+    Raises:
+        RecipeError: the recipe has mistakes.
+        UsageError: its deadline has passed.
+        SetupError: the library of a sink is not installed; raised on rank 0, which has the sinks.
+        ProcessError: the number or kind of launched processes is not what the recipe asks for.
+    """
+    overrides = list(options.overrides)
+    if options.max_steps is not None:
+        overrides.append(f"run.steps={options.max_steps}")
+    if options.run_dir is not None:
+        place = Path(os.path.abspath(options.run_dir.expanduser()))  # does not resolve links: --clean must see them
+        overrides += [f"run.dir={json.dumps(str(place.parent))}", f"run.name={json.dumps(place.name)}"]
+    loaded = load_recipe(path, overrides)
+    if launch.rank == 0:
+        check_progress(options.progress)
+    check_launch(launch, loaded.recipe.processes.count, os.environ, parents())
+    deadline = deadline_of(loaded.recipe, began)
+    if deadline is not None and deadline.at <= began:
+        raise UsageError(
+            f"run.must_save_by {loaded.recipe.run.must_save_by} has passed: nothing could be trained; set a later time, or a"
+            " duration such as 3h50m, or remove it"
+        )
+    if launch.rank == 0:
+        check_libraries(loaded.recipe)
+        for notice in loaded.notices:
+            say(f"note: {notice}")
+        for warning in loaded.warnings:
+            say(f"warning: {warning}")
+    return loaded
+
+
+def deadline_of(recipe: Recipe, began: float) -> Deadline | None:
+    """Returns the time of `run.must_save_by` for an attempt that began at `began` (seconds since 1970); None if it is not set."""
+    return None if recipe.run.must_save_by is None else Deadline(moment(recipe.run.must_save_by, began))
+
+
+def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
+    """Joins the process group, and returns it with the recipe that all ranks have loaded. A mistake in the recipe is reported
+    once.
+    """
+    loaded: LoadedRecipe | RlgenError
+    try:
+        loaded = load()
+        timeout = loaded.recipe.processes.timeout
+    except RlgenError as error:
+        loaded, timeout = error, ProcessesRecipe().timeout
+    from rlgen.processes import Processes
+
+    processes = Processes.open(timeout)
+
+    def given() -> LoadedRecipe:
+        if isinstance(loaded, RlgenError):
+            raise loaded
+        return loaded
+
+    with processes.reporting_once():
+        return processes, processes.run_all(given)
+
+
+@contextmanager
+def nothing_left(place: Path) -> Iterator[None]:
+    """Removes the run's folder again if the block created it, and a mistake in its inputs ended it before anything was trained.
+
+    The error message says all that the folder would. If torchrun may start the run again, the folder stays: its status prevents
+    a useless restart.
+    """
+    made = [folder for folder in (place, *place.parents) if not folder.exists()]
+    try:
+        yield
+    except RlgenError as error:
+        begun = (place / "provenance.json").exists() or "TORCHELASTIC_RESTART_COUNT" in os.environ
+        if error.exit_code in OF_INPUTS and place in made and not begun:
+            with suppress(OSError):
+                shutil.rmtree(place)
+                for folder in made[1:]:
+                    folder.rmdir()  # unless another run is in it by now
+        raise
+
+
+def run_with_status(
+    loaded: LoadedRecipe, directory: RunDirectory, options: TrainOptions, processes: "Processes | None", stop: StopRequest
+) -> None:
+    """Runs the attempt, keeps `status.json` up to date, and closes `directory`.
+
+    Args:
+        processes: the processes of the launcher; None: this is the only process.
+    """
+    is_main = processes is None or processes.is_main
+    # Only rank 0 reads the file: it also replaces it, and on shared storage other ranks could fail to read it meanwhile.
+    step, steps = int(directory.status().get("step", 0)) if is_main else 0, loaded.recipe.run.steps
+    try:
+        if is_main:
+            directory.write_status("starting", step, steps)
+        with nullcontext() if processes is None else processes.reporting_once():
+            run(loaded.recipe, directory, options, processes, stop)
+        if is_main:
+            directory.write_status("done", steps, steps, exit_code=0)
+    except BaseException as error:
+        state, code = ended_as(error)
+        message = str(error) or ("stopped at once; --resume goes on from the last checkpoint" if code == 130 else "")
+        with suppress(CheckpointError):  # if the disk is too full for this, `error` says so already
+            # If rank 0 was killed, another rank writes the status; if rank 0 ended by itself, it has written it already.
+            is_heard = processes is not None and processes.reports_end() and directory.status().get("exit_code") is None
+            if is_main or is_heard:
+                directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(message))
+        raise
+    finally:
+        directory.close()
+
+
+def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", stop: StopRequest) -> None:
+    """Opens the console, and trains. What libraries print goes to the run's logs."""
+    rank = launched.rank if launched else 0
+    console = open_console(options.progress, recipe, quiet=rank != 0)
+    stop.answer = console.answer
+    logs = directory.logs / (f"output.rank{rank}.log" if rank else "output.log")
+    with console, Hidden() as hidden:
+        hidden.to(logs)
+        console.say("loading torch and transformers …")
+        import_parts()
+        attempt, done = begin(recipe, directory, options, launched, console)
+        if options.resumes:
+            hidden.to(logs)  # the earlier attempt's was set aside
+        if done < recipe.run.steps:
+            learn(attempt, done, stop)
+
+
+def import_parts() -> None:
+    """Imports the modules of a run, unless an earlier run of this process did."""
+    if PARTS not in sys.modules:
+        with importing():
+            importlib.import_module(PARTS)
+
+
+def begin(
+    recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", console: Console
+) -> "tuple[RunContext, int]":
+    """Chooses the checkpoint, and sets aside what is later. Returns the attempt and the step of the checkpoint."""
+    from rlgen.processes import Processes
+    from rlgen.run.checkpoint import Checkpoints
+    from rlgen.setup.trainer import RunContext
+
+    if recipe.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
+    processes = launched or Processes.alone()
+    checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
+    choice = processes.patiently(lambda: checkpoints.choose(options.resume_step))
+    attempt = RunContext(
+        recipe=recipe,
+        directory=directory,
+        console=console,
+        processes=processes,
+        checkpoint=choice.path,
+        notices=choice.notices,
+        changed_rewards=options.changed_rewards,
+        callbacks=options.callbacks,
+    )
+    if choice.step >= recipe.run.steps:
+        console.say(f"{directory.path}: already complete, {choice.step} steps")
+        return attempt, choice.step
+    if options.resumes:
+        processes.on_main(lambda: cut(directory, checkpoints, choice))
+        console.say(f"resuming after step {choice.step}" + ("" if choice.step else ": no checkpoint was written yet"))
+        console.history(directory.read_metrics() if processes.is_main else ())
+    log_to(directory.logs / (f"rlgen.rank{processes.rank}.log" if processes.rank else "rlgen.log"))
+    if processes.world > 1:
+        console.say(f"{processes.world} processes, {recipe.processes.strategy}")
+    for notice in choice.notices:
+        console.say(notice)
+        logging.getLogger("rlgen").warning(notice)
+    return attempt, choice.step
+
+
+def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
+    """Opens all parts and runs the training loop after step `done`."""
+    trainer, start = open_or_stop(attempt, done, stop)
+    with trainer.report.sinks:  # they are told how the run ends when all else is closed
+        ended: BaseException | None = None
+        try:
+            with attempt.processes.reporting_once():  # reports the error before anything is closed
+                trainer.callbacks.start(attempt.directory.path, attempt.recipe, stop)
+                trainer.run(start, stop)
+        except BaseException as error:
+            ended = error
+            if isinstance(error, KeyboardInterrupt):  # a second Ctrl-C does not wait for the checkpoint
+                trainer.save.checkpoints.give_up()
+            raise
+        finally:
+            try:
+                trainer.callbacks.end(ended)
+            finally:
+                trainer.close()
+
+
+def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -> None:
+    """Sets aside the checkpoints and other files of steps after the chosen checkpoint."""
+    for later in choice.later:  # first: if the process is killed here, the next attempt chooses the same step
+        checkpoints.folder.set_aside(later)
+    with written(directory.path):
+        directory.cut(choice.step)
+
+
+def open_or_stop(attempt: "RunContext", done: int, stop: StopRequest) -> "tuple[Trainer, Position]":
+    """Returns the trainer and the position from which it continues. Raises Stopped if the run is asked to stop before its first
+    step.
+    """
+    from rlgen.setup.trainer import open_trainer
+
+    processes = attempt.processes
+    try:
+        with stop.at_once(processes):
+            return open_trainer(attempt, between=lambda: stop.check(processes))
+    except StopNow:
+        said = f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume"
+        raise Stopped(said, attempt.directory.path) from None

@@ -1,0 +1,253 @@
+"""Computes a step with the settings of its run and with changed ones, from the same weights, and compares the two."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlgen.algorithms.base import Algorithm, Signal, loss_distribution
+from rlgen.algorithms.registry import build_algorithm
+from rlgen.errors import UsageError
+from rlgen.metrics import Metric
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe, load_recipe
+from rlgen.rollout.score import score_own
+from rlgen.run.directory import finite
+from rlgen.run.state import optimizer_tensors, place_optimizer
+from rlgen.setup.learner import Learner, build_groups, build_updater, build_windows, open_optimizer
+from rlgen.setup.pair import sampling_of
+from rlgen.setup.reopen import flat
+from rlgen.trainers.collect import Collected
+from rlgen.trainers.groups import Groups
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import Window, WindowBuilder
+
+FREE = ("trainer.", "optim.")
+# Why a change of another section is refused.
+FIXED = {
+    "data": "it decides the prompts, but the completions belong to those that were taken",
+    "rewards": "the rewards are those that the run has recorded",
+    "scoring": "the rewards are those that the run has recorded",
+    "rollout": "it decides what is sampled, and nothing is sampled again",
+    "engine": "it decides what is sampled, and nothing is sampled again",
+    "model": "the weights are those of the run",
+}
+NO_PART = "it is not part of the computation of a step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What computes a step: with the settings of the run, or with changed ones."""
+
+    processes: Processes
+    recipe: Recipe
+    learner: Learner
+    weights: Mapping[str, float]  # of the rewards, by label
+    windows: WindowBuilder
+    update: Updater
+    groups: Groups | None  # of a run that streams, whose steps are sums over groups
+
+    @classmethod
+    def of(cls, recipe: Recipe, learner: Learner, processes: Processes) -> "Side":
+        """Builds what computes a step with the settings of `recipe`."""
+        sampling = sampling_of(recipe, (), None)
+        weights = {reward.label: reward.weight for reward in recipe.rewards}
+        windows = build_windows(recipe, learner, sampling, processes, weights)
+        update = build_updater(recipe, learner, sampling, processes, None)
+        return cls(
+            processes=processes,
+            recipe=recipe,
+            learner=learner,
+            weights=weights,
+            windows=windows,
+            update=update,
+            groups=build_groups(recipe, learner, windows, update),
+        )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Returns the algorithm of the recipe."""
+        return self.learner.algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """A step that was computed."""
+
+    metrics: Mapping[str, Any]  # as in metrics.jsonl
+    signal: Signal
+    window: Window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What other settings would have done to a step. Pairs are (with the run's settings, with the changed ones)."""
+
+    metrics: Mapping[str, Any]  # with the changed settings
+    metrics_changed: Mapping[str, tuple[Any, Any]]  # those that are not the same
+    rows: int  # samples of the step
+    rows_trained: tuple[int, int]
+    advantages_changed: int  # rows
+    advantages_flipped: int  # rows whose advantage has the other sign
+    advantages_largest_change: float
+    ratio: Mapping[str, tuple[float | None, float | None]]  # min, mean, max of exp(log-prob after the step - before it)
+    cosine: float | None  # of the gradients of the last update, as in `grad_norm`; None: one side made no update
+    cosine_first: float | None  # of those of the first update
+    relative_norm: float | None  # of the last update's gradients: changed divided by the run's; None: one is missing, or 0
+
+
+def with_changes(resolved: Path, recipe: Recipe, overrides: Sequence[str]) -> tuple[Recipe, dict[str, tuple[Any, Any]]]:
+    """Returns the recipe of a run with other settings, and the old and new values of what differs, by key.
+
+    Keys that `overrides` do not name keep their values, even if another default would follow from the overrides.
+
+    Args:
+        resolved: `resolved.yaml` of the run.
+        recipe: what it holds, with every size.
+
+    Raises:
+        RecipeError: a value is wrong, or would have no effect.
+        UsageError: a key is not of the computation of a step, or nothing differs.
+    """
+    changed = load_recipe(resolved, overrides, resolved=True).recipe
+    was, now = (flat(one.model_dump(mode="json")) for one in (load_recipe(resolved).recipe, changed))
+    differing = {key: (was.get(key), now.get(key)) for key in (*was, *(key for key in now if key not in was))}
+    differing = {key: (before, after) for key, (before, after) in differing.items() if before != after}
+    if refused := next((key for key in differing if not key.startswith(FREE)), None):
+        section = refused.partition(".")[0].partition("[")[0]
+        raise UsageError(
+            f"--set {refused}: {FIXED.get(section, NO_PART)}; a replay can change {' and '.join(f'{key}*' for key in FREE)}"
+        )
+    if not differing:
+        raise UsageError(f"--set {', '.join(overrides)}: the run used this already; change a value, or leave --set out")
+    return recipe.model_copy(update={"trainer": changed.trainer, "optim": changed.optim}), differing
+
+
+def changed_learner(recipe: Recipe, learner: Learner, step: int) -> Learner:
+    """Returns a learner of the same models with the algorithm, the learning rate and the weight decay of `recipe`.
+
+    Its optimizer has no moments yet.
+    """
+    optimizer, schedule = open_optimizer(recipe, learner.policy)
+    assert isinstance(schedule, LambdaLR)  # as transformers makes all that a recipe can ask for
+    for group, rate, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(step - 1)
+    return replace(learner, algorithm=build_algorithm(recipe.trainer), optimizer=optimizer, schedule=schedule)
+
+
+def computed(side: Side, got: Collected, step: int) -> Computed:
+    """Computes a step as training does, and moves the weights; the caller steps the schedule."""
+    if side.groups is None:
+        window, signal, measured = side.windows.build(got.learned_from, got.samples, got.epoch)
+        learned, _ = side.update(window, step)
+    else:
+        window, signal, measured, first = side.groups.finish(got.learned_from, got.samples, got.epoch)
+        learned, _ = side.update(window, step, first)
+    return Computed(metrics=finite({**measured, **learned}), signal=signal, window=window)
+
+
+def compare(own: Side, other: Side, got: Collected, step: int) -> tuple[Mapping[str, Any], Change]:
+    """Computes a step with two settings, from the same weights. Returns the metrics of `own`, and how `other` differs."""
+    model = own.learner.policy.model
+    weights = [parameter.detach().to("cpu", copy=True) for parameter in trained(own)]
+    moments = {name: one.to("cpu", copy=True) for name, one in optimizer_tensors(model, own.learner.optimizer).items()}
+    with gradients(own.learner.optimizer) as of_own:
+        before = computed(own, got, step)
+    ratio = ratio_after(own, before.window)
+    with torch.no_grad():
+        for parameter, value in zip(trained(own), weights, strict=True):
+            parameter.copy_(value)
+    place_optimizer(moments, model, other.learner.optimizer)
+    with gradients(other.learner.optimizer) as of_other:
+        after = computed(other, got, step)
+    return before.metrics, change_of(before, after, of_own, of_other, (ratio, ratio_after(other, after.window)))
+
+
+def trained(side: Side) -> list[torch.nn.Parameter]:
+    """Returns the parameters that are trained."""
+    return [parameter for parameter in side.learner.policy.parameters() if parameter.requires_grad]
+
+
+def change_of(before: Computed, after: Computed, one: "Gradients", other: "Gradients", ratio: tuple[Tensor, Tensor]) -> Change:
+    """Returns what differs between a step with the run's settings and with changed ones."""
+    keys = [*before.metrics, *(key for key in after.metrics if key not in before.metrics)]
+    pairs = {key: (before.metrics.get(key), after.metrics.get(key)) for key in keys}
+    advantage, changed = (torch.where(side.signal.trained, side.signal.advantages, 0.0) for side in (before, after))
+    norm, changed_norm = pairs[Metric.GRAD_NORM]
+    measures = {"min": torch.Tensor.min, "mean": torch.Tensor.mean, "max": torch.Tensor.max}
+    return Change(
+        metrics=after.metrics,
+        metrics_changed={key: (was, now) for key, (was, now) in pairs.items() if was != now},
+        rows=len(advantage),
+        rows_trained=(int(before.signal.trained.sum()), int(after.signal.trained.sum())),
+        advantages_changed=int((advantage != changed).sum()),
+        advantages_flipped=int((advantage * changed < 0).sum()),
+        advantages_largest_change=(changed - advantage).abs().max().item() if len(advantage) else 0.0,
+        ratio={name: (one_of(measure, ratio[0]), one_of(measure, ratio[1])) for name, measure in measures.items()},
+        cosine=cosine(one.last, other.last),
+        cosine_first=cosine(one.first, other.first),
+        relative_norm=changed_norm / norm if norm and changed_norm is not None else None,
+    )
+
+
+def one_of(measure: Any, values: Tensor) -> float | None:
+    """Returns a measure of some values; None if there are none."""
+    return float(measure(values)) if len(values) else None
+
+
+def ratio_after(side: Side, window: Window) -> Tensor:
+    """Returns [N] float64, of all processes: the probability of each trained token after the step, divided by that before."""
+    distribution = loss_distribution(side.algorithm, side.update.distribution)
+    rows = (*window.micro_batches, *window.idle)
+    now = score_own(side.learner.policy, window.samples, distribution, side.windows.budget, side.processes, rows)
+    mask = torch.from_numpy(window.samples.loss_mask.values)
+    own = (now - window.flat("old_logp")).double().exp()[mask]
+    return torch.from_numpy(side.processes.gather_rows(own.numpy()))
+
+
+@dataclass(slots=True)
+class Gradients:
+    """The gradients of the first and of the last update of a step, by index of the parameter, on the CPU."""
+
+    first: dict[int, Tensor] = field(default_factory=dict)
+    last: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Copies the gradients of an update that is about to be made."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        grads = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
+        self.last = {place: grad.detach().to("cpu", copy=True) for place, grad in grads.items()}
+        self.first = self.first or self.last
+
+
+@contextmanager
+def gradients(optimizer: Optimizer) -> Iterator[Gradients]:
+    """Records the gradients that `optimizer` gets in the block, after they were scaled down to `max_grad_norm`."""
+    seen = Gradients()
+    handle = optimizer.register_step_pre_hook(lambda one, _args, _kwargs: seen.take(one))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def cosine(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float | None:
+    """Returns the cosine of the angle between two gradients, 1.0 exactly if they are equal; None if one has no update."""
+    if not one or not other:
+        return None
+    both = [place for place in one if place in other]
+    product = sum(dot(one[place], other[place]) for place in both)
+    squares = [sum(dot(grad, grad) for grad in side.values()) for side in (one, other)]
+    return product / math.sqrt(squares[0] * squares[1])
+
+
+def dot(one: Tensor, other: Tensor) -> float:
+    """Returns the scalar product of two gradients, in float64."""
+    return torch.dot(one.flatten().double(), other.flatten().double()).item()

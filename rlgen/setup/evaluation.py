@@ -1,0 +1,187 @@
+"""Opens what evaluates: for the evaluations of a run, and for `rlgen eval`, which evaluates a model by itself."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlgen.models.lora import load_adapter
+from rlgen.models.weights import base_digest
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe
+from rlgen.recipe.evaluation import rewards_of, seed_of, temperature_of
+from rlgen.recipe.models import EvalRecipe
+from rlgen.recipe.trainers import GRPORecipe
+from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rollout.conversations import Dialogue
+from rlgen.run.best import Best
+from rlgen.run.manifest import check_model_files
+from rlgen.run.rollouts import RolloutWriter
+from rlgen.sentinel.sync import send_weights
+from rlgen.sentinel.watch import Watch
+from rlgen.setup.data import Data, HeldOut, open_data
+from rlgen.setup.dialogue import open_dialogue
+from rlgen.setup.pair import Pair, open_pair
+from rlgen.setup.probe import probe_of
+from rlgen.trainers.evaluate import Evaluator
+from rlgen.types import Sampling
+
+
+def sampling_of_eval(recipe: Recipe, held_out: HeldOut, training: Sampling) -> Sampling:
+    """Returns the sampling settings of evaluations."""
+    return replace(
+        training,
+        max_tokens=completion_tokens(recipe, held_out.settings),
+        temperature=temperature_of(recipe, held_out.settings),
+        top_p=training.top_p if held_out.settings.top_p is None else held_out.settings.top_p,
+    )
+
+
+def completion_tokens(recipe: Recipe, settings: EvalRecipe) -> int:
+    """Returns the tokens of the longest completion of an evaluation."""
+    return settings.max_completion_tokens or recipe.rollout.max_completion_tokens
+
+
+def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: Path | None, answers: Path | None) -> Scorer:
+    """Returns the rewards of evaluations, checked against the columns of their data.
+
+    They have processes of their own: those of the training may score the next step meanwhile, as with `rollout.ahead`, or when
+    a resumed run takes it from the journal.
+
+    Args:
+        output: file for what the functions print.
+        failures: folder for samples whose reward failed.
+        answers: folder for the answers of judges.
+
+    Raises:
+        DataError, RewardError: as `open_scorer` raises them.
+    """
+    settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)
+    answer = settings.columns.answer if settings.columns else recipe.data.columns.answer
+    columns = {*held_out.rows.columns, "answer"} if answer else set(held_out.rows.columns)
+    rewards, size, turns = rewards_of(recipe, settings), settings.group_size, recipe.talks
+    return open_scorer(rewards, columns, longest, recipe.scoring, output, failures, turns, answers, size)
+
+
+def build_evaluator(
+    recipe: Recipe,
+    pair: Pair,
+    held_out: HeldOut,
+    scorer: Scorer,
+    watch: Watch,
+    folder: Path | None,
+    best: Best | None,
+    dialogue: Dialogue | None = None,
+) -> Evaluator:
+    """Returns the object that evaluates the policy of `pair`.
+
+    Args:
+        watch: compares log-probs, unless completions come from a part of the distribution.
+        folder: for the samples; None: they are not written.
+        best: tracks the best evaluation; None: not needed.
+        dialogue: how conversations of several turns are led; None: a completion is one turn.
+    """
+    sampling, processes = sampling_of_eval(recipe, held_out, pair.sampling), pair.processes
+    comparable = sampling.regex is None and (recipe.rounds_alike or not sampling.distribution.truncated)
+    writer = None if folder is None else writer_of(folder, pair, held_out, processes, dialogue is not None)
+    return Evaluator(
+        settings=held_out.settings,
+        steps=recipe.run.steps,
+        processes=processes,
+        engine_share=pair.engine_share,
+        prompts=held_out.prompts,
+        engine=pair.engine,
+        sampling=sampling,
+        seed=seed_of(recipe),
+        tokenizer=pair.data.tokenizer,
+        scorer=scorer,
+        watch=watch if comparable else None,
+        budget=recipe.optim.micro_batch_tokens,
+        writer=writer,
+        best=best,
+        dialogue=dialogue,
+    )
+
+
+def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes, turns: bool) -> RolloutWriter:
+    """Returns the object that writes the samples of evaluations. The journal takes nothing from these files."""
+    return RolloutWriter(
+        folder=folder,
+        rank=processes.rank,
+        world=processes.world,
+        prompts=held_out.prompts,
+        tokenizer=pair.data.tokenizer,
+        stop_ids=pair.sampling.stop_ids,
+        every=1,
+        keep=None,
+        needed=lambda: 0,
+        stamp=lambda rollout: {},
+        on_disk=lambda step, path: None,
+        turns=turns,
+    )
+
+
+def words_of(recipe: Recipe, held_out: HeldOut) -> str:
+    """Returns what is evaluated, in words: "64 prompts, greedy, at the start and every 20 steps; 0 are trained on, too"."""
+    settings = held_out.settings
+    how = "greedy" if temperature_of(recipe, settings) == 0 else f"{settings.group_size} completions each"
+    steps = "step" if settings.every == 1 else f"{settings.every} steps"
+    when = f"{'at the start and ' if settings.at_start else ''}every {steps}"
+    return f"{len(held_out.prompts)} prompts, {how}, {when}; {held_out.overlap} are trained on, too"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The result of `evaluate_model`."""
+
+    data: Data
+    metrics: dict[str, Any]
+
+
+def evaluate_model(
+    recipe: Recipe, adapter: Path | None, step: int, logs: Path, out: Path | None, say: Callable[[str], None]
+) -> Evaluated:
+    """Evaluates the model in model.path as the recipe's `eval` section says. Trains nothing.
+
+    Args:
+        adapter: checkpoint of an adapter, which is applied to the model; None: no adapter.
+        step: of the weights; rewards receive it, and it names the file of the samples.
+        logs: folder for what servers and rewards print.
+        out: folder for the samples; None: they are not written.
+
+    Raises:
+        RlgenError: whatever the parts raise; SentinelError if engine and trainer differ.
+    """
+    processes = Processes.alone()
+    check_model_files(Path(recipe.model.path))
+    data = open_data(recipe)
+    assert data.held_out is not None  # the caller has seen the section
+    # Nothing is learned: no reference is needed, whatever the trainer of the recipe.
+    recipe = data.recipe.model_copy(update={"trainer": GRPORecipe()})
+    for line in (*data.notices, *(f"warning: {warning}" for warning in data.held_out.warnings)):
+        say(line)
+    with ExitStack() as open_parts:
+        scorer = open_eval_scorer(recipe, data.held_out, logs / "rewards.log", None, None)
+        open_parts.callback(scorer.close)
+        dialogue = open_dialogue(data, logs / "tools.log")
+        if dialogue is not None:
+            open_parts.callback(dialogue.turns.close)
+        pair = open_pair(recipe, data, None, processes, logs, say)
+        open_parts.callback(pair.close)
+        model = pair.learner.policy.model
+        if adapter is not None:
+            load_adapter(adapter, model, base_digest(model))
+        if adapter is not None or step:
+            send_weights(pair.engine, model, step, processes)
+        watch = Watch(
+            probe=replace(probe_of(recipe, pair), version=step),
+            on_drift="stop",
+            sleeps=False,
+            probe_every=None,
+            drain=lambda: None,
+            say=say,
+        )
+        evaluator = build_evaluator(recipe, pair, data.held_out, scorer, watch, out, None, dialogue)
+        open_parts.callback(evaluator.close)
+        return Evaluated(data=data, metrics=evaluator(step))

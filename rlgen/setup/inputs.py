@@ -1,0 +1,138 @@
+"""Records the data, tokenizer and user's code of each attempt, and checks that a resumed attempt has the same ones."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlgen.algorithms.own import OwnAlgorithm
+from rlgen.engines.base import EngineInfo
+from rlgen.errors import DataError, UsageError
+from rlgen.files import write_json
+from rlgen.recipe.trainers import OwnRecipe, TrainerRecipe
+from rlgen.rewards.score import Scorer
+from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.custom import CustomRollout
+from rlgen.run.directory import RunDirectory
+from rlgen.run.launch import launched_by
+from rlgen.run.provenance import provenance
+from rlgen.sentinel.verdict import Rung
+from rlgen.setup.data import Data, HeldOut
+from rlgen.setup.pair import Pair
+
+# Parts of the user's code other than rewards, in words, by what stands before the slash of their names.
+PARTS = {"tools": "tool", "environment": "environment", "rollout": "rollout.use", "trainer": "trainer.use"}
+
+
+def user_files(
+    trainer: TrainerRecipe, scorer: Scorer, judge: Scorer | None, dialogue: Dialogue | None, custom: CustomRollout | None
+) -> dict[str, str | None]:
+    """Returns the SHA-256 of the user's code: of each reward by label, of tools as "tools/NAME", of an environment as
+    "environment/NAME", of `rollout.use` as "rollout/NAME", of `trainer.use` as "trainer/NAME"; None for what is built in.
+
+    Args:
+        judge: the rewards of evaluations, which get `eval/` before their labels; None: nothing is evaluated.
+    """
+    found = {reward.label: reward.sha256 for reward in scorer.rewards}
+    found |= {f"eval/{reward.label}": reward.sha256 for reward in (judge.rewards if judge is not None else ())}
+    found |= {} if custom is None else {f"rollout/{custom.use.rpartition(':')[2]}": custom.sha256}
+    if isinstance(trainer, OwnRecipe):
+        found[f"trainer/{trainer.use.rpartition(':')[2]}"] = OwnAlgorithm.load(trainer).sha256
+    return found if dialogue is None else {**found, **dialogue.turns.code}
+
+
+def ids_of(data: Data) -> dict[str, Any]:
+    """Returns what depends on the tokenizer in model.path: the digest of the prompts' ids, and the stop ids."""
+    return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
+
+
+def facts_of(held_out: HeldOut | None) -> dict[str, Any]:
+    """Returns what is recorded of the data of evaluations; {} if the recipe evaluates nothing."""
+    if held_out is None:
+        return {}
+    rows = held_out.rows
+    facts = {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **held_out.prompts.counts}
+    return {**facts, "trained_on_too": held_out.overlap}
+
+
+def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | None]) -> str | None:
+    """Checks data, tokenizer and the user's code against the last attempt, and returns the digest of the weights that were then
+    in model.path.
+
+    Args:
+        now: hashes of the user's code that must be unchanged, as `user_files` returns them.
+
+    Returns:
+        The digest; None: it was not recorded.
+
+    Raises:
+        DataError: the data differs from that of the last attempt.
+        UsageError: the ids of its prompts, or the user's code differ.
+    """
+    attempts = directory.attempts(directory.path)
+    if not attempts:
+        return None
+    last = attempts[-1]
+    before, fingerprint = last["rewards"], data.rows.fingerprint
+    if (was := last["data"]["fingerprint"]) != fingerprint:
+        raise DataError(
+            f"--resume: the data has changed since the last attempt (fingerprint {was}, now {fingerprint}): the prompts would"
+            " come in another order, some of them twice. Bring the data back, or start a new run with model.path at a checkpoint"
+            " of this one"
+        )
+    held_out = None if data.held_out is None else data.held_out.rows.fingerprint
+    if held_out is not None and (was := last.get("eval", {}).get("fingerprint", held_out)) != held_out:
+        raise DataError(
+            f"--resume: the data of eval has changed since the last attempt (fingerprint {was}, now {held_out}): earlier"
+            " and later evaluations could not be compared. Bring the data back, or start a new run"
+        )
+    for key, ids in ids_of(data).items():
+        if (was := last.get(key, ids)) != ids:  # earlier versions did not record them
+            raise UsageError(
+                f"--resume: {key} have changed since the last attempt (were {was}, now {ids}): tokenizer, chat template or"
+                f" generation config in model.path {data.location} differ. Bring them back, or start a new run with"
+                " model.path at a checkpoint of this one"
+            )
+    changed = [
+        f"{in_words(name)} (SHA-256 {str(before.get(name))[:12]}, now {str(now[name])[:12]})"
+        for name in now
+        # A run may get an evaluation, and earlier versions recorded only rewards.
+        if before.get(name) != now[name] and (name in before or "/" not in name)
+    ]
+    if changed:
+        raise UsageError(
+            f"--resume: the file of {', '.join(changed)}, or a module beside it, was edited since the last attempt:"
+            " earlier and later steps would not be comparable. Undo it, or add --allow-changed-rewards"
+        )
+    return last.get("weights")
+
+
+def in_words(name: str) -> str:
+    """Returns what the user's code is, by its name in `user_files`: "tool search", or "reward brevity"."""
+    kind, _, own = name.partition("/")
+    return f"{PARTS[kind]} {own}" if own and kind in PARTS else f"reward {name}"
+
+
+def record_attempt(
+    directory: RunDirectory,
+    pair: Pair,
+    rewards: Mapping[str, str | None],
+    rungs: Sequence[Rung],
+    notices: Sequence[str],
+    engine: EngineInfo,
+) -> None:
+    """Appends the facts of this attempt to `provenance.json`. `rewards`: as `user_files` returns them."""
+    data, rows = pair.data, pair.data.rows
+    entry = {
+        **provenance(),
+        "launcher": launched_by(),
+        "engine": {"version": engine.engine, "runner": engine.runner, "dtype": engine.settings.dtype},
+        "model": data.location,
+        "weights": pair.learner.began_with,
+        **ids_of(data),
+        "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
+        "eval": facts_of(data.held_out),
+        "rewards": rewards,
+        "sentinel": [rung.as_json() for rung in rungs],
+        "from_step": pair.position.step,
+        "notices": list(notices),
+    }
+    write_json(directory.provenance, [*directory.attempts(directory.path), entry])

@@ -1,0 +1,166 @@
+"""Builds what trains the policy: reference, optimizer and schedule; and restores their state from a checkpoint."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from rlgen.algorithms.base import Algorithm
+from rlgen.errors import SetupError
+from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.policy import BasePolicy, Policy
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe
+from rlgen.recipe.models import ServerEngineRecipe
+from rlgen.run.checkpoint import Checkpoints
+from rlgen.sentinel.watch import Watch
+from rlgen.setup.policy import Policies, build_reference
+from rlgen.trainers.exact import ExactSum
+from rlgen.trainers.groups import Groups, provisional_totals
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import WindowBuilder
+from rlgen.types import Position, Sampling
+
+# A group with a completion of more than this share of max_completion_tokens is trained on last (`rollout.stream`).
+LATE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """The trainer's side of a run: the models, and what updates them."""
+
+    algorithm: Algorithm
+    policy: Policy
+    reference: Policy | BasePolicy | None  # None: the algorithm needs none
+    optimizer: Optimizer
+    schedule: LRScheduler
+    sharded: bool  # each process holds a part of every weight
+    base: str | None  # digest of the frozen weights under an adapter
+    held: str | None  # digest of this process's shards of them; None: they are not sharded
+    began_with: str  # digest of the weights in model.path
+
+
+def open_learner(recipe: Recipe, algorithm: Algorithm, policies: Policies) -> Learner:
+    """Adds the reference, the optimizer and the schedule to the policy.
+
+    Raises:
+        SetupError: the memory does not suffice for the reference.
+    """
+    policy, needed = policies.policy, algorithm.reference != "none"
+    reference = (policies.reference or build_reference(recipe, policy)) if needed else None
+    optimizer, schedule = open_optimizer(recipe, policy)
+    return Learner(
+        algorithm=algorithm,
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        schedule=schedule,
+        sharded=policies.sharded,
+        base=policies.base,
+        held=policies.held,
+        began_with=policies.weights,
+    )
+
+
+def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRScheduler]:
+    """Returns the optimizer of the trained parameters and the schedule of its learning rate, before the first step."""
+    optim = recipe.optim
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    # Fused: one kernel for all tensors, and no scratch of their size. A resumed run goes on with what its checkpoint says.
+    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=True)
+    # With the name `constant`, transformers ignores the warm-up.
+    name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
+    return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
+
+
+def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes: Processes) -> Position:
+    """Loads weights, optimizer, schedule and random states from `checkpoint`, and returns its position. None: returns the start.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model or version of rlgen.
+        SetupError: the memory does not suffice for the optimizer's state.
+    """
+    if checkpoint is None:
+        return Position()
+    with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
+        return Checkpoints.load(checkpoint, learner.policy.model, learner.optimizer, learner.schedule, processes, learner.base)
+
+
+def build_windows(
+    recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, weights: Mapping[str, float]
+) -> WindowBuilder:
+    """Returns the object that makes the window of a step from its samples.
+
+    Args:
+        weights: of the rewards, by label.
+    """
+    return WindowBuilder(
+        processes=processes,
+        algorithm=learner.algorithm,
+        weights=weights,
+        reference=learner.reference,
+        distribution=sampling.distribution,
+        budget=recipe.optim.micro_batch_tokens,
+        packed=learner.policy.packed,
+    )
+
+
+def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, watch: Watch | None) -> Updater:
+    """Returns the object that takes optimizer steps. If `watch` is None, its batches are not compared with the engine."""
+    return Updater(
+        processes=processes,
+        sharded=learner.sharded,
+        defer_sync=recipe.processes.defer_sync,
+        policy=learner.policy,
+        optimizer=learner.optimizer,
+        algorithm=learner.algorithm,
+        updates=recipe.trainer.updates_per_rollout,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        distribution=sampling.distribution,
+        max_tokens=sampling.max_tokens,
+        watch=watch,
+        less_memory=partial(what_helps, recipe),
+        deterministic=recipe.run.deterministic,
+    )
+
+
+def build_groups(recipe: Recipe, learner: Learner, windows: WindowBuilder, update: Updater) -> Groups | None:
+    """Returns the object that trains on a step group by group; None if the recipe does not stream.
+
+    Raises:
+        SetupError: the memory does not suffice for the sums of gradients.
+    """
+    rollout = recipe.rollout
+    if not rollout.stream:
+        return None
+    shared = engine_shares_cores(recipe)
+    with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
+        sums = ExactSum([parameter for parameter in learner.policy.parameters() if parameter.requires_grad])
+    return Groups(
+        windows=windows,
+        update=update,
+        sums=sums,
+        provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
+        threads=max(1, torch.get_num_threads() // 2) if shared else None,
+        # Where the engine is elsewhere, a group that waits gains nothing.
+        late_from=math.ceil(LATE * rollout.max_completion_tokens) if shared and decodes_all_at_once(recipe) else None,
+    )
+
+
+def engine_shares_cores(recipe: Recipe) -> bool:
+    """Returns whether the engine computes on the cores of this process: in it, or in a server that it starts."""
+    here = recipe.engine.kind == "colocated" or (isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.launch)
+    return here and not torch.cuda.is_available()
+
+
+def decodes_all_at_once(recipe: Recipe) -> bool:
+    """Returns whether no completion of a step waits for others: the longest are then the last ones."""
+    engine = recipe.engine
+    servers = engine.servers if isinstance(engine, ServerEngineRecipe) else 1
+    return recipe.samples_per_step <= servers * engine.max_num_seqs

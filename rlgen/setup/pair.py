@@ -1,0 +1,123 @@
+"""Opens trainer and engine with the same weights. A run trains with this pair, and `rlgen doctor` compares its two sides."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlgen.algorithms.registry import build_algorithm
+from rlgen.engines.base import Engine
+from rlgen.engines.open import build_engine, engine_share_of
+from rlgen.processes import EngineShare, Processes
+from rlgen.recipe import Recipe
+from rlgen.sentinel.sync import send_weights
+from rlgen.setup.data import Data
+from rlgen.setup.learner import Learner, open_learner, restore
+from rlgen.setup.policy import open_policies
+from rlgen.types import Position, Sampling
+
+# What opening an engine takes, by its kind.
+STARTS = {
+    "transformers": "loading the model again, to sample",
+    "colocated": "loading vLLM, and starting it in this process",
+    "server": "connecting to vLLM's server, or starting it",
+}
+
+
+TRIED = 8  # prompts on which packed rows are tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Trainer and engine, open. The caller that opened the pair closes it."""
+
+    data: Data
+    sampling: Sampling  # settings of the run
+    learner: Learner
+    engine: Engine  # of this process
+    processes: Processes
+    engine_share: EngineShare  # which engine this rank uses, and which ranks share it
+    position: Position  # step of the weights on both sides
+
+    def close(self) -> None:
+        """Closes the engine; the learner holds nothing but memory."""
+        self.engine.close()
+
+
+def open_pair(
+    recipe: Recipe,
+    data: Data,
+    checkpoint: Path | None,
+    processes: Processes,
+    logs: Path,
+    say: Callable[[str], None],
+    began_with: str | None = None,
+) -> Pair:
+    """Opens policy, engine and the rest of the learner, in this order, and sends the weights if the engine has others.
+
+    The order follows from memory. On a GPU vLLM starts only if its share of the memory is free. With only the policy loaded, this
+    holds for a resumed run as for a fresh one: a whole reference and the optimizer's state are allocated after the engine. A
+    sharded reference is loaded as the policy is, right after it; it takes only a part of one policy's memory.
+
+    The order also keeps the ranks in step: each makes the same calls, and all build their engines at the same time, since
+    they wait for each other inside vLLM.
+
+    Args:
+        checkpoint: the one to resume from, or None.
+        logs: folder for what a server prints.
+        say: receives a message before each part is opened, and one if the engine had to be restarted.
+        began_with: digest of the weights that were in model.path when the run began; None: not known.
+
+    Raises:
+        RlgenError: the model, the checkpoint or the engine cannot be opened; SetupError if the learner runs out of memory.
+    """
+    engine_share = engine_share_of(recipe, processes)
+    algorithm = build_algorithm(recipe.trainer)
+    say(f"model: loading {recipe.model.path} …")
+    prompts = [prompt.prompt_ids for prompt in data.prompts.take(0, TRIED)]
+    policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with, prompts, say)
+    if policies.policy.unpacked:
+        say(f"optim.packing: off, {cost_of_padding(recipe, prompts)}: {policies.policy.unpacked}")
+    say(f"engine: {STARTS[recipe.engine.kind]} …")
+    engine = build_engine(recipe, data.location, processes, logs, say)
+    with ExitStack() as undo:
+        undo.callback(engine.close)
+        learner = open_learner(recipe, algorithm, policies)
+        position = restore(recipe, learner, checkpoint, processes)
+        if engine.weight_version != position.step or recipe.model.quantization:  # the engine holds other weights than the learner
+            send_weights(engine, learner.policy.model, position.step, processes)
+        undo.pop_all()
+    return Pair(
+        data=data,
+        sampling=sampling_of(recipe, data.stop_ids, learner.policy.head.weight.shape[0]),
+        learner=learner,
+        engine=engine,
+        processes=processes,
+        engine_share=engine_share,
+        position=position,
+    )
+
+
+def cost_of_padding(recipe: Recipe, prompts: Sequence[NDArray[np.int32]]) -> str:
+    """Returns `an update computes up to 2.4 times the tokens`: with padding every row of a group has a prompt of its own."""
+    prompt, rows, longest = max(map(len, prompts)), recipe.rollout.group_size, recipe.rollout.max_completion_tokens
+    return f"an update computes up to {rows * (prompt + longest) / (prompt + rows * longest):.1f} times the tokens"
+
+
+def sampling_of(recipe: Recipe, stop_ids: tuple[int, ...], vocab_size: int | None) -> Sampling:
+    """Returns the sampling settings of the run."""
+    rollout = recipe.rollout
+    return Sampling(
+        max_tokens=rollout.max_completion_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+        stop_ids=stop_ids,
+        vocab_size=vocab_size,
+        regex=recipe.structured_regex,
+    )

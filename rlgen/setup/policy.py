@@ -1,0 +1,228 @@
+"""Loads the model that is trained, and the frozen reference that it is compared with."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from rlgen.algorithms.base import Algorithm
+from rlgen.errors import SetupError, UsageError
+from rlgen.models.compiled import compile_layers
+from rlgen.models.half import HALF, compute_in_half
+from rlgen.models.load import load_model
+from rlgen.models.lora import add_adapter, is_adapted
+from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.packing import can_pack
+from rlgen.models.policy import BasePolicy, Policy
+from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
+from rlgen.models.vision import Vision, of_vision, reads_images
+from rlgen.models.weights import base_digest, bits
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe
+from rlgen.run.checkpoint import check_fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policies:
+    """The models of the trainer, before anything else is allocated."""
+
+    policy: Policy
+    reference: Policy | None  # None: the algorithm needs none, or it needs no loading: see `build_reference`
+    sharded: bool  # each process holds a part of every weight
+    base: str | None  # digest of the frozen weights under an adapter
+    held: str | None  # digest of this process's shards of them; None: they are not sharded
+    weights: str  # digest of the weights in model.path
+
+
+def open_policies(
+    recipe: Recipe,
+    location: str,
+    algorithm: Algorithm,
+    checkpoint: Path | None,
+    processes: Processes,
+    began_with: str | None,
+    prompts: Sequence[NDArray[np.int32]],
+    say: Callable[[str], None],
+) -> Policies:
+    """Loads the policy from model.path. If it is sharded, its reference is loaded too, since a sharded policy cannot be copied.
+
+    Args:
+        location: of the model: folder or hub id.
+        checkpoint: the one to resume from; checked here so that one of another model is refused early.
+        began_with: digest of the weights that were in model.path when the run began; None: not known.
+        prompts: ids of some prompts of the run, on which packed rows are tried.
+        say: receives a message where the model cannot be read by shards.
+
+    Raises:
+        SetupError: the memory does not suffice.
+        ProcessError: the processes cannot be divided as `processes.shard` says.
+        CheckpointError: `checkpoint` is of another model or trainer.
+        UsageError: the reference would differ from the one that the run began with.
+    """
+    sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
+    mesh = mesh_of(processes, recipe.processes.shard) if sharded else None
+    policy = (
+        processes.run_all(lambda: build_policy(recipe, location, prompts, processes.device))
+        if mesh is None
+        else open_shards(recipe, location, mesh, processes, prompts, True, say)
+    )
+    pack_alike(policy, processes)
+    if checkpoint:
+        processes.run_all(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
+    needs_reference, reference = algorithm.reference != "none", None
+    base = base_digest(policy.model) if is_adapted(policy.model) else None
+    weights = base or bits(policy.model, processes)
+    if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
+        processes.run_all(lambda: same_reference(location, weights, began_with))
+    if mesh is not None and needs_reference and base is None:
+        reference = open_shards(recipe, location, mesh, processes, prompts, False, say)
+        pack_alike(reference, processes)
+    held = None if base is None or not sharded else base_digest(policy.model, gather=False)
+    return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
+
+
+def open_shards(
+    recipe: Recipe,
+    location: str,
+    mesh: DeviceMesh,
+    processes: Processes,
+    prompts: Sequence[NDArray[np.int32]],
+    trained: bool,
+    say: Callable[[str], None],
+) -> Policy:
+    """Loads this process's shards of the model, and checks that rlgen knows how it computes logits.
+
+    Args:
+        trained: whether it is the policy; otherwise its frozen reference.
+    """
+    policy = processes.run_all(lambda: build_shards(recipe, location, mesh, trained, say))
+    with memory_for("a forward pass of eight tokens", what_helps(recipe, "load"), SetupError):
+        processes.run_all(policy.check, has_collectives=True)
+    processes.run_all(lambda: compile_and_pack(recipe, policy, prompts), has_collectives=True)
+    return policy
+
+
+def build_policy(recipe: Recipe, location: str, prompts: Sequence[NDArray[np.int32]], device: torch.device) -> Policy:
+    """Loads the model that is trained, with float32 weights in any dtype of the forward: bfloat16 loses updates of 1e-6.
+
+    Under an adapter the model's own weights are frozen, and held in the dtype of the forward.
+    """
+    settings = recipe.model
+    dtype = getattr(torch, settings.dtype)
+    held = torch.float32 if settings.lora is None else dtype
+    with memory_for("the model", what_helps(recipe, "load"), SetupError):
+        model = load_model(location, settings.revision, held, settings.attention, device, settings.quantization)
+        if settings.lora is not None:
+            add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
+    vision = Vision.open(location, settings.revision, model.config) if reads_images(model.config) else None
+    if vision is not None and not settings.train_vision:
+        for parameter in of_vision(model):
+            parameter.requires_grad_(False)
+    if settings.gradient_checkpointing:
+        checkpoint_activations(model)
+    policy = Policy(model, dtype, settings.fp32_head, vision)
+    compile_and_pack(recipe, policy, prompts)
+    return policy
+
+
+def compile_and_pack(recipe: Recipe, policy: Policy, prompts: Sequence[NDArray[np.int32]]) -> None:
+    """Compiles the layers, and packs rows, as far as the recipe says and the device can. Raises SetupError."""
+    wanted, compiled = recipe.optim.packing, recipe.model.compile
+    possible = can_pack(policy.model.device, policy.dtype)
+    if compiled:
+        with memory_for("compiling the model", what_helps(recipe, "forward"), SetupError):
+            compile_layers(policy.model)
+    if wanted or (wanted is None and not compiled and policy.vision is None and possible):
+        if not possible:
+            raise SetupError(
+                "optim.packing: a GPU packs rows in bfloat16 only, from compute capability 8.0 on; remove it, or set model.dtype"
+                " to bfloat16"
+            )
+        reason = policy.pack(prompts)
+        if reason and wanted:
+            raise SetupError(f"optim.packing: {reason}; remove it: the result is the same, with padding")
+
+
+def pack_alike(policy: Policy, processes: Processes) -> None:
+    """Pads the rows in all processes if one of them cannot pack: on another GPU the same comparison may end differently, and
+    processes that pack divide a step into other micro-batches.
+    """
+    reasons = [reason for reason in processes.gather([policy.unpacked]) if reason is not None]
+    if reasons:
+        policy.unpack(reasons[0])
+
+
+def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool, say: Callable[[str], None]) -> Policy:
+    """Loads this process's shards of the policy, in the dtypes of `build_policy`; with `trained` False of its frozen reference.
+
+    Under an adapter the frozen weights are sharded, and each process holds the whole adapter.
+    """
+    settings, made = recipe.model, list[Policy]()
+    dtype = getattr(torch, settings.dtype)
+    held = torch.float32 if settings.lora is None else dtype
+
+    def sharded(model: PreTrainedModel) -> Policy:
+        if settings.gradient_checkpointing:
+            checkpoint_activations(model)
+        # transformers ties only what has values: FSDP2 would hold a tied weight twice, and an update would reach one of the two.
+        model.tie_weights()
+        policy = Policy(model.requires_grad_(trained and settings.lora is None), dtype, settings.fp32_head)
+        shard(policy, mesh)
+        return policy
+
+    def divide(model: PreTrainedModel) -> None:
+        if read_by_slices(model, mesh["shard"].size()):
+            made.append(sharded(model))
+
+    with memory_for("the model" if trained else "the reference", what_helps(recipe, "load"), SetupError):
+        model = load_model(location, settings.revision, held, settings.attention, torch.device("cpu"), divide=divide)
+        if not made:
+            say(
+                f"model: {type(model).__name__} is converted from whole tensors: each process reads all of them into its"
+                " machine's memory, and keeps its shards"
+            )
+        policy = made[0] if made else sharded(model)
+        move_buffers(policy)
+        if settings.lora is not None:
+            add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
+            if dtype == HALF:
+                compute_in_half(model)  # rounds the adapter, which FSDP2 does not hold
+    return policy
+
+
+def build_reference(recipe: Recipe, policy: Policy) -> Policy | BasePolicy:
+    """Returns the frozen model in its present state: a copy of the policy; under an adapter its base, which needs no copy."""
+    if recipe.model.lora is not None:
+        return BasePolicy(policy)
+    with memory_for("the reference, a copy of the model", what_helps(recipe, "load"), SetupError):
+        return copy.deepcopy(policy).requires_grad_(False)
+
+
+def same_reference(location: str, weights: str, began_with: str | None) -> None:
+    """Raises UsageError if the weights in model.path differ from those that the run began with."""
+    if began_with not in (None, weights):
+        raise UsageError(
+            f"--resume: the weights in model.path {location} have changed since the last attempt (digest {began_with}, now"
+            f" {weights}): the policy would be compared with another reference. Bring them back, or start a new run with"
+            " model.path at a checkpoint of this one"
+        )
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Makes the layers of `model` compute their activations again in the backward pass.
+
+    transformers does this only in layers in training mode. All other modules stay in eval mode, and dropout is set to 0 in those
+    layers, so that a forward pass depends only on ids and weights.
+    """
+    model.gradient_checkpointing_enable()
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = True
+            for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)

@@ -1,0 +1,105 @@
+"""Builds what the sentinel compares: completions of a few prompts on both sides, and the gradient of the recipe's own loss."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rlgen.engines.base import Settings
+from rlgen.models.other_dtype import FP8, nudged
+from rlgen.recipe import Recipe
+from rlgen.rollout.table import RowTable
+from rlgen.sentinel.bounds import Bounds, most_for
+from rlgen.sentinel.probe import PROMPTS, Probe, TrainerSide
+from rlgen.sentinel.rungs import Gradient
+from rlgen.setup.learner import build_updater
+from rlgen.setup.pair import Pair
+from rlgen.trainers.window import Window
+from rlgen.types import Sample, Samples, one_span
+
+TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the window of `toy_gradient`; tokens of its shortest row
+
+
+def probe_of(recipe: Recipe, pair: Pair) -> Probe:
+    """Returns the probe that compares both sides of `pair` at their present weights."""
+    policy, dtypes = pair.learner.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
+    quantization, own = pair.engine.facts().quantization, recipe.sentinel
+    held = {None: getattr(torch, dtypes[1]), "fp8": FP8}.get(quantization) if recipe.model.quantization is None else None
+    return Probe(
+        trainer=TrainerSide(
+            policy=policy,
+            budget=recipe.optim.micro_batch_tokens,
+            processes=pair.processes,
+            engine_dtype=None if held is None else getattr(torch, dtypes[1]),
+            engine_holds=held,
+        ),
+        engine=pair.engine,
+        engine_share=pair.engine_share,
+        expected=Settings(
+            dtype=dtypes[1],
+            head_dtype="float32" if recipe.model.fp32_head else dtypes[1],
+            logprobs_mode="processed_logprobs",
+            vocab_size=policy.head.weight.shape[0],
+        ),
+        tokenizer=pair.data.tokenizer,
+        template=pair.data.tokenizer.chat_template if recipe.data.chat_template is not None else None,
+        prompts=pair.data.prompts.take(0, PROMPTS),
+        sampling=pair.sampling,
+        given=Bounds(mean_delta=own.mean_delta, max_delta=own.max_delta) if own.mean_delta or own.max_delta else None,
+        most=most_for(dtypes, quantization is not None),
+        noise=None,
+        seed=recipe.run.seed,
+        version=pair.position.step,
+    )
+
+
+def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Gradient:
+    """Returns a function from the tokens of a micro-batch to the gradient of the recipe's own loss on made-up rewards.
+
+    `rungs.loss_split` calls it, in all processes together; each holds some of the data. These are pairs of completions of unequal
+    lengths, one of each with a higher reward.
+    """
+    algorithm, update = pair.learner.algorithm, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None)
+    rank, world = pair.processes.rank, pair.processes.world
+
+    @cache
+    def sampled() -> Samples:
+        samples = toy_samples(probe.sample(probe.sampling.distribution, TOY_TOKENS + 3 * TOY_ROWS)[:TOY_ROWS])
+        return samples.take((samples.group_id % world == rank).nonzero()[0])
+
+    def gradient(budget: int, other_rounding: bool) -> Tensor:
+        samples = sampled()
+        table = RowTable.gather(samples, pair.processes)
+        kl = torch.zeros(len(table)) if algorithm.reference == "reward" else None
+        signal = algorithm.advantages(table.scores({"toy": 1.0}, kl))
+        window = Window.of(table, samples, signal, 0.0, budget, pair.processes)
+        if algorithm.reference == "loss":
+            window.frozen["ref_logp"] = torch.from_numpy(window.samples.sampler_logp.values)
+        with nudged(pair.learner.policy.model, 0, 2) if other_rounding else nullcontext():
+            return update.gradient(window)
+
+    return gradient
+
+
+def toy_samples(samples: Sequence[Sample]) -> Samples:
+    """Returns the samples cut to unequal lengths, in groups of two, the second of each with the higher reward."""
+    return Samples.of([toy_sample(sample, place) for place, sample in enumerate(samples)])
+
+
+def toy_sample(sample: Sample, place: int) -> Sample:
+    """Returns the sample cut to its first tokens, as the worse (even `place`) or the better (odd) one of a pair."""
+    tokens = min(len(sample.completion_ids), TOY_TOKENS + 3 * place)
+    return replace(
+        sample,
+        group_id=place // 2,
+        sample_index=place % 2,
+        completion_ids=sample.completion_ids[:tokens],
+        sampler_logp=sample.sampler_logp[:tokens],
+        spans=one_span(tokens, sample.weight_version),
+        rewards={"toy": float(place % 2)},
+        reward=float(place % 2),
+        finish_reason="stop",
+    )

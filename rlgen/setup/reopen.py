@@ -1,0 +1,142 @@
+"""Opens the directory of a run: a new one, or that of an earlier attempt, if the recipe still describes the same run."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlgen.errors import RlgenError, UsageError
+from rlgen.files import read_text, write_text
+from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe
+from rlgen.recipe.sizes import FOLLOWING
+from rlgen.run.directory import RunDirectory
+from rlgen.run.launch import launched_by, restarted
+from rlgen.setup.options import TrainOptions
+
+# Exit codes after which a launcher's restart is useless: a requested stop, and errors in the input.
+FINAL = (2, 3, 4, 5, 7, 8, 75)
+# What may change between the attempts of one run. Steps: only with a constant schedule, which does not depend on their number.
+# Micro-batches, their padding and checkpointed activations affect only memory and speed: a run that ran out of memory can resume
+# with others.
+STEPS = "run.steps"
+MAY_CHANGE = (
+    *("optim.micro_batch_tokens", "optim.packing", "model.gradient_checkpointing"),
+    *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
+    *("eval.every", "eval.at_start", "eval.best"),
+    *("checkpoint.", "rollouts.", "sentinel.", "engine.", "processes.", "scoring.", "health.", "sinks"),
+)
+
+
+def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
+    """Opens the run's directory, on rank 0.
+
+    Raises:
+        UsageError: it is a file; it holds a run and --resume was not given; or it holds no run, or another one, to resume.
+        CheckpointError: it cannot be written.
+    """
+    path, resolved = loaded.recipe.run_path, dump_recipe(loaded.recipe)
+    not_a_file(path)
+    if options.resumes:
+        return reopen(path, loaded, resolved)
+    if options.clean:
+        RunDirectory.clean(path)
+    return RunDirectory.create(path, loaded.text, resolved)
+
+
+def join_directory(loaded: LoadedRecipe) -> RunDirectory:
+    """Returns the directory that rank 0 has opened."""
+    return RunDirectory.join(loaded.recipe.run_path)
+
+
+def not_a_file(path: Path) -> None:
+    """Raises UsageError if the path or one of its parents is a file."""
+    if in_the_way := next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None):
+        raise UsageError(f"{path} cannot be a run directory: {in_the_way} is a file; set run.dir or --run-dir")
+
+
+def goes_on(path: Path, environment: Mapping[str, str]) -> bool:
+    """Returns whether torchrun restarts this process (`--max-restarts`) after an attempt of this launch had begun the run at
+    `path`.
+
+    A run that existed before this launch is another one, which only --resume continues.
+    """
+    return restarted(environment) and RunDirectory.look(path).get("launcher") == launched_by()
+
+
+def after_restart(path: Path, options: TrainOptions) -> TrainOptions:
+    """Returns the options unchanged; or with `resume` set, if a launcher restarts a run that it has begun.
+
+    Raises:
+        RlgenError: the last attempt ended by itself with a code of FINAL, so that a restart is useless; with that exit code.
+    """
+    if not goes_on(path, os.environ):
+        return options
+    before = RunDirectory.look(path)
+    if (code := before.get("exit_code")) in FINAL:
+        ended = RlgenError(f"{path} is not restarted, because the last attempt ended with exit {code}: {before['message']}")
+        ended.exit_code = code
+        raise ended
+    # If this launch has trained already, checkpoints after --resume-step are its own: resume from the newest.
+    begun = any(attempt.get("launcher") == launched_by() for attempt in RunDirectory.attempts(path))
+    return replace(options, resume=True, clean=False, resume_step=None if begun else options.resume_step)
+
+
+def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
+    """Opens the directory of an earlier attempt of the same run.
+
+    Raises:
+        UsageError: no run is there, or the recipe describes another run.
+    """
+    directory = RunDirectory.reopen(path)
+    try:
+        before = yaml.safe_load(read_text(directory.resolved))
+        free = may_change(before, loaded.recipe)
+        if changed := changes(before, yaml.safe_load(resolved), free):
+            raise UsageError(
+                f"--resume: the recipe differs from that of the run in {path}:\n"
+                + "\n".join(f"  {line}" for line in changed)
+                + f"\nOnly {', '.join(key.removesuffix('.') for key in free)} may change. Undo this, or start a new run"
+                f" from its weights, with model.path: {path}/checkpoints/step_N and another run.name"
+            )
+        write_text(directory.resolved, resolved)
+    except BaseException:
+        directory.close()
+        raise
+    return directory
+
+
+def may_change(before: Any, recipe: Recipe) -> tuple[str, ...]:
+    """Returns the keys, or beginnings of keys, that may change between two attempts.
+
+    An evaluation does not affect training, so that a run that had none may get one.
+
+    Args:
+        before: what `resolved.yaml` of the earlier attempt holds.
+        recipe: of this attempt.
+    """
+    had_none = isinstance(before, dict) and before.get("eval") is None
+    steps = (STEPS,) if recipe.optim.schedule == "constant" else ()
+    return (*steps, *MAY_CHANGE, *(("eval",) if had_none else ()))
+
+
+def changes(before: Any, now: Any, free: tuple[str, ...]) -> list[str]:
+    """Returns ["run.seed: 0 -> 1", ...]: the values that differ, except those whose key starts with one of `free`."""
+    was, is_ = flat(before), flat(now)
+    open_sizes = {key for key in FOLLOWING if key not in is_}  # they follow from model and data, which are compared separately
+    return [
+        f"{key}: {was.get(key, 'unset')} -> {is_.get(key, 'unset')}"
+        for key in sorted((was.keys() | is_.keys()) - open_sizes)
+        if was.get(key) != is_.get(key) and not key.startswith(free)
+    ]
+
+
+def flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Flattens nested data: returns {"run.seed": 0, "rewards[1].weight": 0.1, ...}."""
+    if isinstance(data, dict) and data:
+        return {k: v for key, value in data.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
+    if isinstance(data, list) and any(isinstance(value, dict) for value in data):
+        return {k: v for place, value in enumerate(data) for k, v in flat(value, f"{prefix}[{place}]").items()}
+    return {prefix: data}

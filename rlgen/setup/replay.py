@@ -1,0 +1,342 @@
+"""Computes a step of a run again, without an engine: `rlgen replay`.
+
+    start    the newest good checkpoint before the step, or the weights that the run began with
+    path     the steps between are trained again, on the samples and rewards that the run has recorded
+    step     computed with the run's own settings, and, if some are changed, from the same weights with these too
+
+The samples go through the window and the update of training itself (`trainers/window.py`, `trainers/update.py`). Nothing is
+sampled or scored, and nothing is written. A step of several processes is computed by as many, which a launcher starts: only then
+sums are in the same order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlgen.algorithms.registry import build_algorithm
+from rlgen.errors import DamagedCheckpoint, UsageError
+from rlgen.metrics import Metric
+from rlgen.models.load import locate
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe
+from rlgen.recipe.sizes import FOLLOWING, is_written
+from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded, processes_of
+from rlgen.rollout.table import RowTable
+from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
+from rlgen.run.manifest import check_files
+from rlgen.run.provenance import provenance
+from rlgen.setup.change import Change, Side, changed_learner, compare, computed
+from rlgen.setup.data import Data, open_data
+from rlgen.setup.learner import Learner, open_learner, restore
+from rlgen.setup.pair import TRIED, sampling_of
+from rlgen.setup.policy import open_policies
+from rlgen.trainers.collect import Collected, silent_groups
+from rlgen.types import Position, Samples
+
+Say = Callable[[str], None]
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What a run has recorded about itself."""
+
+    path: Path
+    recipe: Recipe  # with every size
+    attempts: Sequence[Record]  # provenance.json
+    steps: Mapping[int, Record]  # metrics.jsonl, by step
+
+    @classmethod
+    def of(cls, path: Path, recipe: Recipe, attempts: Sequence[Record], metrics: Sequence[Record]) -> "Past":
+        """Returns the past of the run at `path`. Reads the data if `resolved.yaml` lacks sizes that follow from them."""
+        whole = all(is_written(recipe, key) for key in FOLLOWING)
+        return cls(
+            path=path,
+            recipe=recipe if whole else open_data(recipe).recipe,
+            attempts=attempts,
+            steps={record[Metric.STEP]: record for record in metrics},
+        )
+
+    def attempt_of(self, step: int) -> Record:
+        """Returns the newest attempt that may have trained a step."""
+        return next((one for one in reversed(self.attempts) if one.get("from_step", 0) < step), {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A step that was computed again. `metrics` has the keys of metrics.jsonl that an update measures."""
+
+    step: int
+    start: int  # step of the checkpoint; 0: the weights that the run began with
+    metrics: Record  # with the settings of the run
+    differences: Mapping[str, tuple[Any, Any]]  # from metrics.jsonl: recorded and replayed value, by key
+    first_off: int | None  # the first step on the path whose numbers differ from metrics.jsonl
+    other: Sequence[str]  # what is not as it was when the run trained: "threads 4, now 2"
+    change: Change | None  # None: no settings were changed
+
+
+def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: Processes) -> Replay:
+    """Computes a step again. torch uses as many threads as it did in the run: the order of its sums depends on their number.
+
+    Args:
+        changed: the recipe with other settings, to compute the step with them too; see `opening.change.with_changes`.
+        say: receives messages about what takes time, or is not as it should be.
+        processes: one, or as many as the run had.
+
+    Raises:
+        UsageError: the run has not trained the step; something that the replay needs is missing; or there are too many processes.
+        CheckpointError: the checkpoint is of another model.
+        RlgenError: the model or the data cannot be opened.
+    """
+    start = processes.on_main(lambda: start_of(past, step))
+    if changed is not None and processes.world > 1 and past.recipe.processes.strategy == "fsdp":
+        raise UsageError("--set: with sharded weights one process must compute a change; start `rlgen replay` without a launcher")
+    for notice in start.notices:
+        say(notice)
+    torch.set_num_threads(past.attempt_of(step).get("threads", torch.get_num_threads()))
+    recorder = Recorder(past=past, say=say)
+    samples = processes.run_all(lambda: recorder.samples(step, processes))
+    prompts = processes.gather(list(islice(samples.prompt_ids, TRIED)))
+    learner, at = open_at(past, changed, start, prompts, processes, say)
+    own, first_off = Side.of(past.recipe, learner, processes), None
+    if at.step + 1 < step:
+        say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
+    for before in range(at.step + 1, step):
+        got = recorder.collected(before, at, own)
+        metrics = computed(own, got, before).metrics
+        learner.schedule.step()
+        first_off = first_off or (before if differences(past.steps.get(before, {}), metrics) else None)
+        at = Position(before, at.prompts + got.prompts)
+    got, change = recorder.collected(step, at, own), None
+    if changed is None:
+        metrics = computed(own, got, step).metrics
+    else:
+        other = Side.of(changed, changed_learner(changed, learner, step), processes)
+        metrics, change = compare(own, other, got, step)
+    return Replay(
+        step=step,
+        start=start.step,
+        metrics=metrics,
+        differences=differences(past.steps[step], metrics),
+        first_off=first_off,
+        other=others(past, step, processes),
+        change=change,
+    )
+
+
+def start_of(past: Past, step: int) -> Choice:
+    """Returns the newest good checkpoint before `step`; `path` is None for the weights that the run began with.
+
+    Raises:
+        UsageError: the run has not trained the step, or a step after the checkpoint is not recorded.
+    """
+    if step not in past.steps:
+        raise UsageError(f"--step {step}: {past.path} has no such step in metrics.jsonl, which has {ranges(past.steps)}")
+    notices: list[str] = []
+    chosen = Choice(0, None, (), ())
+    for number, path in reversed(CheckpointFolder(past.path / "checkpoints").steps().items()):
+        if number >= step:
+            continue
+        try:
+            check_files(path, hashes=True)
+        except DamagedCheckpoint as error:
+            notices.append(f"DAMAGED CHECKPOINT: {error}; an earlier one is used")
+            continue
+        chosen = Choice(number, path, (), ())
+        break
+    if missing := [one for one in range(chosen.step + 1, step + 1) if not is_recorded(past.path, one)]:
+        where = f"the checkpoint of step {chosen.step}" if chosen.step else "the start of the run"
+        raise UsageError(
+            f"--step {step}: it is computed from {where} on, but the samples of {ranges(missing)} are no longer recorded"
+            f" (rollouts.every, rollouts.keep); steps that can be replayed: {ranges(replayable(past))}"
+        )
+    return replace(chosen, notices=tuple(notices))
+
+
+def replayable(past: Past) -> list[int]:
+    """Returns the steps whose samples are recorded, with those of all steps since the checkpoint before them."""
+    saved, found, unbroken = set(CheckpointFolder(past.path / "checkpoints").steps()), [], True
+    for step in range(1, max(past.steps, default=0) + 1):
+        unbroken = (unbroken or step - 1 in saved) and is_recorded(past.path, step)
+        found += [step] if unbroken and step in past.steps else []
+    return found
+
+
+def open_at(
+    past: Past,
+    changed: Recipe | None,
+    start: Choice,
+    prompts: Sequence[NDArray[np.int32]],
+    processes: Processes,
+    say: Say,
+) -> tuple[Learner, Position]:
+    """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of the recipes needs it.
+
+    Raises:
+        UsageError: the replay needs the weights that were in model.path, which are others now.
+    """
+    recipe = past.recipe
+    algorithms = [build_algorithm(one.trainer) for one in (recipe, changed) if one is not None]
+    needing = next((one for one in algorithms if one.reference != "none"), algorithms[0])
+    location = locate(recipe.model.path)
+    policies = open_policies(recipe, location, needing, start.path, processes, None, prompts, say)
+    began_with = past.attempts[0].get("weights") if past.attempts else None
+    if (start.path is None or needing.reference != "none") and began_with not in (None, policies.weights):
+        needed = "the step is computed from them" if start.path is None else "they are the reference"
+        raise UsageError(
+            f"the weights in model.path {location} have changed since the run began (digest {began_with}, now"
+            f" {policies.weights}), and {needed}: bring them back"
+            + ("" if start.path else ", or replay a step after a checkpoint")
+        )
+    learner = replace(open_learner(recipe, needing, policies), algorithm=algorithms[0])
+    return learner, restore(recipe, learner, start.path, processes)
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorder:
+    """Reads what each step has learned from. Opens the data only if the answers of a step are in the journal alone."""
+
+    past: Past
+    say: Say
+    data: Data | None = field(default=None)
+
+    def collected(self, step: int, at: Position, own: Side) -> Collected:
+        """Returns the samples of a step as training collected them.
+
+        Args:
+            at: the position before the step.
+            own: the settings of the run, which decide the groups that further prompts replaced (`rollout.refill`).
+        """
+        recipe = self.past.recipe
+        samples = own.processes.run_all(lambda: self.with_images(self.samples(step, own.processes), step))
+        table = RowTable.gather(samples, own.processes)
+        table = table.take(np.lexsort((table.sample_index, table.group_id)))  # of `refill`, prompt by prompt as it was collected
+        replaced = np.zeros(len(table), dtype=bool)
+        groups, first = np.unique(table.group_id), 0
+        wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.refill
+        while wanted and left:
+            silent = silent_groups(
+                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.algorithm, own.weights
+            )
+            replaced |= np.isin(table.group_id, silent)
+            first, wanted, left = first + wanted, len(silent), left - 1
+        used = self.past.attempt_of(step).get("data", {}).get("used", 1)
+        return Collected(
+            table=replace(table, replaced=replaced),
+            samples=samples,
+            dropped=0,
+            counts=None,
+            prompts=max(recipe.rollout.prompts_per_step, len(groups)),  # fewer groups: all samples of some were too old
+            epoch=at.prompts / used,
+        )
+
+    def samples(self, step: int, processes: Processes) -> Samples:
+        """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one.
+
+        Raises:
+            UsageError: neither has all of them, or the step is one of another number of processes.
+        """
+        if processes.world > 1:
+            return self.part(step, processes)
+        tokens = self.past.steps.get(step, {}).get(Metric.TOKENS_GENERATED)
+        if (samples := from_rollouts(self.past.path, step)) is None or not is_whole(samples, tokens):
+            samples = self.journaled(step)
+        if not is_whole(samples, tokens):
+            raise UsageError(
+                f"step {step}: neither rollouts nor journal in {self.past.path} hold all that was sampled"
+                f" ({samples.sampled_tokens.sum()} of {tokens} tokens): a file is missing or damaged, or the data has"
+                " changed; bring it back, or replay a step after a later checkpoint"
+            )
+        return samples
+
+    def with_images(self, samples: Samples, step: int) -> Samples:
+        """Returns the samples with the images of their prompts, which are in the data alone.
+
+        Raises:
+            UsageError: the data, or an image, is not as it was when the step was trained.
+        """
+        if self.past.recipe.data.columns.images is None:
+            return samples
+        self.data = self.data or open_data(self.past.recipe)
+        prompts = self.data.prompts
+        if (was := self.past.attempt_of(step).get("prompt_ids")) not in (None, prompts.digest()):
+            raise UsageError(
+                f"step {step}: its prompts or their images have changed since it was trained (digest {was}, now"
+                f" {prompts.digest()}): bring them back"
+            )
+        of_group = {group: prompts.at(group).images for group in set(samples.group_id.tolist())}
+        return replace(samples, images=tuple(of_group[group] for group in samples.group_id.tolist()))
+
+    def part(self, step: int, processes: Processes) -> Samples:
+        """Returns the samples of a step that this process has sampled. Raises UsageError if its rollouts do not have them."""
+        had = processes_of(self.past.path, step)
+        if had and had != processes.world:
+            alone = "start `rlgen replay` without a launcher"
+            start = f"start {had} with {torchrun(had)}" if had > 1 else alone
+            raise UsageError(
+                f"step {step} was trained by {had} process{'es' if had > 1 else ''}, but {processes.world} run: {start}"
+            )
+        samples = from_rollouts(self.past.path, step, processes.rank)
+        if samples is None:
+            raise UsageError(
+                f"step {step}: {self.past.path} has no complete rollouts of it, which several processes need; start"
+                " `rlgen replay` without a launcher, or replay a step after a later checkpoint"
+            )
+        return samples
+
+    def journaled(self, step: int) -> Samples:
+        """Returns the samples of a step that the journal has."""
+        recipe = self.past.recipe
+        self.data = self.data or open_data(recipe)
+        return from_journal(
+            self.past.path,
+            step,
+            [reward.label for reward in recipe.rewards],
+            self.data.prompts.at,
+            sampling_of(recipe, self.data.stop_ids, None),
+            recipe.run.seed,
+            step - 1 - recipe.oldest_sample,
+            self.say,
+        )
+
+
+def is_whole(samples: Samples, tokens: int | None) -> bool:
+    """Returns whether the samples are all of a step, which sampled so many tokens; None: not known."""
+    return tokens is None or int(samples.sampled_tokens.sum()) == tokens
+
+
+def differences(recorded: Record, metrics: Record) -> dict[str, tuple[Any, Any]]:
+    """Returns (recorded value, replayed value) of each key of both whose values differ in any bit."""
+    return {key: (recorded[key], value) for key, value in metrics.items() if key in recorded and recorded[key] != value}
+
+
+def others(past: Past, step: int, processes: Processes) -> list[str]:
+    """Returns what is not as it was when the step was trained, and may change the last bits of a sum."""
+    then, now = past.attempt_of(step), provenance()
+    pairs = [(key, then.get(key), now[key]) for key in ("rlgen", "processor", "threads", "gpus")]
+    pairs += [(key, then.get("packages", {}).get(key), now["packages"].get(key)) for key in ("torch", "transformers")]
+    found = [f"{key} {was}, now {is_}" for key, was, is_ in pairs if was is not None and was != is_]
+    had = processes_of(past.path, step)
+    return found + ([f"{had} processes, now {processes.world}: {torchrun(had)}"] if had and had != processes.world else [])
+
+
+def torchrun(processes: int) -> str:
+    """Returns how several processes are started."""
+    return f"`torchrun --nproc-per-node {processes} -m rlgen replay …`"
+
+
+def ranges(steps: Sequence[int] | Mapping[int, Any]) -> str:
+    """Returns steps in words: `steps 1 to 20`, `step 3, steps 5 to 9`, or `none`."""
+    parts: list[list[int]] = []
+    for step in sorted(steps):
+        if parts and parts[-1][1] == step - 1:
+            parts[-1][1] = step
+        else:
+            parts.append([step, step])
+    return ", ".join(f"step {first}" if first == last else f"steps {first} to {last}" for first, last in parts) or "none"

@@ -1,0 +1,370 @@
+"""Builds the trainer of one attempt: opens every part, the cheapest first, and passes to each what it needs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rlgen.callbacks import Callback
+from rlgen.data import Rows, listed
+from rlgen.errors import SetupError
+from rlgen.files import write_text
+from rlgen.models.lora import describe
+from rlgen.models.weights import bits
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe, dump_recipe
+from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.custom import CustomRollout
+from rlgen.rollout.journal import Journal
+from rlgen.rollout.sampler import Sampler
+from rlgen.run.best import Best
+from rlgen.run.checkpoint import Checkpoints, little_space, saved_processes, seed_random
+from rlgen.run.console import Console
+from rlgen.run.directory import RunDirectory
+from rlgen.run.health import Health, rules_of
+from rlgen.run.manifest import check_model_files
+from rlgen.run.rollouts import RolloutWriter
+from rlgen.run.sinks.open import Sinks, open_sinks
+from rlgen.sentinel.ladder import after_check_1, climb, summary
+from rlgen.sentinel.probe import Probe
+from rlgen.sentinel.sync import send_weights
+from rlgen.sentinel.verdict import Rung, failed
+from rlgen.sentinel.watch import Watch
+from rlgen.setup.data import Data, open_data
+from rlgen.setup.dialogue import open_dialogue
+from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
+from rlgen.setup.inputs import record_attempt, same_inputs, user_files
+from rlgen.setup.largest import try_largest
+from rlgen.setup.learner import build_groups, build_updater, build_windows
+from rlgen.setup.pair import Pair, open_pair
+from rlgen.setup.probe import probe_of
+from rlgen.trainers.callbacks import Callbacks
+from rlgen.trainers.collect import Collector
+from rlgen.trainers.groups import Groups
+from rlgen.trainers.loop import Trainer
+from rlgen.trainers.report import Reporter
+from rlgen.trainers.saving import Saver
+from rlgen.trainers.stream import Stream
+from rlgen.types import Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """One start of a run: its recipe, its directory, and the checkpoint that it resumes from."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    console: Console
+    processes: Processes
+    checkpoint: Path | None = None  # the one to resume from
+    notices: Sequence[str] = ()  # messages about the choice of the checkpoint
+    changed_rewards: bool = False  # the files of rewards may have changed since the last attempt
+    callbacks: Sequence[Callback] = ()  # of the program that trains
+
+
+def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None) -> tuple[Trainer, Position]:
+    """Opens data, rewards, model and engine, and checks that trainer and engine agree.
+
+    Args:
+        between: called on all ranks after each part is opened; it may raise, such as StopNow.
+
+    Returns:
+        The trainer and the position from which it continues.
+
+    Raises:
+        RlgenError: whatever the parts raise; nothing has been trained, and everything is closed again.
+    """
+    recipe, console, processes = attempt.recipe, attempt.console, attempt.processes
+    with ExitStack() as undo:
+        data, scorer = open_inputs(attempt, between)
+        undo.callback(scorer.close)
+        judge = open_judge(attempt, data)
+        if judge is not None:
+            undo.callback(judge.close)
+        recipe = data.recipe
+        attempt = replace(attempt, recipe=recipe)
+        tools_log = attempt.directory.logs / (f"tools.rank{processes.rank}.log" if processes.rank else "tools.log")
+        dialogue = processes.run_all(lambda: open_dialogue(data, tools_log))
+        if dialogue is not None:
+            undo.callback(dialogue.turns.close)
+        own = recipe.rollout.use
+        custom = None if own is None else processes.run_all(lambda: CustomRollout.load(own))
+        code = processes.run_all(lambda: user_files(recipe.trainer, scorer, judge, dialogue, custom))
+        processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
+        began_with = None
+        if attempt.checkpoint:
+            unchanged = {} if attempt.changed_rewards else code
+            began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, unchanged))
+        pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
+        undo.callback(pair.close)
+        if attempt.checkpoint and (stored := saved_processes(attempt.checkpoint)) != processes.world:
+            console.say(f"the checkpoint is of {stored} processes, but {processes.world} run: some random states are new")
+        between()
+        console.say("sentinel: comparing engine and trainer …")
+        probe = probe_of(recipe, pair)
+        rungs = agree(probe, between)
+        probe = after_check_1(probe, rungs)
+        if recipe.model.lora is not None:
+            console.say(f"lora: {describe(pair.learner.policy.model)}")
+        console.say(f"sentinel: {summary(rungs)}")
+        if processes.is_main and (warning := little_space(attempt.directory.checkpoints, pair.learner.policy.model)):
+            console.say(f"warning: {warning}")
+        engine = pair.engine.facts()
+        processes.on_main(lambda: record_attempt(attempt.directory, pair, code, rungs, attempt.notices, engine))
+        if recipe.run.probe_max:
+            console.say(try_memory(recipe, pair))
+        trainer = build_trainer(attempt, pair, scorer, judge, probe, dialogue, custom)
+        undo.pop_all()
+    return trainer, pair.position
+
+
+def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data, Scorer]:
+    """Opens data and rewards, and prints a summary of them."""
+    recipe, console, processes = attempt.recipe, attempt.console, attempt.processes
+    device = processes.device
+    console.say(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, {recipe.model.dtype}")
+    seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint restores its own random states later
+    console.say(f"data: reading {recipe.data.source} …")
+    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
+    data = processes.main_first(lambda: open_data(recipe))
+    for notice in data.notices:
+        console.say(notice)
+    between()
+    scorer = processes.run_all(lambda: build_scorer(data.recipe, data.rows, attempt.directory, processes.rank))
+    for reward in scorer.rewards:
+        if reward.sha256 is not None:
+            console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
+    console.say(f"data: {listed({name: count for name, count in data.prompts.counts.items() if count})}")
+    for warning in data.warnings:
+        console.say(f"warning: {warning}")
+    return data, scorer
+
+
+def open_judge(attempt: RunContext, data: Data) -> Scorer | None:
+    """Opens the rewards of evaluations, and prints what is evaluated; returns None if the recipe evaluates nothing."""
+    held_out, directory, processes = data.held_out, attempt.directory, attempt.processes
+    if held_out is None:
+        return None
+    attempt.console.say(f"eval: {words_of(data.recipe, held_out)}")
+    output = directory.logs / f"rewards.eval.rank{processes.rank}.log"
+    failures, answers = directory.failed_rewards / "eval", directory.judge / "eval"
+    return processes.run_all(lambda: open_eval_scorer(data.recipe, held_out, output, failures, answers))
+
+
+def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
+    """Starts the worker processes of the recipe's rewards."""
+    columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
+    output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
+    longest, failures = recipe.rollout.max_completion_tokens, directory.failed_rewards
+    size, turns = recipe.rollout.group_size, recipe.talks
+    return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures, turns, directory.judge, size)
+
+
+def agree(probe: Probe, between: Callable[[], None]) -> list[Rung]:
+    """Returns the results of all checks of the sentinel. Raises SentinelError if one of them failed."""
+    rungs = []
+    for rung in climb(probe):
+        rungs.append(rung)
+        between()
+    if wrong := failed(rungs):
+        raise wrong.error()
+    return rungs
+
+
+def try_memory(recipe: Recipe, pair: Pair) -> str:
+    """Tries the largest micro-batches while the engine sleeps, as in a step, and returns a message with what was tried."""
+    sleeps = pair.engine.abilities.sleeps
+    if sleeps:
+        pair.processes.run_all(pair.engine.sleep, has_collectives=pair.engine_share.shared)
+    tried = try_largest(recipe, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None), pair.processes)
+    if sleeps:
+        send_weights(pair.engine, pair.learner.policy.model, pair.position.step, pair.processes)
+    return tried
+
+
+def build_trainer(
+    attempt: RunContext,
+    pair: Pair,
+    scorer: Scorer,
+    judge: Scorer | None,
+    probe: Probe,
+    dialogue: Dialogue | None,
+    custom: CustomRollout | None,
+) -> Trainer:
+    """Builds the training loop from the parts that are open."""
+    recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
+    learner, done = pair.learner, pair.position.step
+    journal = open_journal(attempt, pair, scorer, dialogue, custom)
+    early = EarlyScoring(scorer)
+    sampler = build_sampler(attempt, pair, journal, early, dialogue, custom)
+    watch = build_watch(attempt, pair, probe, sampler)
+    checkpoints = Checkpoints(
+        directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind, learner.held
+    )
+    evaluate = None
+    if judge is not None and pair.data.held_out is not None:
+        best = processes.on_main(lambda: Best(directory.read_metrics())) if pair.data.held_out.settings.best else None
+        evaluate = build_evaluator(recipe, pair, pair.data.held_out, judge, watch, directory.evals, best, dialogue)
+    sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
+    weights = bits(learner.policy.model, processes)
+    processes.run_all(lambda: journal.starts_from(done, weights))
+    windows = build_windows(recipe, learner, pair.sampling, processes, scorer.weights)
+    update = build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch)
+    report = Reporter(
+        steps=recipe.run.steps,
+        max_nonfinite=recipe.optim.max_nonfinite,
+        processes=processes,
+        directory=directory,
+        health=Health(rules_of(recipe), directory.read_metrics() if done and processes.is_main else ()),
+        console=attempt.console,
+        writer=build_writer(attempt, pair, journal, checkpoints, sinks, dialogue is not None),
+        sinks=sinks,
+    )
+    return Trainer(
+        recipe=recipe,
+        processes=processes,
+        policy=learner.policy,
+        engine=pair.engine,
+        journal=journal,
+        collect=Collector(
+            recipe=recipe.rollout,
+            processes=processes,
+            engine_share=pair.engine_share,
+            prompts=pair.data.prompts,
+            engine=pair.engine,
+            sampler=sampler,
+            scorer=scorer,
+            early=early,
+            journal=journal,
+            algorithm=learner.algorithm,
+            stream=build_stream(pair, sampler, early, scorer.weights, build_groups(recipe, learner, windows, update)),
+        ),
+        windows=windows,
+        update=update,
+        schedule=learner.schedule,
+        evaluate=evaluate,
+        report=report,
+        save=Saver(
+            recipe=recipe,
+            processes=processes,
+            policy=learner.policy,
+            tokenizer=pair.data.tokenizer,
+            optimizer=learner.optimizer,
+            schedule=learner.schedule,
+            checkpoints=checkpoints,
+            journal=journal,
+            sampler=sampler,
+            report=report,
+            evaluate=evaluate,
+        ),
+        callbacks=Callbacks.of(attempt.callbacks, processes),
+    )
+
+
+def open_journal(
+    attempt: RunContext, pair: Pair, scorer: Scorer, dialogue: Dialogue | None, custom: CustomRollout | None
+) -> Journal:
+    """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
+    judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
+    folder, say = attempt.directory.journal, attempt.console.say
+    beside = [pair.learner.base, *([] if dialogue is None else [dialogue.digest])]
+    beside += [] if custom is None else [custom.use, custom.sha256]
+    versions = max(1, attempt.recipe.rollout.ahead)
+    return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside, versions)
+
+
+def build_sampler(
+    attempt: RunContext,
+    pair: Pair,
+    journal: Journal,
+    early: EarlyScoring,
+    dialogue: Dialogue | None,
+    custom: CustomRollout | None,
+) -> Sampler:
+    """Returns the object that samples the prompts of each step."""
+    recipe, prompts = attempt.recipe, pair.data.prompts
+    count, steps = recipe.rollout.prompts_per_step, recipe.run.steps
+    abilities = pair.engine.abilities
+    # Rewards would only slow down an engine that needs the cores of this machine, unless groups are trained on meanwhile.
+    early_pays = (abilities.elsewhere or recipe.rollout.stream) and custom is None
+    return Sampler(
+        engine=pair.engine,
+        prompts_of=lambda step: pair.engine_share.share(prompts.take((step - 1) * count, count if step <= steps else 0)),
+        sampling=pair.sampling,
+        group_size=recipe.rollout.group_size,
+        run_seed=recipe.run.seed,
+        tokenizer=pair.data.tokenizer,
+        submit_to=abilities.submit if recipe.rollout.ahead else None,
+        ahead=recipe.rollout.ahead,
+        max_staleness=recipe.oldest_sample,
+        in_flight=abilities.in_flight,
+        journal=journal,
+        journals=pair.engine_share.first,
+        all_or_none=abilities.whole_step,
+        say=attempt.console.say,
+        group_finished=early.add if early_pays and pair.engine_share.first else None,
+        dialogue=dialogue,
+        custom=custom,
+        interruptible=recipe.rollout.stream,
+    )
+
+
+def build_stream(
+    pair: Pair, sampler: Sampler, early: EarlyScoring, weights: Mapping[str, float], groups: Groups | None
+) -> Stream | None:
+    """Returns the object that trains on groups while others are sampled; None if the recipe does not stream.
+
+    Raises:
+        SetupError: several processes were started, or engine and trainer share a GPU.
+    """
+    if groups is None:
+        return None
+    processes = pair.processes
+    if processes.world > 1:
+        raise SetupError("rollout.stream: several processes divide the rows of a step among them; start one, or set it to false")
+    if not pair.engine.abilities.elsewhere and processes.device.type == "cuda":
+        raise SetupError("rollout.stream: on one GPU engine and trainer would wait for each other; set engine.kind to server")
+    return Stream(processes=processes, sampler=sampler, early=early, labels=tuple(weights), groups=groups)
+
+
+def build_writer(
+    attempt: RunContext, pair: Pair, journal: Journal, checkpoints: Checkpoints, sinks: Sinks, turns: bool
+) -> RolloutWriter:
+    """Returns the object that writes the samples of each step, and tells the journal and the sinks when they are on disk."""
+    recipe, processes = attempt.recipe, attempt.processes
+
+    def on_disk(step: int, path: Path) -> None:
+        journal.retire(step, path)
+        sinks.samples(step, path)
+
+    return RolloutWriter(
+        folder=attempt.directory.rollouts,
+        rank=processes.rank,
+        world=processes.world,
+        prompts=pair.data.prompts,
+        tokenizer=pair.data.tokenizer,
+        stop_ids=pair.sampling.stop_ids,
+        every=recipe.rollouts.every,
+        keep=recipe.rollouts.keep,
+        needed=checkpoints.oldest,
+        stamp=lambda rollout: journal.stamp(rollout, pair.sampling),
+        on_disk=on_disk,
+        turns=turns,
+    )
+
+
+def build_watch(attempt: RunContext, pair: Pair, probe: Probe, sampler: Sampler) -> Watch:
+    """Returns the object that compares each batch between engine and trainer before the weights change."""
+    recipe = attempt.recipe
+    return Watch(
+        probe=probe,
+        on_drift=recipe.sentinel.on_drift,
+        sleeps=pair.engine.abilities.sleeps,
+        probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
+        drain=lambda: pair.processes.run_all(sampler.drain, keepalive=True),
+        say=attempt.console.say,
+    )

@@ -1,0 +1,123 @@
+"""Decides when a run is saved, and saves it. Nothing that a resumed run needs is deleted before it is saved."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from rlgen.errors import CheckpointError, EngineError, Stopped
+from rlgen.models.policy import Policy
+from rlgen.processes import Processes
+from rlgen.recipe import Recipe
+from rlgen.rollout.journal import Journal
+from rlgen.rollout.sampler import Sampler
+from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.clock import Clock
+from rlgen.run.health import Checkup
+from rlgen.trainers.evaluate import Evaluator
+from rlgen.trainers.report import Reporter
+from rlgen.types import Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saver:
+    """Saves positions of a run. All processes call each method together."""
+
+    recipe: Recipe
+    processes: Processes
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: Optimizer
+    schedule: LRScheduler
+    checkpoints: Checkpoints
+    journal: Journal
+    sampler: Sampler
+    report: Reporter
+    evaluate: Evaluator | None
+
+    def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: Clock) -> None:
+        """Saves the position after a step if that is due: by the recipe, on request, as the best one, or because the run ends.
+
+        Args:
+            refused: why the engine did not take the weights of the step; None: it did.
+
+        Raises:
+            EngineError: `refused`, after the save.
+            DivergedError: a health rule ends the run; raised after the save.
+        """
+        last = at.step == self.recipe.run.steps
+        ends = refused or checkup.ends
+        asked = self.processes.on_main(self.report.directory.asked_to_save)
+        due = last or at.step % self.recipe.checkpoint.every == 0
+        if due or asked or refused or checkup.saves or at.step == self.pinned:
+            with clock("save"):
+                self(at, wait=bool(ends or last))
+        if ends:
+            raise ends
+
+    def __call__(self, at: Position, wait: bool) -> None:
+        """Starts to save the position `at`, unless it is saved already. With `wait`, returns when it is saved."""
+        self.finish(wait=True)
+        if not self.processes.on_main(lambda: self.checkpoints.has(at.step)):
+            settle: Callable[[], None] = partial(self.sampler.flush_pending, at.step)
+            if self.processes.world > 1:  # each process has a journal: the thread of the main process knows only its own
+                self.processes.run_all(settle, keepalive=True)
+                settle = nothing
+            # A run that resumes from it does not write the rollouts of earlier steps again.
+            self.processes.run_all(self.report.writer.wait, keepalive=True)
+            self.checkpoints.pinned = self.pinned
+            self.checkpoints.save(
+                at,
+                self.policy.model,
+                self.tokenizer,
+                self.optimizer,
+                self.schedule,
+                settle,
+                None if self.policy.vision is None else self.policy.vision.processor,
+            )
+        if wait:
+            self.finish(wait=True)
+
+    def finish(self, wait: bool) -> None:
+        """Deletes from the journal what a newly completed checkpoint makes unnecessary.
+
+        Args:
+            wait: wait for the save that is going on.
+
+        Raises:
+            CheckpointError: the save failed; raised in all processes.
+        """
+        if self.checkpoints.complete(wait):
+            self.processes.on_main(lambda: self.journal.drop(0, self.checkpoints.oldest()))
+            self.report.console.say(f"checkpoint: step {self.checkpoints.newest()} is saved")
+
+    @property
+    def pinned(self) -> int | None:
+        """Returns the step of the best evaluation, whose checkpoint is kept; None: there is none, or the recipe pins none."""
+        return None if self.evaluate is None or self.evaluate.best is None else self.evaluate.best.step
+
+    def invalidate_samples(self, step: int) -> None:
+        """Marks the samples for `step` in the journal as not to be reused.
+
+        Ignores errors of the disk: the sentinel's error, which the caller raises, matters more.
+        """
+        with suppress(CheckpointError):
+            self.finish(wait=True)  # completing a save flushes the journal
+        with suppress(CheckpointError):
+            self.processes.run_all(self.journal.close)
+            self.processes.on_main(lambda: self.journal.invalidate(step))
+
+    def stopped(self, at: Position, why: str) -> Stopped:
+        """Saves the last trained step, if there is one, and returns the error to raise."""
+        if at.step:
+            self(at, wait=True)
+        said = f"stopped {why} after step {at.step} of {self.recipe.run.steps}; go on with --resume"
+        return Stopped(said, self.report.directory.path)
+
+
+def nothing() -> None:
+    """Does nothing: all that a checkpoint relies on is on disk."""

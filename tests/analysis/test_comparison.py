@@ -1,0 +1,496 @@
+"""`rlgen compare`: groups, differences, aligned curves and verdicts of hand-made runs, and what is said of odd ones."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.browser import browser, console, needs_browser, open_page, requests
+from helpers.runs import bare_run, make_run
+from matplotlib.figure import Figure
+from rich.console import Console
+from selenium.webdriver import Chrome
+from typer.testing import CliRunner
+
+from rlgen.analysis.aligned import metric_chart, other_charts
+from rlgen.analysis.charts import Chart, Line
+from rlgen.analysis.comparison import compare
+from rlgen.analysis.groups import differences_of, groups_of
+from rlgen.analysis.interval import of_series
+from rlgen.analysis.page import ASSETS, island
+from rlgen.analysis.plot import HEIGHT, plot
+from rlgen.analysis.png import COLOURS, paint
+from rlgen.analysis.run import Run, read_run
+from rlgen.cli.app import app
+from rlgen.errors import SetupError, UsageError
+
+Proof = Callable[[str], None]
+
+REWARD = "reward/mean"
+GRPO: dict[str, Any] = {"trainer": {"kind": "grpo"}}
+RLOO: dict[str, Any] = {"trainer": {"kind": "rloo"}, "optim": {"learning_rate": 2e-6}}
+HOSTILE = "</script><script>document.title='pwned'</script><img src=x onerror=alert(1)> [bold red]x[/] \x1b[31m \u202e"
+
+
+def seeds(folder: Path, name: str, ends: Sequence[float], recipe: dict[str, Any]) -> list[Run]:
+    """Runs of 40 steps, one for each seed: 0 for 30 steps, then that reward."""
+    return [
+        read_run(bare_run(folder / f"{name}-{seed}", [0.0] * 30 + [end] * 10, seed=seed, recipe=recipe))
+        for seed, end in enumerate(ends)
+    ]
+
+
+def single(folder: Path, name: str, rewards: Sequence[float | str | None], **options: Any) -> Run:
+    return read_run(bare_run(folder / name, rewards, **options))
+
+
+def command(*arguments: object, width: int = 80) -> str:
+    """What the command prints; it ends well, and no line is longer than the terminal."""
+    done = CliRunner().invoke(app, ["compare", *map(str, arguments)], env={"COLUMNS": str(width), "NO_COLOR": "1"})
+    assert done.exit_code == 0, (done.output, done.exception)
+    lines = [line for line in done.output.splitlines() if not line.endswith(" written")]  # paths are as long as they are
+    assert "--json" in arguments or max(map(len, lines)) <= width
+    return done.output
+
+
+# --- groups and recipes ----------------------------------------------------------------------------------------------
+
+
+def test_runs_that_differ_only_in_the_seed_are_a_group(tmp_path: Path) -> None:
+    grpo, rloo = seeds(tmp_path, "grpo", [1, 1, 1], GRPO), seeds(tmp_path, "rloo", [1, 1], RLOO)
+    groups = groups_of([grpo[0], rloo[0], grpo[1], rloo[1], grpo[2]])
+    assert [(group.letter, list(group.runs), group.again) for group in groups] == [("A", grpo, False), ("B", rloo, False)]
+    assert [group.seeds for group in groups] == [[0, 1, 2], [0, 1]]
+
+
+def test_a_repetition_is_a_group_of_its_own(tmp_path: Path) -> None:
+    first, second = seeds(tmp_path / "first", "grpo", [1, 2], GRPO), seeds(tmp_path / "second", "grpo", [1, 2], GRPO)
+    groups = groups_of([*first, *second])
+    assert [(group.letter, list(group.runs), group.again) for group in groups] == [("A", first, False), ("B", second, True)]
+    comparison = compare([*first, *second], REWARD, "step")
+    assert "B repeats the recipe and the seeds of an earlier group" in comparison.notes
+    assert [comparison.names[run] for run in second] == [str(tmp_path / f"second/grpo-{seed}") for seed in (0, 1)]
+
+
+def test_only_keys_that_differ_and_have_an_effect(tmp_path: Path) -> None:
+    left = single(tmp_path / "here", "grpo", [1.0], recipe=GRPO)
+    right = single(tmp_path / "there", "rloo", [1.0], recipe=RLOO, seed=7)
+    found = differences_of([left, right])
+    assert found["trainer.kind"] == {left: "grpo", right: "rloo"} and found["optim.learning_rate"] == {left: 1e-6, right: 2e-6}
+    assert found["trainer.loss"] == {left: "dapo"}, "rloo has no such key"
+    assert found["run.seed"] == {left: 0, right: 7}
+    assert not {"run.name", "run.dir", "trainer.cispo_max", "optim.schedule"} & set(found)
+    assert [key.split(".")[0] for key in found] == ["run"] + ["trainer"] * (len(found) - 2) + ["optim"], "in the recipe's order"
+
+
+def test_lists_of_different_length_differ(tmp_path: Path) -> None:
+    left, right = single(tmp_path, "two", [1.0]), single(tmp_path, "one", [1.0], recipe={"rewards": [{"use": "exact_match"}]})
+    found = differences_of([left, right])
+    assert found["rewards.1.use"] == {left: "length"} and "rewards.0.use" not in found
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def lines(chart: Chart) -> dict[str, Line]:
+    return {line.label: line for line in chart.lines}
+
+
+def test_curves_by_tokens_and_time(tmp_path: Path) -> None:
+    """10 and 20 tokens a step: at 20 tokens the first run has taken two steps and the second one."""
+    left = single(tmp_path, "left", [1.0, 2.0, 4.0], tokens=10)
+    right = single(tmp_path, "right", [10.0, 20.0], tokens=20, recipe=RLOO)
+    by_tokens = metric_chart(groups_of([left, right]), REWARD, "tokens")
+    assert (list(by_tokens.x), by_tokens.axis) == ([10, 20, 30, 40], "tokens")
+    assert lines(by_tokens)["A"].values == [1.0, 2.0, 4.0, None] and lines(by_tokens)["B"].values == [None, 10.0, 15.0, 20.0]
+    by_time = metric_chart(groups_of([left, right]), REWARD, "time")
+    assert (list(by_time.x), by_time.axis) == ([2, 4, 6], "seconds") and lines(by_time)["B"].values == [10.0, 20.0, None]
+    by_step = metric_chart(groups_of([left, right]), REWARD, "step")
+    assert (list(by_step.x), by_step.axis) == ([1, 2, 3], "step") and lines(by_step)["B"].values == [10.0, 20.0, None]
+
+
+def test_bands_of_seeds(tmp_path: Path) -> None:
+    """Three: Student's interval, 4.302653 / sqrt(3) deviations. Two: from one to the other. A curve ends with the shortest."""
+    three = [single(tmp_path, f"a{seed}", [reward, reward], seed=seed) for seed, reward in enumerate((1.0, 2.0, 3.0))]
+    two = [
+        single(tmp_path, f"b{seed}", rewards, seed=seed, recipe=RLOO, steps=3)
+        for seed, rewards in enumerate(([5.0, 6.0], [7.0, 9.0, 9.0]))
+    ]
+    chart = metric_chart(groups_of([*three, *two]), REWARD, "step")
+    found, reach = lines(chart), 4.302653 / math.sqrt(3)
+    assert found["A"].values == [2.0, 2.0, None] and found["A"].low is not None and found["A"].high is not None
+    assert (found["A"].low[1], found["A"].high[1]) == pytest.approx((2 - reach, 2 + reach))
+    assert (found["B"].values, found["B"].low, found["B"].high) == ([6.0, 7.5, None], [5.0, 6.0, None], [7.0, 9.0, None])
+
+
+def test_a_missing_value_is_a_gap(tmp_path: Path) -> None:
+    run, other = single(tmp_path, "a", [1.0, "nan", 3.0, 4.0]), single(tmp_path, "b", [1.0] * 4, recipe=RLOO)
+    found = lines(metric_chart(groups_of([run, other]), REWARD, "step"))
+    assert found["A"].values == [1.0, None, 3.0, 4.0] and found["A"].low is None
+    loose = {chart.title: chart for chart in other_charts(groups_of([run, other]), "step")}
+    assert lines(loose["Reward"])["A"].values == [1.0, None, 3.0, 4.0]
+
+
+def test_every_curve_of_a_report_is_compared(tmp_path: Path) -> None:
+    left = read_run(make_run(tmp_path / "left", steps=6, tokens=4))
+    right = read_run(make_run(tmp_path / "right", steps=6, tokens=4, recipe=RLOO))
+    charts = {chart.title: chart for chart in other_charts(groups_of([left, right]), "step")}
+    assert {"Reward", "Rewards by name: exact_match", "Time of a step: train", "Speed", "reward/mean"} <= set(charts)
+    assert list(lines(charts["Gradient norm"])["B"].values) == [record["grad_norm"] for record in right.metrics]
+    evaluation = charts["reward/mean"]
+    assert (evaluation.group, list(evaluation.x)) == ("Evaluation", [0, 2, 3, 4, 5, 6])
+    assert lines(evaluation)["A"].values == [record["eval/reward/mean"] for record in left.evaluations]
+    assert not any(chart.stacked for chart in charts.values()) and charts["KL of engine and trainer"].log
+    by_tokens = {chart.title: chart for chart in other_charts(groups_of([left, right]), "tokens")}["reward/mean"]
+    assert by_tokens.x[0] == 0 and lines(by_tokens)["A"].values[0] == left.evaluations[0]["eval/reward/mean"]
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_over_seeds(tmp_path: Path) -> None:
+    """Means 0.82 and 0.72, variances 4e-4: the error is sqrt(2 x 4e-4 / 3), with 4 degrees of freedom."""
+    grpo, rloo = seeds(tmp_path, "grpo", [0.8, 0.82, 0.84], GRPO), seeds(tmp_path, "rloo", [0.7, 0.72, 0.74], RLOO)
+    comparison = compare([*grpo, *rloo], REWARD, "tokens")
+    (verdict,) = comparison.verdicts
+    reach = 2.776445 * math.sqrt(2 * 4e-4 / 3)
+    interval = verdict.estimate.interval
+    assert interval is not None and (interval.low, interval.high) == pytest.approx((0.1 - reach, 0.1 + reach))
+    assert verdict.sentence == "A is better than B by 0.1 (0.0547 to 0.145)" and verdict.higher == "A"
+    assert (verdict.estimate.method, verdict.place) == ("Welch's t over seeds", "steps 31 to 40")
+    assert comparison.row_of(comparison.groups[0])[1:] == ("0, 1, 2", "40", "0.82 (0.77 to 0.87)") and comparison.notes == []
+    (other_way,) = compare([*rloo, *grpo], REWARD, "step").verdicts
+    assert other_way.sentence == "B is better than A by 0.1 (0.0547 to 0.145)" and other_way.estimate.difference == pytest.approx(
+        -0.1
+    )
+
+
+def test_seeds_that_vary_more_than_they_differ(tmp_path: Path) -> None:
+    grpo, rloo = seeds(tmp_path, "grpo", [0.2, 0.8], GRPO), seeds(tmp_path, "rloo", [0.1, 0.7], RLOO)
+    (verdict,) = compare([*grpo, *rloo], REWARD, "step").verdicts
+    assert verdict.higher is None and verdict.sentence.startswith("no difference can be seen: A minus B is 0.1 (-1.73 to 1.93)")
+
+
+def test_the_verdict_over_steps(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(0.8, 0.1, 100), rng.normal(0.5, 0.1, 60)
+    runs = [single(tmp_path, "a", left.tolist()), single(tmp_path, "b", right.tolist(), recipe=RLOO)]
+    comparison = compare(runs, REWARD, "step")
+    (verdict,) = comparison.verdicts
+    assert verdict.estimate.interval == of_series((left - np.append(right, np.zeros(40)))[45:60]), "of the steps that both have"
+    assert verdict.higher == "A" and verdict.place == "steps 46 to 60" and verdict.estimate.method == "block bootstrap over steps"
+    assert (
+        verdict.estimate.basis.endswith("one seed each proves little") and "15 steps (block bootstrap" in verdict.estimate.basis
+    )
+    assert comparison.notes == ["the runs end at different steps: a curve of several seeds ends with the shortest run"]
+
+
+def test_one_seed_beside_several(tmp_path: Path) -> None:
+    """The mean of the seeds stands for their group."""
+    grpo, rloo = seeds(tmp_path, "grpo", [0.8, 0.9], GRPO), seeds(tmp_path, "rloo", [0.5], RLOO)
+    (verdict,) = compare([*grpo, *rloo], REWARD, "step").verdicts
+    assert verdict.estimate.difference == pytest.approx(0.35) and "B has one seed, which proves little" in verdict.estimate.basis
+
+
+def test_each_group_is_compared_with_the_first(tmp_path: Path) -> None:
+    runs = [
+        *seeds(tmp_path, "a", [0.5, 0.51], GRPO),
+        *seeds(tmp_path, "b", [0.9, 0.91], RLOO),
+        *seeds(tmp_path, "c", [0.1, 0.11], {"trainer": {"kind": "grpo", "loss": "cispo"}}),
+    ]
+    comparison = compare(runs, REWARD, "step")
+    assert [verdict.sentence.split(" by")[0] for verdict in comparison.verdicts] == ["B is better than A", "A is better than C"]
+    assert comparison.notes == ["each of the 2 intervals holds with 95 %, not all of them together"]
+
+
+def test_a_seed_without_numbers_is_left_out(tmp_path: Path) -> None:
+    grpo, rloo = seeds(tmp_path, "grpo", [0.8, 0.9, math.nan], GRPO), seeds(tmp_path, "rloo", [0.5, math.nan], RLOO)
+    comparison = compare([*grpo, *rloo], REWARD, "step")
+    (verdict,) = comparison.verdicts
+    assert verdict.sentence == "A is better than B by 0.35 (0.35 to 0.35)" and "B has one seed" in verdict.estimate.basis
+    assert [note.partition(":")[0] for note in comparison.notes] == ["grpo-2", "rloo-1"]
+
+
+@pytest.mark.parametrize(
+    "metric, word",
+    [
+        ("reward/mean", "better"),
+        ("reward/exact_match/mean", "better"),
+        ("eval/reward/mean", "better"),
+        ("eval/pass@8", "better"),
+        ("reward/std", "higher"),
+        ("loss", "higher"),
+        ("eval/completions/truncated", "higher"),
+    ],
+)
+def test_more_is_not_always_better(tmp_path: Path, metric: str, word: str) -> None:
+    runs = seeds(tmp_path, "a", [2, 2.1], GRPO) + seeds(tmp_path, "b", [1, 1.1], RLOO)
+    for run in runs:
+        text = (run.path / "metrics.jsonl").read_text().replace(REWARD, metric)
+        (run.path / "metrics.jsonl").write_text(text)
+    (verdict,) = compare([read_run(run.path) for run in runs], metric, "step").verdicts
+    assert verdict.sentence.startswith(f"A is {word} than B by 1 (")
+
+
+def test_a_metric_that_few_steps_have(tmp_path: Path) -> None:
+    """Evaluations at every fourth of 32 steps: the last quarter of them are those at 28 and 32."""
+    runs = seeds(tmp_path, "a", [2, 2.1], GRPO) + seeds(tmp_path, "b", [1, 1.1], RLOO)
+    for run in runs:
+        records = [dict(record) for record in run.metrics[:32]]
+        for record in records[3::4]:
+            record["eval/reward/mean"] = record["reward/mean"] + 1
+        (run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (verdict,) = compare([read_run(run.path) for run in runs], "eval/reward/mean", "step").verdicts
+    assert list(verdict.steps) == [28, 32] and verdict.estimate.difference == pytest.approx(0.5)
+
+
+# --- odd runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_killed(tmp_path: Path) -> None:
+    """Its status still says that it runs, and its last line is torn."""
+    killed = bare_run(tmp_path / "dead", [0.1] * 12, steps=100, state="running")
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "reward/me')
+    other = bare_run(tmp_path / "well", [0.9] * 100, recipe=RLOO)
+    said = command(killed, other)
+    assert "note: dead: killed, at step 12 of 100" in said and "note: the runs end at different steps" in said
+    assert (
+        "reward/mean, steps 10 to 12; no interval: both sides have a number at" in said
+        and "no verdict: A minus B is -0.8" in said
+    )
+
+
+@pytest.mark.fault(82)
+@pytest.mark.parametrize(
+    "rewards, sentence, note",
+    [
+        ([], "A and B cannot be compared", "odd: done, at step 0 of 1"),
+        ([0.25], "no verdict: A minus B is -0.25", "the runs end at different steps"),
+        (["nan"] * 8, "A and B cannot be compared", "odd: reward/mean is missing or not finite at 8 of 8 steps"),
+        ([0.5] * 6 + [None, float("nan")], "A and B cannot be compared", "odd: reward/mean is missing or not finite at 2 of 8"),
+        ([0.5] * 39 + ["inf"], "no difference can be seen: A minus B is 0 (0 to 0)", "missing or not finite at 1 of 40"),
+    ],
+    ids=["no step", "one step", "never finite", "not finite at the end", "once infinite"],
+)
+def test_odd_values_are_said(tmp_path: Path, rewards: list[float | str | None], sentence: str, note: str, proof: Proof) -> None:
+    odd, other = bare_run(tmp_path / "odd", rewards), bare_run(tmp_path / "well", [0.5] * 40, recipe=RLOO)
+    for by in ("step", "tokens", "time"):
+        said = command(odd, other, "--by", by, "--html", "--out", tmp_path / "out.html")
+        assert sentence in said and note in " ".join(said.split())
+    found = json.loads(command(odd, other, "--json"))
+    assert found["verdicts"][0]["sentence"] == sentence and found["runs"]["odd"]["steps"] == len(rewards)
+    proof(f"{len(rewards)} steps beside 40, another trainer: {note}")
+
+
+def test_runs_without_any_step(tmp_path: Path) -> None:
+    runs = [bare_run(tmp_path / name, [], recipe=recipe) for name, recipe in (("a", GRPO), ("b", RLOO))]
+    (runs[0] / "metrics.jsonl").unlink()
+    (runs[0] / "status.json").unlink()
+    said = command(*runs, "--html", "--png", "--out", tmp_path / "out.html")
+    assert "there is no step at which both have measured it" in " ".join(said.split()) and "trainer.kind" in said
+    assert "note: a: " in said and "│" not in said, "no chart"
+
+
+def test_a_metric_that_one_run_lacks(tmp_path: Path) -> None:
+    evaluated = make_run(tmp_path / "evaluated", steps=6, tokens=3)
+    without = make_run(tmp_path / "without", steps=6, tokens=3, recipe=RLOO, evaluates=False)
+    said = command(evaluated, without, "--metric", "eval/reward/mean")
+    assert "note: without: eval/reward/mean was never measured" in said and "A and B cannot be compared" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["a"], "a is the only run; name two or more"),
+        (["a", "a/../a"], "a/../a is named twice; name each run once"),
+        (["a", "c"], "c holds no run"),
+        (["a", "b", "--metric", "reward/maen"], "did you mean `reward/mean`?"),
+        (["a", "b", "--metric", "zzz"], "they have reward/mean, step, time/step, tokens/generated"),
+    ],
+)
+def test_what_cannot_be_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, recipe in (("a", GRPO), ("b", RLOO)):
+        bare_run(tmp_path / name, [1.0], recipe=recipe)
+    done = CliRunner().invoke(app, ["compare", *arguments])
+    assert isinstance(done.exception, UsageError) and message in str(done.exception) and "\n" not in str(done.exception)
+
+
+def test_runs_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    bare_run(tmp_path / "runs" / "mine", [1.0] * 16)
+    bare_run(tmp_path / "elsewhere", [0.0] * 16, recipe=RLOO)
+    assert "A is better than B by 1 (1 to 1)" in command("mine", "elsewhere")
+
+
+def test_other_versions_of_rlgen_are_said(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, steps=1, tokens=3, recipe=recipe) for name, recipe in (("a", GRPO), ("b", RLOO))]
+    (runs[1] / "provenance.json").write_text(json.dumps([{"rlgen": "0.0.9", "git": "0123456789abcdef+"}]))
+    assert "different versions of rlgen: 0.0.9 (0123456789+), 0.1.0 (abc123)" in " ".join(command(*runs).split())
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_a_chart_of_letters() -> None:
+    """Two lines that cross in the middle, a third with a band, and a gap at its end."""
+    x = list(range(61))
+    band = Line(label="C", values=[30.0] * 40 + [None] * 21, low=[20.0] * 40 + [None] * 21, high=[40.0] * 40 + [None] * 21)
+    chart = Chart(
+        group="", title="", unit="", what="", x=x, lines=[Line(label="A", values=x), Line(label="B", values=x[::-1]), band]
+    )
+    drawn = [line.plain for line in plot(chart, 68)]
+    assert len(drawn) == HEIGHT + 2 and {len(line) for line in drawn} == {68}
+    rows = [line.partition("│ ")[2] for line in drawn[:HEIGHT]]
+    assert (rows[0][0], rows[0][-1], rows[-1][0], rows[-1][-1]) == ("B", "A", "A", "B")
+    assert [line[:4] for line in drawn if line[:4].strip()] == ["  60", "27.7", "   0"] and drawn[-1].split() == [
+        "step",
+        "0",
+        "60",
+    ]
+    assert all(row[30] in " *·" for row in rows) and sum(row[30] == "*" for row in rows) == 1
+    assert [row[10] for row in rows].count("·") >= 3 and all(row[45] in " AB" for row in rows), "no band where C has ended"
+    assert "".join(row[10] for row in rows).count("C") == 1
+    assert plot(Chart(group="", title="", unit="", what="", x=[], lines=[Line(label="A", values=[])]), 66) == []
+
+
+def test_the_page_in_a_terminal(tmp_path: Path) -> None:
+    """Groups, differences, curves, verdict, in this order, at two widths."""
+    runs = seeds(tmp_path, "grpo", [0.8, 0.82, 0.84], GRPO) + seeds(tmp_path, "rloo", [0.7, 0.72, 0.74], RLOO)
+    for width in (80, 160):
+        said = command(*(run.path for run in runs), width=width)
+        places = [
+            said.index(part) for part in ("grpo-0, grpo-1", "Differences of the recipes", "reward/mean by step", "A is better")
+        ]
+        assert places == sorted(places) and "\x1b" not in said
+        assert re.search(r"^A  grpo-0, grpo-1, grpo-2 +0, 1, 2 +40 +0.82 \(0.77 to 0.87\)", said, re.M)
+        assert re.search(r"^trainer.kind +grpo +rloo", said, re.M)
+        assert max(len(line) for line in said.splitlines() if "│" in line) == width
+        assert "run.seed" not in said, "both groups have the same"
+
+
+def test_seeds_that_both_groups_have_are_no_difference(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, "grpo", [0.8, 0.82], GRPO) + seeds(tmp_path, "rloo", [0.7, 0.72], RLOO)
+    comparison = compare(runs, REWARD, "step")
+    keys = [row[0] for row in comparison.differing]
+    assert "run.seed" in comparison.differences and "run.seed" not in keys
+    assert comparison.differing[0] == ["trainer.kind", "grpo", "rloo"]
+    same = seeds(tmp_path / "again", "grpo", [0.8, 0.82], GRPO)
+    assert compare(same, REWARD, "step").differing == [] and "The recipes are the same." in command(*(run.path for run in same))
+
+
+def test_one_json_object(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, "grpo", [0.8, 0.82, 0.84], GRPO) + seeds(tmp_path, "rloo", [0.7, 0.72, 0.74], RLOO)
+    said = command(*(run.path for run in runs), "--json", "--html", "--out", tmp_path / "both.html")
+    assert len(said.splitlines()) == 1
+    found = json.loads(said)
+    assert found["runs"]["rloo-1"] == {"path": str(runs[4].path), "group": "B", "seed": 1, "state": "done", "steps": 40}
+    assert found["differences"]["trainer.kind"] == {run.name: run.name[:4] for run in runs}
+    assert found["groups"]["B"]["mean"] == pytest.approx(0.72) and found["curves"]["x"] == list(range(1, 41))
+    assert found["curves"]["lines"]["A"]["mean"][-1] == pytest.approx(0.82) and found["curves"]["lines"]["A"]["low"][0] == 0
+    (verdict,) = found["verdicts"]
+    assert (verdict["left"], verdict["right"], verdict["higher"], verdict["steps"]) == ("A", "B", "A", [31, 40])
+    assert verdict["difference"] == pytest.approx(0.1) and verdict["low"] == pytest.approx(0.1 - 0.045339, abs=1e-5)
+    assert (found["metric"], found["by"], found["html"], found["png"]) == (REWARD, "step", str(tmp_path / "both.html"), None)
+    assert (tmp_path / "both.html").is_file()
+
+
+def test_what_others_wrote_is_text(tmp_path: Path) -> None:
+    """A system prompt and the name of a folder that try to be markup of a page or of a terminal."""
+    left = bare_run(tmp_path / "a", [1.0] * 16, recipe={"data": {"system": HOSTILE}}).rename(tmp_path / "a[red]")
+    right = bare_run(tmp_path / "b", [0.0] * 16).rename(tmp_path / "<b>mine")
+    said = command(left, right, "--html", "--out", tmp_path / "out.html", width=160)
+    assert "[bold red]x[/] \\x1b[31m \\u202e" in "".join(said.split("\n")) and "\x1b" not in said and "a[red]" in said
+    text = (tmp_path / "out.html").read_text()
+    assert "<script>document" not in text and "<img" not in text and "<b>" not in text and "\u202e" not in text
+    assert len(re.findall("<script", text)) == 2 and island(HOSTILE)[1:-1] in text
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", (ASSETS / "compare.js").read_text())
+
+
+def test_the_curves_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a folder may look like a formula, and a wrong one."""
+    runs = [make_run(tmp_path / name, steps=3, tokens=3, recipe=recipe) for name, recipe in (("a", GRPO), ("b", RLOO))]
+    runs[0] = runs[0].rename(tmp_path / "a$\\frac$")
+    said = command(*runs, "--png", "--out", tmp_path / "both.html")
+    content = (tmp_path / "both.png").read_bytes()
+    assert content.startswith(b"\x89PNG") and int.from_bytes(content[16:20], "big") == 3 * 4.6 * 150
+    assert "both.png written" in "".join(said.split("\n")) and not (tmp_path / "both.html").exists()
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    done = CliRunner().invoke(app, ["compare", *map(str, runs), "--html", "--png", "--out", str(tmp_path / "none.html")])
+    assert isinstance(done.exception, SetupError) and not (tmp_path / "none.html").exists()
+
+
+def test_more_lines_than_colours_are_drawn() -> None:
+    axes = Figure().subplots()
+    named = [Line(label=chr(65 + place), values=[0.0, 1.0]) for place in range(len(COLOURS) + 2)]
+    paint(axes, Chart(group="", title="", unit="", what="", x=[1, 2], lines=named, axis="tokens"))
+    assert len(axes.lines) == len(named) and axes.get_xlabel() == "tokens"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of two runs and of a third, by tokens."""
+    folder = tmp_path_factory.mktemp("compared")
+    runs = [
+        make_run(folder / f"grpo-{seed}", steps=6, tokens=4, seed=seed, recipe={"data": {"system": HOSTILE}}) for seed in (0, 1)
+    ]
+    runs.append(make_run(folder / "rloo", steps=6, tokens=4, recipe=RLOO))
+    command(*runs, "--by", "tokens", "--html", "--out", folder / "compare.html")
+    return folder / "compare.html"
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Chrome]:
+    with browser() as opened:
+        yield opened
+
+
+@needs_browser
+def test_a_browser_shows_it(page: Path, driver: Chrome) -> None:
+    """A line for each group in the same colour, the recipe's text as text; no error, no request."""
+    requests(driver)
+    open_page(driver, page)
+    assert driver.title == "grpo-0 … and rloo – rlgen compare"
+
+    def texts(selector: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+        return [str(text) for text in driver.execute_script(script, selector)]
+
+    assert [text for text in texts("#differences td") if "pwned" in text] == [
+        HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
+    ]
+    assert texts("#runs tbody td")[:4] == ["A", "grpo-0, grpo-1", "0, 1", "6"] and len(texts(".tile")) == 1
+    first = "document.querySelector('figure.chart')"
+    assert driver.execute_script(f"return {first}.querySelectorAll('path.line').length") == 2
+    assert driver.execute_script(f"return {first}.querySelectorAll('path.band.series-0').length") == 1
+    driver.execute_script(
+        f"const plot = {first}.querySelector('svg'), box = plot.getBoundingClientRect();"
+        "plot.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + 60, bubbles: true}))"
+    )
+    assert re.fullmatch(r"tokens [\d,]+", texts("figure.chart .at")[0]) and texts("figure.chart .legend")[0].startswith("A ")
+    assert texts("nav a") == ["Runs", "Differences of the recipes", "Curves"]
+    assert console(driver) == [] and requests(driver) == []
+
+
+@needs_browser
+@pytest.mark.parametrize("width, dark", [(1280, False), (700, True)])
+def test_the_page_fits_the_screen(page: Path, width: int, dark: bool) -> None:
+    with browser(width=width, dark=dark) as opened:
+        open_page(opened, page)
+        assert opened.execute_script("return document.documentElement.scrollWidth") == width
+        assert console(opened) == []
+
+
+def test_colours_in_a_terminal() -> None:
+    """A letter has the same colour in the chart as in the table, which takes it from the same list."""
+    chart = Chart(group="", title="", unit="", what="", x=[0, 1], lines=[Line(label="A", values=[0.0, 1.0])])
+    console = Console(force_terminal=True, color_system="standard", width=40, file=None, record=True)
+    with console.capture() as caught:
+        for line in plot(chart, 40):
+            console.print(line)
+    assert "\x1b[1;34mA" in caught.get()

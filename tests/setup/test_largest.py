@@ -1,0 +1,107 @@
+"""The largest micro-batches, tried before step 1: nothing is left of them, and too little memory shows at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.slow import slow_but
+
+from rlgen.errors import SetupError
+from rlgen.files import read_json
+from rlgen.models.packed_attention import Rows
+from rlgen.models.policy import Policy, PolicyScores
+from rlgen.recipe import load_recipe
+from rlgen.run.compare import first_difference
+from rlgen.setup import TrainOptions, train
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import Window
+from rlgen.types import Batch
+
+Proof = Callable[[str], None]
+SMALL = ["engine={kind: transformers}", "rollout={prompts_per_step: 2, group_size: 4, max_completion_tokens: 8}"]
+SMALL += ["rewards=[{use: 'r.py:spread'}]", "checkpoint={every: 1, keep: 9}", "optim.micro_batch_tokens=300"]
+
+
+@pytest.fixture
+def recipe(recipe_file: Path) -> Path:
+    """Its rewards differ, so that every step has something to learn from."""
+    recipe_file.with_name("r.py").write_text("def spread(completion_ids): return sum(completion_ids) % 97 / 97\n")
+    return recipe_file
+
+
+def run(recipe: Path, *overrides: str, name: str = "run") -> Path:
+    return train(recipe, TrainOptions(overrides=[*SMALL, *overrides], max_steps=2, run_dir=recipe.parent / name))
+
+
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("trainer", slow_but(["{kind: grpo}", "{kind: online_dpo}"], "{kind: grpo}"))
+# Prompts of 64 tokens and completions of 8: four rows fill either budget, and packed ones of a group have their prompt in common.
+@pytest.mark.parametrize(("packing", "budget", "fullest"), [("false", 300, (5, 60)), ("true", 150, (5, 63))])
+def test_the_largest_batch_leaves_no_trace(
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trainer: str,
+    packing: str,
+    budget: int,
+    fullest: tuple[int, int],
+    proof: Proof,
+) -> None:
+    seen, computed = list[tuple[int, ...]](), list[int]()
+    settings = (f"trainer={trainer}", f"optim={{packing: {packing}, micro_batch_tokens: {budget}}}")
+    forward = Policy.forward
+
+    def watched(policy: Policy, batch: Batch, *arguments: Any) -> PolicyScores:
+        if torch.is_grad_enabled():
+            seen.append(tuple(batch.input_ids.shape))
+            rows = Rows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
+            computed.append(int(rows.ends[-1]) if policy.packed else batch.input_ids.numel())
+        return forward(policy, batch, *arguments)
+
+    plain = run(recipe, *settings, name="plain")
+    monkeypatch.setattr(Policy, "forward", watched)
+    probed = run(recipe, *settings, "run.probe_max=true")
+    assert seen[0] == (4, 72) and ("dpo" in trainer or seen[1] == fullest)
+    assert 0.55 * budget < max(computed) <= budget
+    assert "the largest micro-batches fit: 4 rows of 72 tokens" in capsys.readouterr().out
+    assert (probed / "checkpoints" / "step_000001" / "state" / "random.safetensors").exists()
+    assert first_difference(plain, probed) is None
+    proof("4 rows of 72 tokens went through the model before step 1; weights, random states and rollouts are those without")
+
+
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_too_little_memory_for_the_largest_batch_shows_before_step_1(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, phase: str, proof: Proof
+) -> None:
+    fired: list[str] = []
+    attempt = Updater.attempt
+
+    def starved(updater: Updater, window: Window) -> None:
+        def forward(*arguments: Any) -> None:
+            fired.append("forward")
+            raise MemoryError("no room")
+
+        def backward(*arguments: Any, **options: Any) -> None:
+            fired.append("backward")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(*(Policy, "forward", forward) if phase == "forward" else (torch.Tensor, "backward", backward))
+            attempt(updater, window)
+
+    monkeypatch.setattr(Updater, "attempt", starved)
+    with pytest.raises(SetupError, match=f"the {phase} pass of 8 rows of 72 tokens") as caught:
+        run(recipe, "run.probe_max=true")
+    assert "optim.micro_batch_tokens=150" in str(caught.value) and "model.gradient_checkpointing=true" in str(caught.value)
+    status = read_json(recipe.parent / "run" / "status.json")
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 3, 0) and fired == [phase]
+    proof(f"no memory in the {phase} pass of the largest batch: exit 3 before step 1")
+
+
+def test_it_is_a_flag_too(recipe: Path, rlgen: Callable[..., Any]) -> None:
+    done = rlgen("train", recipe, "--probe-max", "--dry-run", "--run-dir", recipe.parent / "dry")
+    assert done.returncode == 0, done.stderr
+    assert load_recipe(recipe.parent / "dry" / "resolved.yaml", []).recipe.run.probe_max is True

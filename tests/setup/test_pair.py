@@ -1,0 +1,37 @@
+"""The order in which trainer and engine are opened."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlgen.processes import Processes
+from rlgen.recipe import load_recipe
+from rlgen.setup import learner, pair, policy
+from rlgen.setup.data import open_data
+
+
+def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's start-up check sees the policy alone, in a resumed run as in a fresh one."""
+    order: list[str] = []
+    build, copied = pair.build_engine, policy.copy.deepcopy
+
+    def named(name: str, function: Any) -> Any:
+        return lambda *arguments: (order.append(name), function(*arguments))[1]
+
+    class Loaded(Exception):
+        pass
+
+    def loaded(*_: Any) -> None:
+        order.append("checkpoint")
+        raise Loaded
+
+    monkeypatch.setattr(pair, "build_engine", named("engine", build))
+    monkeypatch.setattr(policy, "copy", SimpleNamespace(deepcopy=named("reference", copied)))
+    monkeypatch.setattr(policy, "check_fit", lambda *_: None)
+    monkeypatch.setattr(learner.Checkpoints, "load", loaded)
+    recipe = load_recipe(recipe_file, ["engine={kind: transformers}", "trainer={kind: grpo, beta: 0.1}"]).recipe
+    with pytest.raises(Loaded):
+        pair.open_pair(recipe, open_data(recipe), Path("checkpoint"), Processes.alone(), recipe_file.parent, print)
+    assert order == ["engine", "reference", "checkpoint"]

@@ -1,0 +1,78 @@
+"""What an attempt goes on from, where there was one before."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlgen.errors import RlgenError
+from rlgen.files import read_json, write_json
+from rlgen.run.directory import RunDirectory
+from rlgen.run.launch import launched_by
+from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import after_restart, goes_on
+
+Proof = Callable[[str], None]
+
+
+def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert not goes_on(tmp_path / "run", again), "the first attempt had not come so far"
+    directory = RunDirectory.create(tmp_path / "run", "", "")
+    directory.write_status("running", 3, 9)
+    assert goes_on(directory.path, again)
+    assert not goes_on(directory.path, {}) and not goes_on(directory.path, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    status = read_json(directory.status_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil.Process, "create_time", lambda process: time.time())
+        assert not goes_on(directory.path, again), "in the next container a new launcher has the old one's pid"
+    host, pid, began = status["launcher"]
+    # Another pid; another time; another machine; and what an earlier rlgen took down.
+    for other in ([host, pid + 1, began], [host, pid, began + 60], ["elsewhere", pid, began], pid):
+        write_json(directory.status_file, {**status, "launcher": other})
+        assert not goes_on(directory.path, again), "a run that was there before the launch"
+    directory.close()
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Path]:
+    """What an attempt that ended with a code has left to torchrun's next one, which this process is."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    def leave(code: int | None) -> Path:
+        directory = RunDirectory.create(tmp_path / "run", "", "")
+        directory.write_status("running" if code is None else "failed", 3, 9, code, "" if code is None else "what it said")
+        directory.close()
+        return directory.path
+
+    return leave
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 7, 8, 75])
+def test_a_restart_does_not_repeat_an_end_that_was_meant(ended: Callable[[int | None], Path], code: int, proof: Proof) -> None:
+    path = ended(code)
+    before = (path / "status.json").read_bytes()
+    with pytest.raises(RlgenError, match=r"not restarted, because the last attempt ended with exit \d+: what it said$") as caught:
+        after_restart(path, TrainOptions())
+    assert caught.value.exit_code == code and str(caught.value).startswith(f"{path} ")
+    assert (path / "status.json").read_bytes() == before
+    proof(f"status.json of the attempt before: exit {code}")
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("code", [6, 9, 70, 130, None])  # None: it was killed
+def test_a_restart_goes_on_from_an_end_that_nobody_meant(
+    ended: Callable[[int | None], Path], monkeypatch: pytest.MonkeyPatch, code: int | None, proof: Proof
+) -> None:
+    path, asked = ended(code), TrainOptions(changed_rewards=True, clean=True)
+    assert after_restart(path, asked) == TrainOptions(resume=True, changed_rewards=True), "and --clean was for the first attempt"
+    from_20 = TrainOptions(resume=True, resume_step=20)
+    assert after_restart(path, from_20) == from_20, "it had trained nothing"
+    write_json(path / "provenance.json", [{"launcher": 1}, {"launcher": launched_by()}])
+    assert after_restart(path, from_20) == TrainOptions(resume=True), "later checkpoints are its own"
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert after_restart(path, asked) is asked, "started by hand"
+    proof(f"status.json of the attempt before: exit {code}")
