@@ -53,10 +53,10 @@ def full_scores(hidden: Tensor, weight: Tensor, ids: Tensor, entropy: EntropyUse
     logp_NV = (hidden @ weight.T).log_softmax(dim=-1)
     logp_KN = logp_NV.gather(1, ids[:, None])[:, 0][None]
     if entropy == "none":
-        return HeadScores(logp_KN, None)
+        return HeadScores(logp_KN, None, None)
     if entropy == "value":
         logp_NV = logp_NV.detach()
-    return HeadScores(logp_KN, -(logp_NV.exp() * logp_NV).sum(dim=-1))
+    return HeadScores(logp_KN, -(logp_NV.exp() * logp_NV).sum(dim=-1), None)
 
 
 def forward_and_backward(hidden: Tensor, weight: Tensor, ids: Tensor, mode: str, entropy: EntropyUse, chunk: int) -> None:

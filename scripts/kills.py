@@ -135,9 +135,9 @@ KILLS = [
             ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@3"),  # others have nothing to learn
             ("after the sync", f"after:{LOOP}:send_weights:1@3"),
             ("between metrics and save", f"after:{FILES}:RunDirectory.write_metrics:1@4"),
-            ("between journal and save", f"before:rlgen.run.checkpoint:Checkpoints.save:1@4"),
+            ("between journal and save", "before:rlgen.run.checkpoint:Checkpoints.save:1@4"),
             ("at 60 % of a save", SAVE.format(at=0.6)),
-            ("while a save is written", f"after:rlgen.run.checkpoint:Checkpoints.save:1@4"),
+            ("while a save is written", "after:rlgen.run.checkpoint:Checkpoints.save:1@4"),
         )
     ),
     *(
@@ -151,8 +151,8 @@ KILLS = [
             ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@5"),
             ("before the sync", f"before:{LOOP}:send_weights:1@7"),
             ("after the sync", f"after:{LOOP}:send_weights:1@3"),
-            ("between journal and save", f"before:rlgen.run.checkpoint:Checkpoints.save:1@4"),
-            ("while a save is written", f"after:rlgen.run.checkpoint:Checkpoints.save:1@6"),
+            ("between journal and save", "before:rlgen.run.checkpoint:Checkpoints.save:1@4"),
+            ("while a save is written", "after:rlgen.run.checkpoint:Checkpoints.save:1@6"),
         )
     ),
     *OF_STREAMING,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,10 @@ CPU = torch.device("cpu")
 # An example may take as long as it takes, and so may drawing it.
 settings.register_profile("rlgen", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rlgen")
+
+# A suite that a shell starts in the background ignores Ctrl-C, and so would every program that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Long files with few tests: begun first, so that no core waits for the other at the end (`make test`).
 LONG = (

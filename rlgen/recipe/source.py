@@ -154,6 +154,9 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
         if not equals or not all(keys):
             problems.append(Problem(where, "is not of the form section.key=value"))
             continue
+        if yaml.NO_TEXT.search(dotted):
+            problems.append(Problem(where, "a key must be plain text"))
+            continue
         parsed = yaml.parse(value, where)
         if secret_leaves(parsed.data, tuple(keys)):
             where = f"--set {number}: {dotted}=…"  # without the value, which is a secret

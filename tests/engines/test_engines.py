@@ -30,7 +30,7 @@ from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import groups_of, rollout
 from rlgen.rollout.score import score, sure_of
 from rlgen.sentinel.gap import compare
-from rlgen.types import Completion, Distribution, Prompt, Request, Sampling, ids_of
+from rlgen.types import WHOLE, Completion, Distribution, Prompt, Request, Sampling, ids_of
 
 STOPS = (257, 259)
 
@@ -219,14 +219,14 @@ def test_changed_weights_arrive(engine: Engine) -> None:
     model = tiny_model("qwen3")
     policy, asked = Policy(model, torch.float32, True), requests(12)
     sampling = Sampling(max_tokens=24, temperature=1.0, stop_ids=STOPS)
-    assert gap(policy, asked, engine.generate(asked, sampling), 1.0) < 1e-5
+    assert gap(policy, asked, engine.generate(asked, sampling), WHOLE) < 1e-5
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    assert gap(policy, asked, engine.generate(asked, sampling), 1.0) > 0.1
+    assert gap(policy, asked, engine.generate(asked, sampling), WHOLE) > 0.1
     engine.sync(checkpoint_tensors(model), 7)
     answers = engine.generate(asked, sampling)
-    assert gap(policy, asked, answers, 1.0) < 2e-5
+    assert gap(policy, asked, answers, WHOLE) < 2e-5
     assert {c.weight_version for c in answers} == {7} and engine.weight_version == 7
     engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
@@ -248,7 +248,7 @@ def test_a_sync_empties_the_prefix_cache(engine: Engine) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
     engine.sync(model.named_parameters(), 1)
     after = engine.generate(asked[:1], sampling)
-    assert after[0].cached_tokens == 0 and gap(Policy(model, torch.float32, True), asked[:1], after, 1.0) < 2e-5
+    assert after[0].cached_tokens == 0 and gap(Policy(model, torch.float32, True), asked[:1], after, WHOLE) < 2e-5
     engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
 

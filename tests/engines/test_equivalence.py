@@ -37,7 +37,7 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.setup import pair as pair_module
 from rlgen.setup import trainer as opening
 from rlgen.trainers.window import Window
-from rlgen.types import Completion, Request, Sample, Samples, Sampling
+from rlgen.types import Completion, Distribution, Request, Sample, Samples, Sampling
 
 PROMPTS = ["7", "sort 3 1 2: ", "The quick brown fox jumps over the lazy dog. ", "sort 3 1 2: ", "once upon a time"]
 TWINS = 1, 3  # places of the prompt that is there twice
@@ -176,7 +176,8 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     held = Samples.of(samples)
     window, signal, _ = trainer.windows.build(RowTable.gather(held, Processes.alone()), held, epoch=0.0)
     temperature = 1.0 if recipe.trainer.kind == "online_dpo" else recipe.rollout.temperature or 1.0
-    logp, ref_logp = (score(model, samples, temperature, 4096, Processes.alone()) for model in (policy, reference))
+    distribution = Distribution(temperature=temperature)
+    logp, ref_logp = (score(model, samples, distribution, 4096, Processes.alone()) for model in (policy, reference))
     metrics, _ = update(window, step=VERSION + 1)
     collect.scorer.close()
     pieces = len(window.micro_batches) + len(window.idle)

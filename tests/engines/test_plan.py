@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "extra": {"block_size": 32},
     "on_gpu": True,
     "vllm": "0.31.0",
+    "stops_at_text": True,
     "image_token": 261,
 }
 PLAN = replace(plan_of("qwen3"), model="/models/tiny", on_gpu=False, vllm="0.32.0")

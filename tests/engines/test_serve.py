@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, open_vllm, plan_of, tiny_model
+from helpers.waiting import HANGS
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -446,7 +447,7 @@ def test_asked_to_stop_it_leaves_nothing(serving: Serving) -> None:
     family = tree(serving.process.pid)
     assert len(family) >= 4  # rlgen serve, guard, HTTP server, engine
     serving.process.send_signal(signal.SIGINT)
-    assert serving.process.wait(30) == 0
+    assert serving.process.wait(HANGS) == 0
     assert gone(family, 1) and not serving.token_file.exists()
 
 

@@ -76,7 +76,7 @@ def test_each_prompt_is_computed_once() -> None:
     packed, _ = packed_and_padded("qwen3")
     tokens = []
     packed.model.get_input_embeddings().register_forward_hook(lambda _, ids, states: tokens.append(ids[0].numel()))
-    packed(batch_of(), (1.0,))
+    packed(batch_of(), (WHOLE,))
     assert tokens == [COMPUTED]
 
 

@@ -152,6 +152,13 @@ def test_any_input(tmp_path: Path, proof: Proof, check: Callable[[Worst, Path, s
     proof(str(worst))
 
 
+def test_a_key_that_text_cannot_hold(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE)
+    with pytest.raises(RecipeError, match=r"--set 1: .*: a key must be plain text"):
+        load_recipe(path, ["data.template_args.\0=8"])
+
+
 @pytest.mark.slow
 @pytest.mark.fault(4, 6, 9)
 @pytest.mark.parametrize("check", [of_files, of_overrides])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import read_jsonl
 from helpers.judge_server import JudgeServer, lines_of, serving
@@ -77,7 +78,9 @@ def test_a_run_with_a_judge_killed_in_the_middle_and_resumed_asks_nothing_twice(
 
     def kill_later(question: str) -> str:
         if len(server.bodies) == first_step + 2:
+            asking = psutil.Process(process.pid).children(recursive=True)
             os.kill(process.pid, signal.SIGKILL)
+            psutil.wait_procs(asking, HANGS)  # the worker too, which waits for this answer: it ends without it
         return rating(question)
 
     server.answer = kill_later

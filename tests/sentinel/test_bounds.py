@@ -108,7 +108,7 @@ def test_noise_is_the_distance_from_the_same_model_in_a_wider_dtype(name: str, d
 def test_other_roundings_of_the_same_model_are_as_far_apart_as_a_wider_dtype(dtype: torch.dtype) -> None:
     one, samples = side("qwen3", dtype), rows()
     before, wider = torch.cat(one.logp(samples, WHOLE)), one.noise(samples, (WHOLE,))
-    found = one.noise_of_roundings(samples, 1.0)
+    found = one.noise_of_roundings(samples, WHOLE)
     assert wider is not None and 0.5 * wider.mean < found.mean < 2.5 * wider.mean and found.mean < found.rms < 2 * found.mean
     assert torch.equal(torch.cat(one.logp(samples, WHOLE)), before), "nothing is left changed"
 

@@ -76,7 +76,7 @@ class Planted:
                 self.fired += 1
                 wrong = scores.logp.clone()
                 wrong[:, 0, 0] = value
-                return PolicyScores(wrong, scores.entropy)
+                return PolicyScores(wrong, scores.entropy, scores.sure)
             return scores
 
         def wrong_part(updater: Updater, window: Window, update: int) -> Any:

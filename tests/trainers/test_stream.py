@@ -326,13 +326,13 @@ def test_a_stop_in_mid_stream_loses_nothing(recipe: Path, monkeypatch: pytest.Mo
     def stopping(update: Updater, window: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls > 12 and sampling():  # in the second step
+        if calls > 12 and sampling():  # in the second step, or in the third where the machine was too busy to sample beside it
             os.kill(os.getpid(), signal.SIGTERM)
         return real(update, window)
 
     with monkeypatch.context() as patch:
         patch.setattr(Updater, "run_first", stopping)
-        with pytest.raises(Stopped, match="after step 1 of 3"):
+        with pytest.raises(Stopped, match=r"after step [12] of 3"):
             run(recipe, "stopped", *settings)
     stopped = run(recipe, "stopped", *settings, resume=True)
     assert first_difference(whole, stopped) is None
