@@ -33,4 +33,4 @@ def init_command(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written: {error}; name another folder") from error
     echo(f"{folder} written: {', '.join([*names, SCHEMA])}")
     goes = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
-    echo(f"next: {goes}rlgen train recipe.yaml")
+    echo(f"next: {goes}rlgen recipes warm-start recipe.yaml")
