@@ -106,6 +106,16 @@ PLANS = (
     ),
 )
 EDGES = ("_low", "_high")  # of the interval of an evaluation: `eval/reward/mean_low`
+# What evaluations are called. A single reward has its name, and so has pass@k.
+EVALUATED = {
+    Metric.EVAL_REWARD_MEAN: "reward",
+    Metric.EVAL_REWARD_UNSCORED: "completions without a reward",
+    Metric.EVAL_MEAN_TOKENS: "completion length",
+    Metric.EVAL_TRUNCATED: "truncated completions",
+    Metric.EVAL_TURNS_MEAN: "turns",
+    Metric.EVAL_DELTA_MEAN: "difference of log-probs, mean",
+    Metric.EVAL_DELTA_MAX: "difference of log-probs, largest",
+}
 SIZES = (Metric.EVAL_PROMPTS,)  # how much is evaluated, which never changes
 UNDRAWN = frozenset([Metric.STEP, Metric.TIME_STEP, Metric.REWARD_STD, Metric.WEIGHTS_VERSION, Metric.CLIP_LOW, Metric.CLIP_HIGH])
 
@@ -201,7 +211,10 @@ def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
             high=high if has_band else None,
         )
         steps = [row[Metric.STEP] for row in evaluations]
-        charts.append(Chart(group="Evaluation", title=key.removeprefix("eval/"), unit="", what="", x=steps, lines=[line]))
+        known: Metric | None = next((metric for metric in Metric if metric == key), None)
+        title = EVALUATED.get(key) or key.removeprefix("eval/").removeprefix("reward/").removesuffix("/mean")
+        unit, what = (known.unit, known.what) if known else ("", "")
+        charts.append(Chart(group="Evaluation", title=f"Evaluation: {title}", unit=unit, what=what, x=steps, lines=[line]))
     return sorted(charts, key=lambda chart: chart.lines[0].low is None)
 
 

@@ -59,7 +59,10 @@ def chance_of(rewards: Sequence[Sequence[float]], k: int, threshold: float) -> E
     """Returns pass@k over the prompts with `k` scored completions or more, from the rewards of each prompt."""
     enough = [values for values in rewards if len(values) >= k]
     correct = [sum(value >= threshold - ROUNDING for value in values) for values in enough]
-    return mean_of_prompts([pass_at_k(len(values), right, k) for values, right in zip(enough, correct, strict=True)])
+    found = mean_of_prompts([pass_at_k(len(values), right, k) for values, right in zip(enough, correct, strict=True)])
+    if found.low is None or found.high is None:
+        return found
+    return Estimate(found.mean, max(found.low, 0.0), min(found.high, 1.0))  # Student's interval knows no range
 
 
 def powers_of_two(most: int) -> Iterator[int]:

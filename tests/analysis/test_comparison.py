@@ -139,13 +139,13 @@ def test_every_curve_of_a_report_is_compared(tmp_path: Path) -> None:
     left = read_run(make_run(tmp_path / "left", steps=6, tokens=4))
     right = read_run(make_run(tmp_path / "right", steps=6, tokens=4, recipe=RLOO))
     charts = {chart.title: chart for chart in other_charts(groups_of([left, right]), "step")}
-    assert {"Reward", "Rewards by name: exact_match", "Time of a step: train", "Speed", "reward/mean"} <= set(charts)
+    assert {"Reward", "Rewards by name: exact_match", "Time of a step: train", "Speed", "Evaluation: reward"} <= set(charts)
     assert list(lines(charts["Gradient norm"])["B"].values) == [record["grad_norm"] for record in right.metrics]
-    evaluation = charts["reward/mean"]
+    evaluation = charts["Evaluation: reward"]
     assert (evaluation.group, list(evaluation.x)) == ("Evaluation", [0, 2, 3, 4, 5, 6])
     assert lines(evaluation)["A"].values == [record["eval/reward/mean"] for record in left.evaluations]
     assert not any(chart.stacked for chart in charts.values()) and charts["KL of engine and trainer"].log
-    by_tokens = {chart.title: chart for chart in other_charts(groups_of([left, right]), "tokens")}["reward/mean"]
+    by_tokens = {chart.title: chart for chart in other_charts(groups_of([left, right]), "tokens")}["Evaluation: reward"]
     assert by_tokens.x[0] == 0 and lines(by_tokens)["A"].values[0] == left.evaluations[0]["eval/reward/mean"]
 
 

@@ -195,8 +195,11 @@ def test_charts_and_numbers_of_a_run(run: Path) -> None:
     assert reward.low is not None and reward.low[2] == pytest.approx(
         made.metrics[2]["reward/mean"] - made.metrics[2]["reward/std"]
     )
-    assert [title for title, chart in charts.items() if chart.group == "Evaluation"] == ["reward/mean", "completions/truncated"]
-    evaluation = charts["reward/mean"]
+    assert [title for title, chart in charts.items() if chart.group == "Evaluation"] == [
+        "Evaluation: reward",
+        "Evaluation: truncated completions",
+    ]
+    evaluation = charts["Evaluation: reward"]
     assert (evaluation.group, list(evaluation.x)) == ("Evaluation", [0, 2, 3, 4])
     assert evaluation.lines[0].high == [record["eval/reward/mean_high"] for record in made.evaluations]
     assert [line.label for line in charts["Rewards by name"].lines] == ["exact_match", "length"]
@@ -217,8 +220,8 @@ def test_counts_of_failures_that_stay_0_are_not_drawn(tmp_path: Path) -> None:
         found = [line | counts if "eval/reward/mean" in line else line for line in lines]
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
         titles = [chart.title for chart in charts_of(read_run(path)) if chart.group == "Evaluation"]
-        assert titles[0] == "reward/mean" and "pass@1" in titles and "reward/exact_match/failed" not in titles
-        assert ("reward/unscored" in titles) == (failed > 0)
+        assert titles[0] == "Evaluation: reward" and "Evaluation: pass@1" in titles and not any("failed" in one for one in titles)
+        assert ("Evaluation: completions without a reward" in titles) == (failed > 0)
 
 
 def test_verdicts_are_those_of_the_rules(tmp_path: Path) -> None:
@@ -329,11 +332,56 @@ def test_a_browser_shows_it(run: Path, driver: Chrome) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("width, dark", [(1280, False), (700, True)])
+def test_the_pane_shows_a_rollout_of_the_list(run: Path, driver: Chrome) -> None:
+    open_page(driver, run / "report.html", "document.body.dataset.texts === 'ready'")
+    for step in ("4", "2"):
+        for end in ("low", "high"):
+            put(driver, f"step-{end}", "")
+        put(driver, "step-low", step)
+        put(driver, "step-high", step)
+        wait(driver, f"document.body.dataset.chosen.startsWith('{step}.')")
+        assert text_of(driver, "#detail h3").startswith(f"Step {step},")
+    driver.execute_script("find('all').click()")
+
+
+@needs_browser
+def test_labels_of_an_axis_differ_and_what_rounding_moves_is_flat(run: Path, driver: Chrome) -> None:
+    open_page(driver, run / "report.html")
+    labels = "return labelled(arguments[0]).map(([, label]) => label)"
+    assert driver.execute_script(labels, [1.0, 1.0005, 1.001]) == ["1", "1.0005", "1.001"]
+    chart = "new Chart({title: '', x: [1, 2], lines: [{label: '', values: arguments[0]}]}, {weight: 0, point() {}}).range()"
+    low, high = driver.execute_script(f"return {chart}", [1.0, 1.0 + 1e-7])
+    assert (low, high) == pytest.approx((0.888, 1.112), abs=1e-3)
+    texts_of = "[...plot.querySelectorAll('.grid + .tick')].map((one) => one.textContent)"
+    axes = f"return [...document.querySelectorAll('.plot')].map((plot) => {texts_of})"
+    drawn = [texts for texts in driver.execute_script(axes) if texts]
+    assert len(drawn) > 10 and all(len({*texts}) == len(texts) for texts in drawn)
+
+
+@needs_browser
+def test_a_narrower_window_cuts_no_bar_and_no_curve(run: Path) -> None:
+    with browser() as driver:
+        open_page(driver, run / "report.html")
+        metrics = {"width": 500, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        cut = (
+            "[...document.querySelectorAll('.plot, .histogram')].filter((one) => one.clientWidth"
+            " && one.getBoundingClientRect().right > one.closest('.card').getBoundingClientRect().right).length"
+        )
+        wait(driver, f"{cut} === 0")
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        assert driver.execute_script(f"return {cut}") == 0
+        headings = "return [...document.querySelectorAll('h2, h3')].map((one) => getComputedStyle(one).breakAfter)"
+        assert {*driver.execute_script(headings)} == {"avoid"}
+
+
+@needs_browser
+@pytest.mark.parametrize("width, dark", [(1280, False), (768, True), (375, False)])
 def test_it_fits_the_screen(run: Path, width: int, dark: bool) -> None:
     with browser(width=width, dark=dark) as driver:
         open_page(driver, run / "report.html")
         assert driver.execute_script("return document.documentElement.scrollWidth") == width
+        assert driver.execute_script("return document.querySelector('nav').clientHeight") < 56  # covers no heading
         ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(17, 21, 27)" if dark else "rgb(246, 247, 249)")
         empty = "(plot) => !plot.closest('details') && !plot.querySelector('path, circle')"

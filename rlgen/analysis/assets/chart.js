@@ -15,6 +15,13 @@ function ticks(low, high, count) {
   return rows.reduce((best, row) => (Math.abs(row.length - count) <= Math.abs(best.length - count) ? row : best));
 }
 
+/** Returns labels that differ: as many digits as it takes. */
+function labelled(values) {
+  const texts = (digits) => values.map((value) => shown(value, digits));
+  const digits = [3, 4, 5, 6].find((one) => new Set(texts(one)).size === values.length) ?? 7;
+  return values.map((value, place) => [value, texts(digits)[place]]);
+}
+
 /** Returns an exponential moving average that is not biased towards 0 at its start; missing values stay missing. */
 function smoothed(values, weight) {
   let sum = 0, mass = 0;
@@ -94,7 +101,8 @@ class Chart {
     let high = values.reduce((one, other) => Math.max(one, other));
     if (log) return [Math.floor(Math.log10(low)), Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1)];
     if (low === 0 && high === 0) return [0, 1];
-    if (low === high) [low, high] = [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
+    const size = Math.max(Math.abs(low), Math.abs(high));
+    if (high - low < size * 1e-3) [low, high] = [low - size * 0.1, high + size * 0.1]; // what differs by rounding is a flat line
     const room = (high - low) * 0.06;
     return [stacked || (low >= 0 && low - room < 0) ? Math.min(low, 0) : low - room, high + room];
   }
@@ -109,6 +117,7 @@ class Chart {
     const place = (value) => HEIGHT - EDGE.bottom - ((value - low) / (high - low)) * (HEIGHT - EDGE.top - EDGE.bottom);
     this.y = (value) => place(log ? Math.log10(Math.max(value, 10 ** low)) : value);
     this.plot.setAttribute("width", width);
+    this.plot.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`); // paper is narrower: there it shrinks
     this.plot.replaceChildren(...this.axes(width, low, high));
     const values = this.drawn();
     lines.forEach((line, index) => {
@@ -125,7 +134,7 @@ class Chart {
   axes(width, low, high) {
     const { x, log } = this.chart;
     const labels = log ? ticks(low, high, 4).filter(Number.isInteger).map((power) => [10 ** power, `1e${power}`])
-      : ticks(low, high, 4).map((value) => [value, shown(value)]);
+      : labelled(ticks(low, high, 4));
     const rows = labels.map(([value, label]) => [
       draw("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: this.y(value), y2: this.y(value) }),
       draw("text", { class: "tick", x: EDGE.left - 6, y: this.y(value) + 3, "text-anchor": "end" }, label),

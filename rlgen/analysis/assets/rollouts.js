@@ -24,6 +24,7 @@ class Rollouts {
     this.tokens = [];
     this.count = make("output", { id: "count" });
     this.histogram = draw("svg", { class: "histogram", height: 110, role: "group", "aria-label": "Rewards" });
+    this.drawn = []; // places of the rows that the histogram counts
     this.list = make("ol", { id: "list", class: "list" });
     this.pages = make("div", { class: "pages" });
     this.detail = make("article", { id: "detail", class: "card detail" }, make("p", { class: "note" }, "Choose a rollout."));
@@ -39,10 +40,11 @@ class Rollouts {
       token += length;
       return at;
     });
-    this.apply();
+    await this.apply();
+    new ResizeObserver(() => this.bars(this.drawn)).observe(this.histogram.parentElement);
     const linked = decodeURIComponent(location.hash).match(/^#rollout=(\d+)\.(\d+)\.(\d+)$/);
     const wanted = linked && this.places.find(({ place }) => this.key(place) === linked.slice(1).join("."));
-    await this.choose(wanted ? wanted.place : this.found[0]);
+    if (wanted) await this.choose(wanted.place);
     if (wanted) find("rollouts").scrollIntoView();
   }
 
@@ -76,6 +78,7 @@ class Rollouts {
     this.count.textContent = `${this.found.length.toLocaleString("en")} of ${this.rows.step.length.toLocaleString("en")}`;
     this.count.dataset.count = this.found.length;
     this.fill();
+    if (!this.found.includes(this.chosen)) await this.choose(this.found[0]); // the pane shows one of the list
   }
 
   /** Returns the places of the rows that match the filter. */
@@ -101,6 +104,7 @@ class Rollouts {
 
   /** Draws the histogram of the rewards. A click on a bar leads to its rollouts, another one back to all. */
   bars(places) {
+    this.drawn = places;
     const values = places.map((place) => this.rows[this.shown][place]).filter((value) => value !== null);
     const all = this.rows[this.shown].filter((value) => value !== null);
     const least = all.reduce((one, other) => Math.min(one, other), Infinity), most = all.reduce((one, other) => Math.max(one, other), -Infinity);
