@@ -74,9 +74,15 @@ def write_text(path: Path, text: str) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a temporary file to write; flushes it and renames it to `path` when the block ends without an error.
 
+    What is no file, such as `/dev/null` or a pipe, is written to instead: a file in its place would remove it.
+
     Raises:
         CheckpointError: the disk is full or not writable; the earlier content of `path` stays.
     """
+    if path.is_fifo() or path.is_char_device():
+        with written(path), path.open("wb") as file:
+            yield file
+        return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with written(path):
         try:

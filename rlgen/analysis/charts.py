@@ -107,7 +107,7 @@ PLANS = (
 )
 EDGES = ("_low", "_high")  # of the interval of an evaluation: `eval/reward/mean_low`
 # What evaluations are called. A single reward has its name, and so has pass@k.
-EVALUATED = {
+EVALUATED: dict[str, str] = {
     Metric.EVAL_REWARD_MEAN: "reward",
     Metric.EVAL_REWARD_UNSCORED: "completions without a reward",
     Metric.EVAL_MEAN_TOKENS: "completion length",

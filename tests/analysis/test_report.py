@@ -4,8 +4,10 @@ import base64
 import gzip
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,15 @@ def test_weights_are_those_of_the_loss(correction: dict[str, Any], codes: list[C
     weights = weights_of(recipe, Ragged(policy, np.array([0, 4, 4])), sampler, mask)
     assert weights.codes.tolist() == [*codes, Code.NONE, Code.NONE], "the second row was not trained"
     assert (np.isnan(weights.rows[0]) if row is None else weights.rows[0] == pytest.approx(row)) and np.isnan(weights.rows[1])
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(run: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as reader:
+        read = reader.submit(pipe.read_bytes)
+        report(run, "--out", str(pipe))
+        assert b"<html" in read.result() and pipe.is_fifo()
 
 
 def test_a_run_of_many_rollouts_is_thinned_evenly(run: Path) -> None:
