@@ -64,6 +64,31 @@ def reading(tokens: int, arrays: bool, repeats: int = 20) -> float:
 
 def asking(count: int, repeats: int = 3) -> float:
     """Return the milliseconds of CPU time a request, when `count` of them are open at once on a stub."""
+    with asked(count) as sample:
+        return best(repeats, sample) / count * 1e3
+
+
+def calls(count: int) -> float:
+    """Return the calls of functions a request, when `count` of them are open at once: a measure that no other process changes."""
+    seen = 0
+
+    def count_one(_frame: object, event: str, _argument: object) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    with asked(count) as sample:
+        sample()  # imports, and what is computed once
+        sys.setprofile(count_one)
+        try:
+            sample()
+        finally:
+            sys.setprofile(None)
+    return seen / count
+
+
+@contextmanager
+def asked(count: int) -> Iterator[Callable[[], None]]:
+    """Inside the block, what it yields sends `count` requests at once to a stub and reads the answers."""
     requests = {place: Request(prompt_ids=ids_of(range(3, 67)), seed=place) for place in range(count)}
     sampling = Sampling(max_tokens=16, temperature=1.0, stop_ids=(2,))
     with stub(count) as url:
@@ -78,7 +103,7 @@ def asking(count: int, repeats: int = 3) -> float:
             asyncio.run(hand_over)
             assert len(set(came)) == count
 
-        return best(repeats, sample) / count * 1e3
+        yield sample
 
 
 @contextmanager
