@@ -14,7 +14,6 @@ from statistics import fmean
 from rlgen.metrics import Metric
 
 SEEDS, RISE, MOST_SECONDS = 10, 0.3, 120.0
-EVALUATED = "eval/reward/mean"
 
 
 def call(folder: Path, *words: str) -> float:
@@ -39,7 +38,7 @@ def main() -> None:
             records = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
             rewards = [record[Metric.REWARD_MEAN] for record in records if record["step"]]
             first, last = fmean(rewards[:10]), fmean(rewards[-10:])
-            before, *_, after = [record[EVALUATED] for record in records if EVALUATED in record]
+            before, *_, after = [record[Metric.EVAL_REWARD_MEAN] for record in records if Metric.EVAL_REWARD_MEAN in record]
             broken = sorted({key for record in records for key in record if key.startswith("health/") and record[key]})
             row = f"{seed:4}  {first:15.3f}  {last:7.3f}  {before:18.3f}  {after:5.3f}  {seconds:7.0f}"
             print(f"{row}  {', '.join(broken) or 'none'}", flush=True)
