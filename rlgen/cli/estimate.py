@@ -111,7 +111,7 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
     import torch
 
     from rlgen.algorithms.registry import build_algorithm
-    from rlgen.models.memory import Plan
+    from rlgen.models.memory import ADAMW, ADAMW_8BIT, Plan
 
     engine = recipe.engine
     processes, strategy = processes_of(recipe)
@@ -126,6 +126,7 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         reference=build_algorithm(recipe.trainer).reference != "none",
         adapter_rank=recipe.model.lora.rank if recipe.model.lora else None,
         processes=processes,
+        moment_bytes=ADAMW_8BIT if recipe.optim.kind == "adamw_8bit" else ADAMW,
         sharded=strategy == "fsdp",
         shard=recipe.processes.shard,
         defer_sync=recipe.processes.defer_sync,

@@ -226,7 +226,9 @@ def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, 
     if device.type != "cuda":
         raise SetupError(f"model.quantization: {kind} needs an NVIDIA GPU; remove it, it saves memory on GPUs only")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise SetupError(f"model.quantization: {kind} needs the package bitsandbytes; install it, or remove the key")
+        raise SetupError(
+            f'model.quantization: {kind} needs the package bitsandbytes: pip install "rlgen[bitsandbytes]", or remove the key'
+        )
     if kind == "int8":
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:

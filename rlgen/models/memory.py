@@ -21,7 +21,7 @@ from rlgen.models.decoder import attention_of, decoder_of
 
 GIB = 1 << 30
 FLOAT32 = 4  # bytes of a weight that is trained
-ADAM = 2  # moments of a weight
+ADAMW, ADAMW_8BIT = 8, 2  # bytes of the two moments of a weight
 CHUNKS = 3  # tensors of the size of a chunk's logits that the head holds at a time: logits, probabilities, one temporary
 OVERHEAD = GIB  # assumed: CUDA's context, libraries' workspaces and fragmentation of the allocator
 SERVING = GIB // 2  # assumed: what vLLM needs beside weights and cache, if no share of the device limits it
@@ -55,6 +55,7 @@ class Plan:
     reference: bool
     adapter_rank: int | None  # of LoRA; None: all weights are trained
     processes: int  # number of trainer processes
+    moment_bytes: int = ADAMW  # of a trained weight
     sharded: bool  # whether weights, gradients and moments are sharded over the processes
     shard: int | None = None  # processes that share the weights among them; None: all
     defer_sync: bool = False  # whether sharded training adds up whole gradients
@@ -79,8 +80,8 @@ Parts = dict[str, int]  # bytes by part
 HOW = {
     "trainer weights": "4 bytes a parameter (counted)",
     "reference": "4 bytes a parameter (counted); none with adapters, which are switched off for it",
-    "Adam moments": "8 bytes a trained parameter",
-    "copy to save": "without a GPU: 12 bytes a trained parameter, from the first checkpoint on",
+    "Adam moments": "8 bytes a trained parameter; 2 with optim.kind adamw_8bit",
+    "copy to save": "without a GPU: weights and moments of trained parameters, from the first checkpoint on",
     "gradients": "4 bytes a trained parameter",
     "sums of gradients": "8 bytes a trained parameter: what rollout.stream adds up in any order",
     "buckets to send": "4 bytes a trained parameter: DDP's copy of the gradients",
@@ -266,9 +267,10 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
         base["reference"] = FLOAT32 * counts.parameters // shards
     if plan.sharded:  # otherwise the reference is copied later
         load = base | {"gathered tensor": 2 * plan.trainer_bytes * counts.largest}
-    base = base | {"Adam moments": ADAM * FLOAT32 * trained}
+    moments = plan.moment_bytes * trained
+    base = base | {"Adam moments": moments}
     if plan.device is None:  # no GPU: the copy of a checkpoint, from which a thread writes, is in the same memory
-        base = base | {"copy to save": FLOAT32 * (adapters or counts.parameters) + ADAM * FLOAT32 * trained}
+        base = base | {"copy to save": FLOAT32 * (adapters or counts.parameters) + moments}
     if plan.streams:
         base = base | {"sums of gradients": 2 * FLOAT32 * trained}
     gradients = {"gradients": FLOAT32 * trained}
@@ -429,6 +431,9 @@ def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[
     if "adapters" in offers and plan.adapter_rank is None:
         why = "gradients and moments only of small adapters; another parametrisation"
         hint("model.lora.rank=16", why, replace(plan, adapter_rank=16))
+    if plan.moment_bytes == ADAMW and not plan.sharded:
+        why = "moments of 8 bits; needs bitsandbytes"
+        hint("optim.kind=adamw_8bit", why, replace(plan, moment_bytes=ADAMW_8BIT))
     if "shards" in offers and not plan.sharded:
         count = max(2, plan.processes)
         why = f"weights, gradients and moments are spread over {count} processes"

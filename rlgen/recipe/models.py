@@ -497,6 +497,8 @@ class TransformersEngineRecipe(Strict):
 
 
 class OptimRecipe(Strict):
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW by torch, or with moments of 8 bits by bitsandbytes: 2 bytes a trained weight instead of 8."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, le=10)] = 1e-6
     """Learning rate of AdamW after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -283,6 +283,9 @@ def _process_contradictions(recipe: Recipe) -> list[Finding]:
     if processes.strategy == "fsdp" and recipe.model.quantization is not None:
         what = "processes.strategy fsdp cannot shard weights that bitsandbytes packs"
         found.append(Finding("processes.strategy", what, "remove model.quantization, or set processes.strategy to ddp"))
+    if processes.strategy == "fsdp" and recipe.optim.kind == "adamw_8bit":
+        what = "processes.strategy fsdp shards the moments, but bitsandbytes keeps those of optim.kind adamw_8bit whole"
+        found.append(Finding("optim.kind", what, "set optim.kind to adamw, or processes.strategy to ddp"))
     if processes.strategy == "fsdp" and processes.shard == 1:
         what = "processes.shard 1 leaves all weights in each process"
         found.append(Finding("processes.shard", what, "set processes.shard to 2 or more, or processes.strategy to ddp"))

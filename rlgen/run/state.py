@@ -168,10 +168,11 @@ def place_optimizer(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: 
     tensor that is there already is taken as it is, without a copy.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    by_name: dict[str, dict[str, Tensor]] = {}
+    by_name: dict[str, dict[str, Tensor | int]] = {}
     for place, value in tensors.items():
         name, _, key = place.rpartition("/")
-        by_name.setdefault(name, {})[key] = value
+        # torch's AdamW counts its steps in a float tensor, that of bitsandbytes in a Python number.
+        by_name.setdefault(name, {})[key] = int(value) if value.dtype == torch.int64 else value
     trained = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: by_name[name] for index, name in enumerate(trained) if name in by_name}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

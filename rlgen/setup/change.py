@@ -38,6 +38,7 @@ FIXED = {
     "rollout": "it decides what is sampled, and nothing is sampled again",
     "engine": "it decides what is sampled, and nothing is sampled again",
     "model": "the weights are those of the run",
+    "optim": "the moments are those of the run's optimizer",
 }
 NO_PART = "it is not part of the computation of a step"
 
@@ -120,7 +121,7 @@ def with_changes(resolved: Path, recipe: Recipe, overrides: Sequence[str]) -> tu
     was, now = (flat(one.model_dump(mode="json")) for one in (load_recipe(resolved).recipe, changed))
     differing = {key: (was.get(key), now.get(key)) for key in (*was, *(key for key in now if key not in was))}
     differing = {key: (before, after) for key, (before, after) in differing.items() if before != after}
-    if refused := next((key for key in differing if not key.startswith(FREE)), None):
+    if refused := next((key for key in differing if not key.startswith(FREE) or key == "optim.kind"), None):
         section = refused.partition(".")[0].partition("[")[0]
         raise UsageError(
             f"--set {refused}: {FIXED.get(section, NO_PART)}; a replay can change {' and '.join(f'{key}*' for key in FREE)}"

@@ -1,12 +1,13 @@
 """Builds what trains the policy: reference, optimizer and schedule; and restores their state from a checkpoint."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
@@ -72,11 +73,29 @@ def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRSchedul
     """Returns the optimizer of the trained parameters and the schedule of its learning rate, before the first step."""
     optim = recipe.optim
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    # Fused: one kernel for all tensors, and no scratch of their size. A resumed run goes on with what its checkpoint says.
-    optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=True)
+    if optim.kind == "adamw_8bit":
+        optimizer = adamw_8bit(trained, optim.learning_rate, optim.weight_decay)
+    else:
+        # Fused: one kernel for all tensors, and no scratch of their size. A resumed run goes on with what its checkpoint says.
+        optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=True)
     # With the name `constant`, transformers ignores the warm-up.
     name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
     return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
+
+
+def adamw_8bit(trained: Sequence[Parameter], learning_rate: float, weight_decay: float) -> Optimizer:
+    """Returns AdamW with moments of 8 bits in blocks of 256 (Dettmers et al. 2021, arXiv 2110.02861). Small tensors keep 32 bits.
+
+    Raises:
+        SetupError: bitsandbytes is not installed.
+    """
+    try:
+        from bitsandbytes.optim import AdamW8bit  # slow to import
+    except ImportError as error:
+        raise SetupError(
+            'optim.kind: adamw_8bit needs the package bitsandbytes: pip install "rlgen[bitsandbytes]", or set it to adamw'
+        ) from error
+    return AdamW8bit(trained, lr=learning_rate, weight_decay=weight_decay)
 
 
 def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes: Processes) -> Position:

@@ -17,7 +17,7 @@ from rlgen.engines.base import model_shape
 from rlgen.errors import SetupError
 from rlgen.models.half import compute_as_held
 from rlgen.models.memory import (
-    ADAM,
+    ADAMW,
     FLOAT32,
     GIB,
     HOW,
@@ -84,7 +84,7 @@ def test_parameters_gradients_and_moments_are_those_of_a_real_step(name: str) ->
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     assert bytes_of(parameters) == FLOAT32 * counts.parameters
     assert bytes_of([p.grad for p in parameters if p.grad is not None]) == FLOAT32 * counts.parameters
-    assert bytes_of(moments) == ADAM * FLOAT32 * counts.parameters
+    assert bytes_of(moments) == ADAMW * counts.parameters
     assert counts.largest == max(p.numel() for p in parameters) and counts.vocabulary == policy.head.weight.shape[0]
 
 
@@ -297,6 +297,7 @@ def test_processes_and_adapters() -> None:
     assert (fsdp["trainer weights"], fsdp["Adam moments"], fsdp["gradients"], fsdp["reference"]) == (1000, 2000, 1000, 1000)
     assert fsdp["gathered layers"] == 2 * 4 * 500
     lora = needs(COUNTS, replace(PLAN, adapter_rank=2, reference=True))["optimizer"]
+    assert needs(COUNTS, replace(PLAN, moment_bytes=2))["optimizer"]["Adam moments"] == 2000
     assert (lora["trainer weights"], lora["Adam moments"], lora["gradients"]) == (4 * 1100, 800, 400)
     assert "reference" not in lora
 
@@ -352,6 +353,7 @@ def test_hints_say_what_they_save() -> None:
         "optim.micro_batch_tokens=10",
         "model.gradient_checkpointing=true",
         "engine.gpu_memory_utilization=0.4",
+        "optim.kind=adamw_8bit",
     ]
     before = peak(needs(large, plan))
     slept = peak(needs(large, replace(plan, sleeps=True)))
