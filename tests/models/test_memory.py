@@ -363,4 +363,5 @@ def test_hints_say_what_they_save() -> None:
     assert {"model.lora.rank=16", "processes.strategy=fsdp"} <= {hint.setting for hint in offered}
     held = hints(large, None, replace(plan, reference=True), frozenset(["no reference"]))
     assert "trainer.beta=0" in {hint.setting for hint in held}
-    assert not hints(large, None, replace(plan, engine="elsewhere", share=None, checkpointing=True), frozenset())
+    least = replace(plan, engine="elsewhere", share=None, checkpointing=True, moment_bytes=2)
+    assert not hints(large, None, least, frozenset())

@@ -1,4 +1,7 @@
-"""AdamW with moments of 8 bits, by the real bitsandbytes. It is not in .venv: with it, each import of peft takes a second longer."""
+"""AdamW with moments of 8 bits, by the real bitsandbytes.
+
+It is not in .venv: with it, each import of peft takes a second longer.
+"""
 
 import fcntl
 import subprocess
@@ -95,5 +98,5 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_shards_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("RUNS", "runs") + "processes: {strategy: fsdp}\noptim: {kind: adamw_8bit}\n")
-    with pytest.raises(RecipeError, match="set optim.kind to adamw, or processes.strategy to ddp"):
+    with pytest.raises(RecipeError, match=r"set optim\.kind to adamw, or processes\.strategy to ddp"):
         load_recipe(path)
