@@ -22,9 +22,12 @@ MODE, FOLDER_MODE = 0o640, 0o750  # upper limits of the permissions
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Limits new files to mode `MODE` and new folders to `FOLDER_MODE` inside the block, by the umask; libraries obey it, too."""
+    """Limits new files to mode `MODE` and new folders to `FOLDER_MODE` inside the block, by the umask; libraries obey it, too.
+
+    The owner can read them even if the umask says otherwise: a run must read its own files.
+    """
     before = os.umask(0o777 & ~FOLDER_MODE)
-    os.umask(before | (0o777 & ~FOLDER_MODE))
+    os.umask((before & 0o077) | (0o777 & ~FOLDER_MODE))
     try:
         yield
     finally:

@@ -29,6 +29,7 @@ from rlgen.recipe.rules import is_local_source
 # Metadata files written by `save_to_disk`, which hold no rows.
 SIDECARS = {"dataset_info.json", "state.json"}
 TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
+READ_BYTES = 2**20
 CACHED_BYTES = 2**20  # rows of JSON and CSV files from this total size on are cached
 TEXTS = pyarrow.schema([("row", pyarrow.large_string())])
 
@@ -203,7 +204,7 @@ def write_texts(source: str, files: Sequence[Path], digest: str, write: Write) -
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """Returns the SHA-256 of the files' contents.
+    """Returns the SHA-256 of the files' contents, without blank lines at their end, which hold no row.
 
     Raises:
         DataError: a file cannot be read.
@@ -212,7 +213,14 @@ def digest_of(files: Sequence[Path]) -> str:
     for path in files:
         try:
             with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+                one, blank = hashlib.sha256(), bytearray()
+                for line in iter(partial(file.readline, READ_BYTES), b""):
+                    if line.isspace():
+                        blank += line
+                        continue
+                    one.update(blank + line)
+                    blank.clear()
+                digest.update(one.digest())
         except OSError as error:
             raise DataError(f"data.source: {path} cannot be read: {error}") from error
     return digest.hexdigest()

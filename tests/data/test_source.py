@@ -1,3 +1,4 @@
+import hashlib
 import json
 from dataclasses import replace
 
@@ -57,6 +58,11 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}])
     before = load_rows(recipe(path), 0).fingerprint
     assert load_rows(recipe(path), 1).fingerprint == before
+    content = path.read_bytes()
+    for blank in (b"\n", b"\r\n  \n", b"\n" * 3):
+        path.write_bytes(content + blank)
+        assert load_rows(recipe(path), 0).fingerprint == before, "a blank line at the end holds no row"
+    assert before == hashlib.sha256(hashlib.sha256(content).digest()).hexdigest(), "earlier runs resume"
     write_lines(path, [{"prompt": "b"}])
     assert load_rows(recipe(path), 0).fingerprint != before
 

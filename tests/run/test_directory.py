@@ -281,6 +281,18 @@ def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) 
     proof(f"umask 000 and a folder of 0777: {len(modes)} files and folders, none beyond 0640 and 0750")
 
 
+def test_the_owner_reads_what_is_written_under_any_umask(tmp_path: Path) -> None:
+    before = os.umask(0o777)
+    try:
+        with private_files():
+            (tmp_path / "folder").mkdir()
+            (tmp_path / "folder" / "file").touch()
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("folder", "folder/file")]
+    assert modes == [0o700, 0o600], "no more than the umask leaves to others"
+
+
 @pytest.mark.fault(91)
 def test_control_files_are_not_opened_through_links(run: RunDirectory, tmp_path: Path, proof: Proof) -> None:
     victim = tmp_path / "victim"
