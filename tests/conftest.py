@@ -101,8 +101,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that declares a way through training must have gone it, in a folder that it is given."""
+    """A test that declares a way through training must have gone it, in a folder that it is given; one of a fault has a proof."""
     yield
+    if item.get_closest_marker("fault"):
+        assert "proof" in dict(item.user_properties), "the test of a fault says with `proof` how it is known to have happened"
     if ways := {marker.args for marker in item.iter_markers("path")}:
         folders = [value for value in item.funcargs.values() if isinstance(value, Path)]  # type: ignore[attr-defined]
         gone = set().union(*map(paths.went, folders))

@@ -275,7 +275,11 @@ def begin(
     if options.resumes:
         processes.on_main(lambda: cut(directory, checkpoints, choice))
         console.say(f"resuming after step {choice.step}" + ("" if choice.step else ": no checkpoint was written yet"))
-        console.history(directory.read_metrics() if processes.is_main else ())
+        records = directory.read_metrics() if processes.is_main else []
+        console.history(records)
+        if processes.is_main and (lost := set(range(1, choice.step + 1)) - {record["step"] for record in records}):
+            steps = ", ".join(map(str, sorted(lost)))
+            console.say(f"warning: metrics.jsonl has no whole line of step {steps}: a line was damaged. Curves will have a gap there")
     log_to(directory.logs / (f"rlgen.rank{processes.rank}.log" if processes.rank else "rlgen.log"))
     if processes.world > 1:
         console.say(f"{processes.world} processes, {recipe.processes.strategy}")

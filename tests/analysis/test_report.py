@@ -86,7 +86,7 @@ def test_the_page_asks_for_nothing_and_runs_its_own_script_only(run: Path, proof
 
 
 @pytest.mark.fault(81)
-def test_what_the_model_wrote_is_never_markup(run: Path) -> None:
+def test_what_the_model_wrote_is_never_markup(run: Path, proof: Proof) -> None:
     text = (run / "report.html").read_text()
     assert "pwned" not in text and "\u2028" not in text and "<b>mine" not in text and text.isascii() is False
     assert len(re.findall("<script", text)) == len(parts(run / "report.html")) + 1
@@ -96,6 +96,7 @@ def test_what_the_model_wrote_is_never_markup(run: Path) -> None:
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", (ASSETS / name).read_text()
         )
+    proof(f"a completion of {len(HOSTILE)} characters of markup is in the page's data, and nowhere in its markup")
 
 
 def test_an_island_holds_any_text() -> None:

@@ -161,3 +161,14 @@ import_parts()
 assert gc.get_freeze_count() <= frozen
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_damaged_line_of_the_metrics_is_told(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the step of the checkpoint: no later step trains it again."""
+    run = recipe_file.parent / "run"
+    train_command(recipe_file, [TRANSFORMERS, "run.steps=2"], False, False, None, run)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0] + lines[1][:40])
+    train_command(recipe_file, [TRANSFORMERS, "run.steps=3"], True, False, None, run)
+    assert "warning: metrics.jsonl has no whole line of step 2: a line was damaged" in capsys.readouterr().out
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 3]
