@@ -279,7 +279,7 @@ def begin(
         console.history(records)
         if processes.is_main and (lost := set(range(1, choice.step + 1)) - {record["step"] for record in records}):
             steps = ", ".join(map(str, sorted(lost)))
-            console.say(f"warning: metrics.jsonl has no whole line of step {steps}: a line was damaged. Curves will have a gap there")
+            console.say(f"warning: metrics.jsonl has no whole line of step {steps}: a line was damaged. Curves have a gap there")
     log_to(directory.logs / (f"rlgen.rank{processes.rank}.log" if processes.rank else "rlgen.log"))
     if processes.world > 1:
         console.say(f"{processes.world} processes, {recipe.processes.strategy}")
