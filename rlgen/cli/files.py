@@ -48,14 +48,16 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
     model, source = loaded.recipe.model.path, loaded.recipe.data.source
     if is_local_model(model) and not Path(model).is_dir():
         made = f"`rlgen recipes warm-start {loaded.path}` makes a small one" if loaded.recipe.task else None
-        what = f"model.path: there is no folder {model}"
-        problems.append(Problem(loaded.origins["model.path"], what, like(model) or made or HUB))
+        is_file = Path(model).is_file()
+        what = f"model.path: {model} is a file" if is_file else f"model.path: there is no folder {model}"
+        problems.append(Problem(loaded.origins["model.path"], what, HUB if is_file else like(model) or made or HUB))
     if is_local_source(source) and not glob.glob(source, recursive=True):
         problems.append(Problem(loaded.origins["data.source"], f"data.source: {source} does not exist", like(source)))
     template = loaded.recipe.data.chat_template
     if template is not None and not Path(template).is_file():
         what = f"data.chat_template: {template} does not exist"
-        problems.append(Problem(loaded.origins["data.chat_template"], what, like(template)))
+        reason = like(template) or "it is a file with a template (Jinja); without the key the tokenizer's own is used"
+        problems.append(Problem(loaded.origins["data.chat_template"], what, reason))
     problems += unusable_models(loaded)
     functions = {f"rewards.{index}.use": reward.use for index, reward in enumerate(loaded.recipe.rewards)}
     functions |= {f"tools.{index}.use": tool.use for index, tool in enumerate(loaded.recipe.tools)}
@@ -142,6 +144,8 @@ def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Prob
         hint = f"did you mean `{close[0]}`? " if close else ""
         if "conversations" in there:
             hint = "rows of ShareGPT hold the answers too: write the messages before the last answer into a column of their own; "
+        if len(there) == 1 and ";" in there[0]:
+            hint = "separate the columns with commas, not with `;`: "
         where = loaded.origins[f"data.columns.{key}"]
         where = loaded.origins["data.source"] if where == "default" else where
         what = f"data.columns.{key}: {loaded.recipe.data.source} has no column `{column}`"

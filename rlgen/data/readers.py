@@ -66,7 +66,8 @@ def parse_row(line: str, path: Path, number: int) -> Row:
     except (ValueError, RecursionError) as error:  # ValueError also for a number with more digits than Python converts
         raise DataError(f"data.source: {path}:{number}: the line is not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"data.source: {path}:{number}: the line is not an object of columns: {line[:60]}")
+        hint = "; an array of rows is a file that ends in .json" if isinstance(row, list) else ""
+        raise DataError(f"data.source: {path}:{number}: the line is not an object of columns: {line[:60]}{hint}")
     return row
 
 

@@ -3,36 +3,73 @@
 # Keys of earlier versions: "trainer.old": "renamed to `new` in version 0.2.0". None so far. A list index is written `*`.
 RENAMED: dict[str, str] = {}
 
-# Keys of other tools that rlgen leaves out on purpose.
-REFUSED = {
-    "model.trust_remote_code": "rlgen runs no code of a model's repository; take a model whose architecture transformers has",
-    "model.allow_pickle": "rlgen opens no pickled weights; convert them to safetensors once",
-    "data.trust_remote_code": "rlgen runs no code of a data set; convert it to files",
-    "extends": "it stands at the top of a recipe file, not in --set",
-    "rollout.repetition_penalty": "the trainer cannot compute log-probs that a penalty changes; see `rlgen docs sampling`",
-    "rollout.stop_strings": "did you mean `stop`?",
-    "rollout.stop_words": "did you mean `stop`?",
-    "rollout.batch_size": "set rollout.prompts_per_step and rollout.group_size",
-    "model.lora.dropout": "rlgen uses no dropout: the trainer must score exactly what the engine sampled",
-    "model.lora.r": "did you mean `rank`?",
-    "model.lora.lora_alpha": "did you mean `alpha`?",
-    "model.lora.target_modules": "did you mean `targets`?",
-    "model.load_in_4bit": "set model.quantization to nf4, with model.lora",
-    "model.load_in_8bit": "set model.quantization to int8, with model.lora",
-    "optim.batch_size": "set rollout.prompts_per_step and rollout.group_size; micro-batches follow from micro_batch_tokens",
-    "optim.per_device_train_batch_size": "set rollout.prompts_per_step; micro-batches follow from micro_batch_tokens",
-    "optim.gradient_accumulation_steps": "micro-batches follow from optim.micro_batch_tokens and change no result",
-    "optim.lr": "did you mean `learning_rate`?",
-    "engine.url": "an engine of this kind has no server; set engine.kind to server",
-    "model.adapter": "write `lora: {rank: 32}`",
-    "model.peft": "write `lora: {rank: 32}`",
-    "eval.steps": "did you mean `every`?",
-    "eval.n": "did you mean `group_size`?",
-    "eval.k": "pass@k is computed for each power of two up to `group_size`",
-    "eval.dataset": "did you mean `source`?",
-    "eval.chat": "data.chat holds for evaluations too",
-    "eval.system": "data.system holds for evaluations too",
-}
+
+def by_word(answers: dict[str, str]) -> dict[str, str]:
+    """Returns the answer to each word: {"renamed": "old older"} -> {"old": "renamed", "older": "renamed"}."""
+    return {word: answer for answer, words in answers.items() for word in words.split()}
+
+
+# Answer -> the keys of other tools, in a certain place, that get it.
+REFUSED = by_word(
+    {
+        "rlgen runs no code of a model's repository; take a model whose architecture transformers has": "model.trust_remote_code",
+        "rlgen opens no pickled weights; convert them to safetensors once": "model.allow_pickle",
+        "rlgen runs no code of a data set; convert it to files": "data.trust_remote_code",
+        "it stands at the top of a recipe file, not in --set": "extends",
+        "the trainer cannot compute log-probs that a penalty changes; see `rlgen docs sampling`": (
+            "rollout.repetition_penalty rollout.presence_penalty rollout.frequency_penalty"
+        ),
+        "did you mean `stop`?": "rollout.stop_strings rollout.stop_words",
+        "set rollout.prompts_per_step and rollout.group_size": "rollout.batch_size",
+        "the log-prob of every sampled token is recorded always": "rollout.logprobs",
+        "rlgen uses no dropout: the trainer must score exactly what the engine sampled": "model.lora.dropout",
+        "did you mean `rank`?": "model.lora.r",
+        "did you mean `alpha`?": "model.lora.lora_alpha",
+        "did you mean `targets`?": "model.lora.target_modules",
+        "remove it: an adapter has no bias, and is of a language model": "model.lora.bias model.lora.task_type",
+        "set model.quantization to nf4, with model.lora": "model.load_in_4bit",
+        "set model.quantization to int8, with model.lora": "model.load_in_8bit",
+        "write `lora: {rank: 32}`": "model.adapter model.peft",
+        "write `lora: {}` and `quantization: nf4`": "model.qlora",
+        "set rollout.prompts_per_step and rollout.group_size; micro-batches follow from micro_batch_tokens": "optim.batch_size",
+        "set rollout.prompts_per_step; micro-batches follow from micro_batch_tokens": "optim.per_device_train_batch_size",
+        "micro-batches follow from optim.micro_batch_tokens and change no result": "optim.gradient_accumulation_steps",
+        "did you mean `learning_rate`?": "optim.lr",
+        "did you mean `kind`?": "optim.name optim.type",
+        "AdamW has torch's betas and epsilon": "optim.betas optim.eps optim.momentum",
+        "an engine of this kind has no server; set engine.kind to server": "engine.url",
+        "a recipe holds no secrets: engine.token_env names the environment variable that holds the token": "engine.api_key",
+        "did you mean `every`?": "eval.steps",
+        "did you mean `group_size`?": "eval.n",
+        "pass@k is computed for each power of two up to `group_size`": "eval.k",
+        "did you mean `source`?": "eval.dataset data.path data.data_files data.train",
+        "did you mean `subset`?": "data.name data.config",
+        "did you mean `limit`?": "data.max_samples data.num_samples eval.max_samples eval.num_samples",
+        "the whole data set is read": "data.streaming",
+        "write `columns: {prompt: NAME}`": "data.prompt_column",
+        "write `columns: {prompt: ..., answer: NAME}`": "data.answer_column",
+        "write `eval: {source: ...}`": "data.test data.validation",
+        "did you mean `answer`?": (
+            "data.columns.label data.columns.ground_truth data.columns.completion data.columns.response data.columns.solution"
+        ),
+        "data.chat holds for evaluations too": "eval.chat",
+        "data.system holds for evaluations too": "eval.system",
+        "eval.rewards scores completions": "eval.metrics",
+        "did you mean `use`?": "rewards.*.path rewards.*.function tools.*.path",
+        "write `use: file.py:function`: its schema follows from its types and its docstring": "tools.*.function tools.*.schema",
+        "rollout.max_turns bounds the calls of a completion": "tools.*.max_calls",
+        "a recipe holds no secrets: `key_env` names the variable of the environment that holds the key": "rewards.*.args.api_key",
+        "did you mean `url`?": "rewards.*.args.base_url",
+        "did you mean `path`?": "rewards.*.args.model",
+        "did you mean `name`?": "sinks.*.run_name",
+        "did you mean `folder`?": "sinks.*.log_dir sinks.*.logdir",
+        "did you mean `uri`?": "sinks.*.tracking_uri",
+        "write `sentinel: {on_drift: warn}`: it has no switch": "sentinel.enabled",
+        "did you mean `on_drift`?": "sentinel.action",
+        "did you mean `ref_kl`?": "health.kl",
+        "did you mean `count`?": "processes.gpus",
+    }
+)
 REFUSED_BY_KIND = {
     "rloo": {
         "trainer.loss": "RLOO has one loss; trainer.kind grpo has a family of them",
@@ -42,51 +79,86 @@ REFUSED_BY_KIND = {
     "online_dpo": {"trainer.kl": "the loss itself contains the reference; trainer.beta sets its strength"},
 }
 
-# Keys of verl, OpenRLHF, prime-rl and others that TRL lacks.
-OTHER_TOOLS = {
-    **dict.fromkeys(("lr", "actor_lr"), "renamed to `optim.learning_rate`"),
-    **dict.fromkeys(
-        ("batch_size", "train_batch_size", "rollout_batch_size"),
-        "set rollout.prompts_per_step and rollout.group_size: a step samples their product",
-    ),
-    **dict.fromkeys(("n", "rollout_n", "n_samples_per_prompt", "rollouts_per_example"), "renamed to `rollout.group_size`"),
-    **dict.fromkeys(("max_tokens", "max_response_length", "generate_max_len"), "renamed to `rollout.max_completion_tokens`"),
-    **dict.fromkeys(("prompt_max_len", "max_seq_len"), "renamed to `data.max_prompt_tokens`"),
-    **dict.fromkeys(("kl_beta", "kl_loss_coef"), "renamed to `trainer.beta`"),
-    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "eps_clip"), "renamed to `trainer.clip_low`"),
-    **dict.fromkeys(("clip_ratio_high", "eps_clip_high"), "renamed to `trainer.clip_high`"),
-    **dict.fromkeys(("ppo_epochs", "mu"), "renamed to `trainer.updates_per_rollout`"),
-    **dict.fromkeys(("algorithm", "adv_estimator", "advantage_estimator"), "write `trainer: {kind: grpo}`, rloo or online_dpo"),
-    **dict.fromkeys(
-        ("critic", "value_model", "gamma", "lam", "gae_lambda"), "no value model is trained: the group's mean replaces it"
-    ),
-    **dict.fromkeys(("epochs", "num_epochs", "total_epochs"), "run.steps is epochs × rows / rollout.prompts_per_step"),
-    **dict.fromkeys(("model_name", "pretrain", "base_model"), "renamed to `model.path`"),
-    **dict.fromkeys(("dataset", "datasets_path", "train_files", "prompt_data"), "renamed to `data.source`"),
-    **dict.fromkeys(("input_key", "prompt_key"), "renamed to `data.columns.prompt`"),
-    **dict.fromkeys(("label_key", "answer_key"), "renamed to `data.columns.answer`"),
-    **dict.fromkeys(("wandb", "wandb_project", "use_wandb", "logger", "tensorboard"), "write `sinks: [{kind: wandb}]`"),
-    **dict.fromkeys(("save_freq", "ckpt_interval"), "renamed to `checkpoint.every`"),
-    **dict.fromkeys(("test_freq", "eval_interval"), "renamed to `eval.every`"),
-    **dict.fromkeys(("resume", "resume_from"), "it is a command-line option: `rlgen train RECIPE --resume`"),
-    **dict.fromkeys(("n_gpus", "n_gpus_per_node", "num_processes", "world_size"), "renamed to `processes.count`"),
-    **dict.fromkeys(("rl", "method", "rlhf"), "write `trainer: {kind: grpo}`, rloo or online_dpo"),
-    **dict.fromkeys(
-        ("trl", "grpo", "dpo", "ppo"), "write `trainer: {kind: grpo}`; `rlgen docs coming-from-trl` has TRL's options"
-    ),
-    **dict.fromkeys(("adapter", "peft"), "write `model: {path: ..., lora: {rank: 32}}`"),
-    **dict.fromkeys(("optimizer", "optimizer_type"), "write `optim: {learning_rate: 1.0e-6}`: the optimizer is AdamW"),
-    **dict.fromkeys(("async_grpo", "async_mode"), "write `rollout: {ahead: 1}` and `engine: {kind: server, launch: true}`"),
-    **dict.fromkeys(("api_key", "wandb_api_key"), "a recipe holds no secrets: set WANDB_API_KEY in the environment"),
-    "<<": "merge keys are not supported: repeat the lines, or put them into a file and write `extends: FILE` at the top",
-    "rollout_func": 'write `rollout: {use: "mine.py:function"}`, see `rlgen docs rollouts`',
-    "reward_processing_classes": "a reward model brings its own tokenizer: `rewards: [{use: reward_model, args: {path: ...}}]`",
-    "micro_batch_size": "micro-batches follow from optim.micro_batch_tokens",
-    "tokenizer": "rlgen takes the tokenizer of `model.path`",
-    "judge": "write `rewards: [{use: judge, args: {url: ..., model: ...}}]`",
-    "reward_model": "write `rewards: [{use: reward_model, args: {path: ...}}]`",
-    "reward": "write `rewards: [{use: exact_match}]`",
-}
+# Answer -> the keys of verl, OpenRLHF, axolotl, Unsloth, prime-rl and others that get it, in any place.
+OTHER_TOOLS = by_word(
+    {
+        "renamed to `optim.learning_rate`": "lr actor_lr",
+        "set rollout.prompts_per_step and rollout.group_size: a step samples their product": (
+            "batch_size train_batch_size rollout_batch_size"
+        ),
+        "renamed to `rollout.group_size`": "n rollout_n n_samples_per_prompt rollouts_per_example best_of",
+        "renamed to `rollout.max_completion_tokens`": "max_tokens max_response_length generate_max_len",
+        "renamed to `data.max_prompt_tokens`": "prompt_max_len max_seq_len",
+        "write data.max_prompt_tokens and rollout.max_completion_tokens": "sequence_len max_seq_length context_length",
+        "renamed to `trainer.beta`": "kl_beta kl_loss_coef",
+        "set trainer.beta above 0; trainer.kl says where the KL goes": "use_kl_loss use_kl_in_reward",
+        "renamed to `trainer.clip_low`": "clip_ratio clip_ratio_low eps_clip",
+        "renamed to `trainer.clip_high`": "clip_ratio_high eps_clip_high",
+        "renamed to `trainer.updates_per_rollout`": "ppo_epochs mu",
+        "an update takes all samples of a step; trainer.updates_per_rollout says how many follow": (
+            "ppo_mini_batch_size mini_batch_size num_mini_batches"
+        ),
+        "write `trainer: {kind: grpo}`, rloo or online_dpo": (
+            "algorithm adv_estimator advantage_estimator advantage rl method rlhf"
+        ),
+        "write `trainer: {kind: grpo}`; `rlgen docs coming-from-trl` has TRL's options": "trl grpo dpo ppo",
+        "no value model is trained: the group's mean replaces it": "critic value_model gamma lam gae_lambda",
+        "the reference is the model at the start; trainer.beta weighs the KL to it": "ref_model reference_model reference",
+        "write it into the sections model, rollout, engine, trainer and optim; `rlgen docs recipe`": "actor_rollout_ref actor",
+        "run.steps is epochs × rows / rollout.prompts_per_step": "epochs num_epochs total_epochs max_epochs num_episodes",
+        "renamed to `run.steps`": "total_training_steps training_steps",
+        "renamed to `run.name`": "experiment_name",
+        "renamed to `run.dir`": "output checkpoint_dir",
+        "write `sinks: [{kind: wandb, project: mine}]`": "project_name",
+        "renamed to `model.path`": "model_name pretrain base_model",
+        "renamed to `model.lora.rank`": "max_lora_rank",
+        "renamed to `model.attention`": "flash_attention attn",
+        "renamed to `optim.max_grad_norm`": "grad_clip clip_grad max_norm",
+        "renamed to `optim.packing`": "sample_packing",
+        "renamed to `data.source`": "dataset datasets_path train_files prompt_data",
+        "renamed to `data.chat`": "apply_chat_template",
+        "write `template_args: {enable_thinking: false}` into data": "enable_thinking",
+        "write `eval: {source: heldout.jsonl}`": "val_files val_set_size test_files eval_data",
+        "renamed to `data.columns.prompt`": "input_key prompt_key",
+        "renamed to `data.columns.answer`": "label_key answer_key",
+        "write `sinks: [{kind: wandb}]`": "wandb wandb_project use_wandb logger tensorboard",
+        "metrics.jsonl has every step; trackers are in `sinks`": "logging log_freq",
+        "renamed to `checkpoint.every`": "save_freq ckpt_interval",
+        "in steps: `checkpoint.every`": "saves_per_epoch",
+        "renamed to `eval.every`": "test_freq eval_interval",
+        "in steps: `eval.every`": "evals_per_epoch",
+        "a health rule with action stop ends a run early, and eval.best keeps the best checkpoint": "early_stopping patience",
+        "it is a command-line option: `rlgen train RECIPE --resume`": "resume resume_from",
+        "renamed to `processes.count`": "n_gpus n_gpus_per_node num_processes world_size",
+        "start that many processes: `torchrun --nproc-per-node N -m rlgen train RECIPE`": "gpus num_gpus",
+        "start rlgen on each machine: `torchrun --nnodes N ... -m rlgen train RECIPE`": "nnodes num_nodes",
+        "a GPU is used where there is one; CUDA_VISIBLE_DEVICES chooses it, engine.devices those of servers": "device device_map",
+        "processes.strategy is ddp or fsdp": "zero_stage",
+        "write `engine: {kind: server, url: http://127.0.0.1:8000}`": "server_url base_url vllm_url",
+        "renamed to `engine.servers`": "vllm_num_engines num_engines",
+        "renamed to `engine.kind`": "fast_inference",
+        "renamed to `engine.structured_regex`": "guided_regex",
+        "write `model: {path: ..., lora: {rank: 32}}`": "adapter peft qlora",
+        "write `optim: {learning_rate: 1.0e-6}`: the optimizer is AdamW": "optimizer optimizer_type",
+        "write `rollout: {ahead: 1}` and `engine: {kind: server, launch: true}`": "async_grpo async_mode",
+        "a recipe holds no secrets: set WANDB_API_KEY in the environment": "api_key wandb_api_key",
+        "merge keys are not supported: repeat the lines, or put them into a file and write `extends: FILE` at the top": "<<",
+        "write `extends: FILE` at the top": "defaults base inherit include",
+        'write `rollout: {use: "mine.py:function"}`, see `rlgen docs rollouts`': "rollout_func",
+        "a reward model brings its own tokenizer: `rewards: [{use: reward_model, args: {path: ...}}]`": (
+            "reward_processing_classes"
+        ),
+        "micro-batches follow from optim.micro_batch_tokens": (
+            "micro_batch_size micro_train_batch_size micro_rollout_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu"
+        ),
+        "rlgen takes the tokenizer of `model.path`": "tokenizer",
+        "write `rewards: [{use: judge, args: {url: ..., model: ...}}]`": "judge remote_rm_url",
+        "write `rewards: [{use: reward_model, args: {path: ...}}]`": "reward_model",
+        "write `rewards: [{use: exact_match}]`": "reward",
+        'write `rewards: [{use: "rewards.py:function"}]`': "reward_fn reward_function custom_reward_function compute_score",
+        "write `rewards: [{use: overlong}]`": "length_penalty",
+    }
+)
 
 # Key that takes a mapping -> the key in it that a plain value must have meant: `model: NAME` means model.path.
 MAIN_KEYS = {
@@ -96,11 +168,14 @@ MAIN_KEYS = {
     "data": "source",
     "data.columns": "prompt",
     "rewards.*": "use",
+    "tools.*": "use",
+    "environment": "use",
     "scoring": "workers",
     "rollout": "group_size",
     "engine": "kind",
     "trainer": "kind",
     "trainer.correction": "mode",
+    "trainer.correction.geometric": "max",
     "optim": "learning_rate",
     "checkpoint": "every",
     "rollouts": "every",
@@ -119,6 +194,9 @@ EXAMPLES = {
     "data.source": "source: train.jsonl",
     "rewards": "rewards: [{use: exact_match}]",
     "rewards.*.use": "use: exact_match",
+    "rewards.*.args.url": "url: http://127.0.0.1:8000/v1",
+    "rewards.*.args.path": "path: owner/name",
+    "tools.*.use": "use: tools.py:function",
     "eval.source": "source: heldout.jsonl",
     "sinks.*.kind": "kind: wandb",
 }
@@ -130,6 +208,8 @@ VALUES = {
     ("trainer.kind", "dpo"): "online_dpo is DPO on pairs that the model has sampled",
     ("trainer.kind", "sft"): "rlgen trains on rewards; fine-tune on texts with another tool first",
     ("trainer.kind", "reinforce"): "rloo is REINFORCE with the others of a group as baseline",
+    **dict.fromkeys([("trainer.kind", name) for name in ("reinforce++", "remax")], "rloo is the nearest"),
+    **dict.fromkeys([("trainer.kind", name) for name in ("kto", "simpo", "orpo")], "online_dpo learns from pairs"),
     **{("trainer.kind", loss): f"write `trainer: {{kind: grpo, loss: {loss}}}`" for loss in LOSSES_OF_GRPO},
     **dict.fromkeys(
         [("trainer.loss", name) for name in ("sigmoid", "ipo", "hinge")], "it is a loss of `trainer: {kind: online_dpo}`"
@@ -145,8 +225,9 @@ VALUES = {
     ("model.dtype", "auto"): "set bfloat16, in which most models are stored",
     ("model.dtype", "bf16"): "did you mean `bfloat16`?",
     ("model.dtype", "fp32"): "did you mean `float32`?",
-    ("model.quantization", "4bit"): "did you mean `nf4`?",
-    ("model.quantization", "8bit"): "did you mean `int8`?",
+    ("model.dtype", "half"): "set bfloat16, whose range needs no scaling of the loss",
+    **dict.fromkeys([("model.quantization", name) for name in ("4", "4bit", "awq", "gptq")], "did you mean `nf4`?"),
+    **dict.fromkeys([("model.quantization", name) for name in ("8", "8bit")], "did you mean `int8`?"),
     **dict.fromkeys(
         [
             ("optim", name)
@@ -154,5 +235,33 @@ VALUES = {
         ],
         "write `optim: {learning_rate: 1.0e-6}`: the optimizer is AdamW",
     ),
+    **dict.fromkeys([("optim.kind", name) for name in ("muon", "sgd", "lion", "adafactor")], "adamw_8bit saves memory"),
     ("optim.schedule", "none"): "did you mean `constant`?",
+    ("optim.schedule", "constant_with_warmup"): "write constant, and the steps of it in optim.warmup_steps",
+    **dict.fromkeys(
+        [("optim.schedule", name) for name in ("cosine_with_min_lr", "cosine_with_restarts", "wsd")], "did you mean `cosine`?"
+    ),
+    **dict.fromkeys([("trainer.scale_rewards", name) for name in ("true", "std")], "did you mean `group`?"),
+    ("trainer.scale_rewards", "false"): "did you mean `none`?",
+    **dict.fromkeys([("processes.strategy", name) for name in ("zero3", "zero2", "deepspeed")], "did you mean `fsdp`?"),
+    ("health.action", "ignore"): "write it into a rule, such as `entropy: {action: ignore}`",
+    ("eval", "true"): "write `eval: {source: heldout.jsonl, every: 20}`",
+    ("sentinel", "false"): "write `sentinel: {on_drift: warn}`: it has no switch",
+    ("health", "false"): "write `action: ignore` into a rule; without it rules warn, and stop nothing",
+    ("checkpoint", "false"): "write `checkpoint: {every: N}` with N above run.steps: only the last step is saved",
+}
+
+# Key -> what to do about a value that is no number, or out of bounds.
+INSTEAD = {
+    "rollout.top_k": "0 samples from all tokens",
+    "run.must_save_by": "write a duration such as 3h50m",
+    "checkpoint.every": "it counts steps; above run.steps only the last step is saved",
+    "checkpoint.keep": "a large number keeps all",
+    "eval.every": "it counts steps; remove the section `eval` to evaluate never",
+    "eval.split": "write the name of a split; a share of the rows must be cut off into a file, for eval.source",
+    "data.limit": "leave it out to use all rows",
+    "data.source": "several files are a glob, such as 'data/*.jsonl'",
+    "optim.max_grad_norm": "a large number, such as 1.0e6, clips nothing",
+    "optim.packing": "leave it out: then it is used where it is faster",
+    "trainer.reward_clip": "write the lowest and the highest reward, such as [-1.0, 1.0]",
 }

@@ -53,6 +53,8 @@ def is_address(text: str) -> str:
     """Returns the text. Raises ValueError unless it is an http or https address without user, password, query or fragment."""
     if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", text):
         raise ValueError("must be the address of an API such as http://127.0.0.1:8000/v1, without a user, password or query")
+    if text.rstrip("/").endswith("/completions"):
+        raise ValueError(f"must be the address alone, {re.sub(r'(/chat)?/completions/?$', '', text)}: the rest is added")
     return text
 
 

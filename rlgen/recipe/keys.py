@@ -8,7 +8,7 @@ from typing import get_args
 from pydantic import BaseModel
 
 from rlgen.recipe.hints import OTHER_TOOLS, REFUSED, REFUSED_BY_KIND, RENAMED
-from rlgen.recipe.models import HealthRule, Recipe
+from rlgen.recipe.models import BUILT_IN_REWARDS, RESERVED_ENGINE_ARGUMENTS, HealthRule, Recipe
 from rlgen.recipe.trl import OPTIONS
 
 
@@ -76,8 +76,8 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
         kind: of its section; "" if it has none.
         allowed: the keys of its section.
     """
-    key = name.rpartition(".")[2]
-    reason = REFUSED_BY_KIND.get(kind, {}).get(name) or RENAMED.get(general) or REFUSED.get(name)
+    section, _, key = general.rpartition(".")
+    reason = REFUSED_BY_KIND.get(kind, {}).get(name) or RENAMED.get(general) or REFUSED.get(general)
     if reason:
         return reason
     if key in OPTIONS:
@@ -89,9 +89,15 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
             return f"it is a key of kind {' and '.join(elsewhere[general])}"
         if key != "kind" and len(elsewhere) <= 3:
             return f"here it is {' or '.join(f'`{path}`' for path in elsewhere)}"
+    if key in BUILT_IN_REWARDS and section == "rewards.*":
+        return f"a reward is named by `use`: write `{{use: {key}}}`"
+    if section == "engine" and key in RESERVED_ENGINE_ARGUMENTS:
+        return "rlgen sets it itself: remove it"
     if close := get_close_matches(key[:100], allowed, n=1):
         return f"did you mean `{close[0]}`?"
     if close := get_close_matches(key[:100], [*places_of_keys(), *OPTIONS], n=1, cutoff=0.8):
         paths = places_of(close[0])
         return f"did you mean {' or '.join(f'`{path}`' for path in paths)}?" if paths else OPTIONS[close[0]].hint
-    return f"keys are {', '.join(allowed)}"
+    further = "an argument of vLLM goes into engine.extra; " if section == "engine" and "extra" in allowed else ""
+    further = "the key says what a column is, such as `prompt: question`; " if section == "data.columns" else further
+    return f"{further}keys are {', '.join(allowed)}"

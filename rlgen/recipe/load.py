@@ -77,7 +77,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
             error.errors(include_url=False),
             key=lambda details: rank(yaml.place_of(places, plain(details)) or str(path), source.files),
         )
-        problems += [translate(details, data, places, path) for details in found[:MAX_PROBLEMS]]
+        problems += without_echoes([(plain(details), translate(details, data, places, path)) for details in found[:MAX_PROBLEMS]])
         problems += [Problem(MORE, f"and {len(found) - MAX_PROBLEMS} more")] if len(found) > MAX_PROBLEMS else []
     names = _look_up(data, places, path)
     if recipe is not None and not names:
@@ -112,6 +112,12 @@ def effective(recipe: Recipe) -> dict[str, Any]:
         if node is not None:  # a section that the recipe leaves out
             node.pop(key, None)
     return data
+
+
+def without_echoes(found: list[tuple[yaml.Path, Problem]]) -> list[Problem]:
+    """Returns the problems without the missing keys that another problem of their section names already, as what was meant."""
+    meant = {(loc[:-1], word) for loc, problem in found for word in re.findall(r"`(\w+)`", problem.hint or "")}
+    return [problem for loc, problem in found if not (problem.what.endswith(" is missing") and (loc[:-1], str(loc[-1])) in meant)]
 
 
 def _fill(data: dict[str, Any], path: Path) -> None:
@@ -181,7 +187,7 @@ def _look_up_rewards(
     """
     problems: list[Problem] = []
     built_in = BUILT_IN.get(section, [*BUILT_IN_REWARDS, *MODEL_REWARDS])
-    one, many = ("environment",) * 2 if section == ("environment",) else ("reward", "rewards")
+    one, many = ("environment", "environments") if section == ("environment",) else ("reward", "rewards")
     for index, entry in enumerate(rewards if isinstance(rewards, list) else []):
         use = entry.get("use") if isinstance(entry, dict) else None
         place = section if section in SINGLE else (*section, index)
@@ -202,7 +208,7 @@ def _look_up_args(
     use: str, args: Any, section: yaml.Path, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
 ) -> list[Problem]:
     """Checks the `args` of a reward that asks a model. Returns the problems."""
-    problems = []
+    found: list[tuple[yaml.Path, Problem]] = []
     try:
         MODEL_REWARDS[use].model_validate(args if isinstance(args, dict) else {})
     except ValidationError as error:
@@ -211,14 +217,21 @@ def _look_up_args(
             details["loc"] = (*section, *details["loc"])
             where = yaml.place_of(places, section) or str(path)
             said = f"{'.'.join(map(str, section))}: {details['msg'].removeprefix('Value error, ')}"
-            problems.append(Problem(where, said) if whole else translate(details, data, places, path, MODEL_REWARDS[use]))
-    return problems
+            problem = Problem(where, said) if whole else translate(details, data, places, path, MODEL_REWARDS[use])
+            found.append((details["loc"], problem))
+    return without_echoes(found)
 
 
 def _reward_place(use: str) -> str | None:
     """Returns what to write for a file without a function, or for a function after a dot; None if `use` is neither."""
     if use.endswith(".py"):
         return f"name the function too: {use}:my_reward"
+    if re.fullmatch(REWARD_PLACE, plain := use.replace("::", ":").removesuffix("()")):
+        return f"did you mean `{plain}`?"
+    file, slash, name = use.rpartition("/")
+    if slash and ":" not in use:
+        function = f"a function is written {file}.py:{name}, " if re.fullmatch(REWARD_PLACE, f"{file}.py:{name}") else ""
+        return f"{function}a model {{use: reward_model, args: {{path: {use}}}}}"
     module, dot, function = use.rpartition(".")
     return f"did you mean `{module}:{function}`?" if dot and re.fullmatch(REWARD_PLACE, f"{module}:{function}") else None
 

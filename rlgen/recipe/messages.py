@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from rlgen.errors import Problem
 from rlgen.recipe import yaml
-from rlgen.recipe.hints import EXAMPLES, MAIN_KEYS, VALUES
+from rlgen.recipe.hints import EXAMPLES, INSTEAD, MAIN_KEYS, VALUES
 from rlgen.recipe.keys import advice, models_of
 from rlgen.recipe.models import ColocatedEngineRecipe, Recipe
 from rlgen.recipe.trainers import GRPORecipe
@@ -27,9 +27,10 @@ PLAIN_WORDS = {
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
-    "string_type": "must be text; put quotes around it",
+    "string_type": "must be text",
     "finite_number": "must be a finite number",
     "list_type": "must be a list",
+    "tuple_type": "must be a list",
     "dict_type": "must be a mapping of keys to values",
     "model_type": "must be a mapping of keys to values",
     "model_attributes_type": "must be a mapping of keys to values",
@@ -37,10 +38,22 @@ PLAIN_WORDS = {
 
 PATTERNS = {  # what a text must be, where pydantic shows a regular expression
     "run.name": "letters, digits, `.`, `_` and `-`, and begin with a letter or a digit; run.dir is the folder that holds runs",
+    "rewards.*.name": "letters, digits, `.`, `_` and `-`",
+    "rewards.*.args.device": "cpu, cuda or cuda:N",
+    "tools.*.name": "letters, digits, `_` and `-`, and begin with a letter",
     "engine.token_env": "the name of an environment variable: letters, digits and `_`",
+    "engine.devices": 'numbers of GPUs, such as "1" or [4, 5]',
 }
 
 NULL = "a key without a value is null: give it one, or remove it"
+SHARES = (
+    "rollout.top_p",
+    "eval.top_p",
+    "rollout.min_p",
+    "engine.gpu_memory_utilization",
+    "trainer.clip_low",
+    "trainer.top_entropy",
+)
 MAPPING_EXPECTED = ("dict_type", "model_type", "model_attributes_type")
 YES_OR_NO = {"yes": True, "on": True, "1": True, "true": True, "no": False, "off": False, "0": False, "false": False}
 
@@ -70,16 +83,19 @@ def translate(
         if kind == "union_tag_invalid":
             name, value = f"{name}.kind", kind_at(loc, data)
             where = yaml.place_of(places, (*loc, "kind")) or where
-        hint = NULL if value is None else VALUES.get((name, str(value).lower())) or suggest(str(value), options, None)
+        said = str(value).lower()
+        hint = NULL if value is None else suggest(said, [said], None) if said in options else VALUES.get((name, said))
+        hint = hint or suggest(str(value), options, None)
         return Problem(where, f"{name}: {short(value)} is not one of {', '.join(options)}", hint)
     if kind == "too_short" and isinstance(value, list | dict):
         example = EXAMPLES.get(_general(name))
         return Problem(where, f"{name}: is empty", example and f"such as `{example}`")
-    if kind == "string_pattern_mismatch" and name in PATTERNS:
-        return Problem(where, f"{name}: {short(value)} must be {PATTERNS[name]}")
-    what = PLAIN_WORDS.get(kind) or details["msg"].removeprefix("Value error, ").replace("Input should", "must").replace(
-        "String should", "must"
-    )
+    if kind == "string_pattern_mismatch" and _general(name) in PATTERNS:
+        return Problem(where, f"{name}: {short(value)} must be {PATTERNS[_general(name)]}")
+    quotes = kind == "string_type" and _general(name) not in INSTEAD
+    what = ("must be text; put quotes around it" if quotes else PLAIN_WORDS.get(kind)) or details["msg"].removeprefix(
+        "Value error, "
+    ).replace("Input should", "must").replace("String should", "must")
     return Problem(where, f"{name}: {what}, not {short(value)}", _instead(_general(name), kind, value))
 
 
@@ -87,7 +103,9 @@ def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | 
     """Returns what is wrong with the key at `loc` and what to do. `model`: of its section; None: that which `data` names."""
     name = ".".join(map(str, loc))
     kind = str(kind_at(loc, data) or "")
-    hint = advice(name, _general(name), kind, list((model or _model_at(loc[:-1], data)).model_fields))
+    section, dot, key = str(loc[-1]).rpartition(".")
+    dotted = f"write `{section}: {{{key}: ...}}`: dotted keys are for --set" if dot and section else None
+    hint = dotted or advice(name, _general(name), kind, list((model or _model_at(loc[:-1], data)).model_fields))
     owner = yaml.shortened(".".join(map(str, loc[:-1])))
     of = (f"`{owner}`" if owner else "a recipe") + (f" (kind: {kind})" if kind else "")
     return f"`{yaml.shortened(str(loc[-1]))}` is not a key of {of}", hint
@@ -95,32 +113,56 @@ def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | 
 
 def _instead(general: str, kind: str, value: Any) -> str | None:
     """Returns what to write instead of a value of a wrong type: `engine: vllm` -> "write `engine: {kind: colocated}`, ..."."""
-    if kind in MAPPING_EXPECTED and general in MAIN_KEYS and isinstance(value, str | int | float):
-        return _as_mapping(general, value)
-    if kind == "list_type" and f"{general}.*" in MAIN_KEYS:
-        items = [value] if isinstance(value, str | dict) else []
-        main = MAIN_KEYS[f"{general}.*"]
-        shown = ", ".join(f"{{{main}: {item}}}" if isinstance(item, str) else "{" + _flow(item) + "}" for item in items)
-        return yaml.shortened(f"write `{general}: [{shown}]`", 200) if items else None
     if value is None:
-        return NULL
+        return f"give it a value, such as `{EXAMPLES[general]}`" if general in EXAMPLES else NULL
+    if kind in MAPPING_EXPECTED:
+        if isinstance(value, list):
+            one = value[0] if len(value) == 1 and isinstance(value[0], str) and general in MAIN_KEYS else None
+            return _as_mapping(general, one) if one else "write keys and values, without `-` and brackets"
+        known = general in MAIN_KEYS or general.startswith("health.")
+        return _as_mapping(general, value) if known and isinstance(value, str | int | float) else None
+    if kind == "list_type" and f"{general}.*" in MAIN_KEYS:
+        if str(value).lower() in ("none", "false"):
+            return "leave it out"
+        shown = _as_items(MAIN_KEYS[f"{general}.*"], value)
+        return yaml.shortened(f"write `{general}: [{', '.join(shown)}]`", 200) if shown else None
     if kind == "bool_type" and isinstance(value, str) and value.lower() in YES_OR_NO:
         return f"write {'true' if YES_OR_NO[value.lower()] else 'false'}"
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
+    if kind in ("less_than", "less_than_equal") and general in SHARES and value <= 100:
+        return f"it is a share: write {value / 100:g}"
     if kind in ("int_type", "float_type") and isinstance(value, str):
-        number = yaml.scalar(value.replace("_", "").replace(",", "").strip())
-        if isinstance(number, int | float) and not isinstance(number, bool):
-            return f"write {number}, without quotes"
-        return "leave it out, or write null" if value.lower() == "none" else None
-    return None
+        return _number(value, kind == "float_type") or INSTEAD.get(general)
+    return None if kind == "value_error" else INSTEAD.get(general)
+
+
+def _number(text: str, share: bool) -> str | None:
+    """Returns how a text is written that must have meant a number: "1_000" -> "write 1000, ...". `share`: fractions too."""
+    if text.lower() == "none":
+        return "leave it out, or write null"
+    thousands = re.fullmatch(r"\d{1,3}([,_]\d{3})+", text.strip())
+    number = yaml.scalar(re.sub("[,_]", "", text).strip() if thousands else text.replace("_", "").replace(",", ".").strip())
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        return f"write {number}, without quotes"
+    with_unit = re.fullmatch(r"([0-9.]+)\s*(%|[A-Za-z]+)", text.strip())
+    if with_unit is None or not isinstance(number := yaml.scalar(with_unit[1]), int | float):
+        return None
+    factor = {"k": 1e3, "m": 1e6, "%": 0.01 if share else 0}.get(with_unit[2].lower(), 1)
+    return f"write {number * factor:.10g}, without a unit" if factor else "write a count"
 
 
 def _as_mapping(general: str, value: Any) -> str:
     """Returns how a plain value is written where a mapping is expected, and what is known about the value."""
-    main, section = MAIN_KEYS[general], general.rpartition(".")[2]
+    main, section = MAIN_KEYS.get(general, "threshold"), general.rpartition(".")[2]  # the others are health rules
+    if general == "trainer.correction" and not isinstance(value, str):
+        main = "max"
     known = VALUES.get((f"{general}.{main}", str(value).lower())) or VALUES.get((general, str(value).lower()))
     start = "" if section == "*" else f"{section}: "
+    if isinstance(value, str) and (pair := re.fullmatch(r"(\w+)\s*=\s*(\S+)", value)):
+        return f"write `{start}{{{pair[1]}: {pair[2]}}}`"
+    if str(value).lower() in ("none", "off", "no"):
+        value = False
     if known and known.startswith("write"):
         return known
     if value is True:
@@ -131,6 +173,18 @@ def _as_mapping(general: str, value: Any) -> str:
         first = {"trainer": "grpo", "engine": "colocated"}.get(general)
         return f"write `{start}{{{main}: {first}}}`: {known}" if first else known
     return f"write `{start}{{{main}: {yaml.shortened(str(value))}}}`"
+
+
+def _as_items(main: str, value: Any) -> list[str]:
+    """Returns the items of a list as they are written, for what stands in its place: "wandb" -> ["{kind: wandb}"]."""
+    if isinstance(value, str):
+        return [f"{{{main}: {value}}}"]
+    if not isinstance(value, dict):
+        return []
+    if main in value:
+        return ["{" + _flow(value) + "}"]
+    items = {key: inner if isinstance(inner, dict) else {"weight": inner} for key, inner in value.items()}
+    return ["{" + _flow({main: key, **inner}) + "}" for key, inner in items.items()]
 
 
 def _flow(mapping: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import re
 from urllib.parse import urlsplit
 
-from rlgen.recipe.models import Recipe, ServerEngineRecipe
+from rlgen.recipe.models import TASKS, Recipe, ServerEngineRecipe
 from rlgen.recipe.rules import is_loopback, servers
 from rlgen.recipe.trainers import GRPORecipe
 
@@ -24,6 +24,8 @@ def warnings(recipe: Recipe) -> list[str]:
     columns = recipe.data.columns
     if columns.answer is not None and columns.answer == columns.prompt:
         said.append(f"data.columns: prompt and answer are both `{columns.answer}`: rewards compare completions with the prompt")
+    if recipe.data.source in TASKS:
+        said.append(f"data.source {recipe.data.source} is a name of the hub; the task is task:{recipe.data.source}")
     if recipe.rollout.group_size > LARGE_GROUP:
         said.append(
             f"rollout.group_size {recipe.rollout.group_size}: a step samples {recipe.samples_per_step:,} completions; 4 to 64 a"

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +16,7 @@ from rlgen.recipe.rules import is_local_model, is_local_source
 from rlgen.recipe.source import file_of
 from rlgen.recipe.trainers import OwnRecipe
 
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Function = TypeVar("Function", RewardRecipe, ToolRecipe)
 
 
@@ -40,13 +42,23 @@ def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> 
         file, _, name = use.rpartition(":")
         return f"{absolute(file, loc, True)}:{name}" if file.endswith(".py") else use
 
+    def on_the_hub(name: str, loc: yaml.Path, example: str) -> None:
+        """Records a problem if a name cannot be one of the hub."""
+        if not HUB_NAME.fullmatch(name):
+            what = f"{'.'.join(map(str, loc))}: {short(name)} is no folder or file, and no name of the hub"
+            problems.append(Problem(places.get(loc) or str(path), what, f"a name of the hub is owner/name, such as {example}"))
+
     problems += impossible_run_path(recipe, places, path)
     model, data = recipe.model, recipe.data
     if not model.path.startswith("tiny:"):
         found = absolute(model.path, ("model", "path"), is_local_model(model.path))
         model = model.model_copy(update={"path": found})
+        if not is_local_model(found):
+            on_the_hub(found, ("model", "path"), "Qwen/Qwen3-0.6B")
     if is_local_source(data.source):
         data = data.model_copy(update={"source": absolute(data.source, ("data", "source"), True)})
+    elif recipe.task is None:
+        on_the_hub(data.source, ("data", "source"), "openai/gsm8k")
     if data.chat_template is not None:
         data = data.model_copy(update={"chat_template": absolute(data.chat_template, ("data", "chat_template"), True)})
 

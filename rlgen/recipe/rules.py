@@ -58,12 +58,24 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         *_eval_contradictions(recipe),
         *_process_contradictions(recipe),
         *_sink_contradictions(recipe),
+        *_variables(recipe),
     ]
     if isinstance(engine, VllmRecipe):
         found += _engine_contradictions(recipe, engine)
     if isinstance(engine, ServerEngineRecipe):
         found += _server_contradictions(engine)
     return found + _task_contradictions(recipe)
+
+
+def _variables(recipe: Recipe) -> list[Finding]:
+    """Returns paths that name a variable of the shell."""
+    paths = {"run.dir": recipe.run.dir, "model.path": recipe.model.path, "data.source": recipe.data.source}
+    hint = "write the value itself, or give it to --set, where the shell fills it in"
+    return [
+        Finding(key, f"{key}: a recipe knows no variables, but {path} names one", hint)
+        for key, path in paths.items()
+        if re.search(r"\$\{?\w", path)
+    ]
 
 
 def _sink_contradictions(recipe: Recipe) -> list[Finding]:
@@ -229,6 +241,12 @@ def _reward_contradictions(rewards: Sequence[RewardRecipe], path: str) -> list[F
     found: list[Finding] = []
     if not any(reward.weight for reward in rewards):
         found.append(Finding(path, f"every weight in {path} is 0, so that every completion is worth 0", "set one above 0"))
+    for index, reward in enumerate(rewards):
+        try:
+            re.compile(str(reward.args.get("pattern", "")) if reward.use == "regex_match" else "")
+        except re.error as error:
+            what = f"{path}.{index}.args.pattern must be a regular expression of Python ({error})"
+            found.append(Finding(f"{path}.{index}.args.pattern", what, "a `\\` before a sign takes it as it is"))
     labels = [reward.label for reward in rewards]
     for index, label in enumerate(labels):
         if label in labels[:index]:
@@ -415,7 +433,8 @@ def _server_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
         found.append(Finding("engine.port", what, f"set engine.port to {65536 - engine.servers} or less, or remove it"))
     for index, url in enumerate(urls):
         if not is_address(url):
-            hint = f"write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
+            several = "several are a list: [http://..., http://...]; " if "," in url else ""
+            hint = f"{several}write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
             found.append(Finding("engine.url", f"engine.url: {url!r} is not the address of a server", hint))
         elif url.rstrip("/") in [other.rstrip("/") for other in urls[:index]]:
             found.append(Finding("engine.url", f"engine.url names {url} twice", "remove one of them"))

@@ -62,7 +62,8 @@ def read_source(path: Path) -> Source:
         except RecipeError as error:
             if not asked:
                 raise
-            told = [Problem(asked, f"extends: {problem.where} {problem.what} ({chain})") for problem in error.problems]
+            hint = "the path starts at the folder of the file that names it"
+            told = [Problem(asked, f"extends: {problem.where} {problem.what} ({chain})", hint) for problem in error.problems]
             raise RecipeError(in_order([*problems, *told], {})) from error
         document = yaml.parse(text, name)
         files[name] = SourceFile(text, chain)

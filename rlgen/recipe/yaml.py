@@ -26,6 +26,7 @@ NO_VALUE = re.compile(r"\s*(- )?[\w.-]+(:\S|\s+[^:\s]+$)")  # no space after the
 PLAIN_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
 MAX_NODES, MAX_DEPTH = 12_000, 50  # nodes are keys and values; a repeated anchor counts each time
 MAX_QUOTED = 300  # most characters of a file that a message quotes
+NO_VARIABLES = "a recipe knows no variables: write the value itself"
 TOO_LARGE = "too large or too deep for a recipe"
 
 
@@ -69,7 +70,7 @@ def parse(text: str, name: str) -> Document:
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         what = " ".join(part for part in (error.context, error.problem) if part)
         what = TOO_LARGE if what == TOO_LARGE else f"not YAML: {shortened(what, MAX_QUOTED)}"  # the message may quote a long name
-        remedy = remedy_of(what, text.splitlines(), line)
+        remedy = remedy_of(what, text.splitlines(), line, error.context_mark.line + 1 if error.context_mark else line)
         document.problems.append(((line, column), Problem(f"{name}:{line}:{column}", what, remedy)))
         return document
     except yaml.YAMLError as error:  # characters that YAML does not allow
@@ -81,11 +82,25 @@ def parse(text: str, name: str) -> Document:
     return document
 
 
-def remedy_of(problem: str, lines: list[str], number: int) -> str | None:
-    """Returns what to write instead, by what PyYAML reports about line `number`, counted from 1; None if that is not clear."""
+def remedy_of(problem: str, lines: list[str], number: int, begun: int) -> str | None:
+    """Returns what to write instead, by what PyYAML reports about line `number`, counted from 1, in what began in line `begun`;
+    None if that is not clear.
+    """
     line = lines[number - 1].strip() if number <= len(lines) else ""
     if r"'\t' that cannot start" in problem:
         return "indent with spaces, not with tabs"
+    if found := re.search(r"(?:character '(.)' that cannot start|undefined alias)", problem):
+        return f"put quotes around a value that begins with `{found[1] or '*'}`"
+    if "unknown escape character" in problem:
+        return "write `/`, or single quotes around a value with a backslash"
+    if "${" in line:
+        return f"{NO_VARIABLES}, with --set for what differs"
+    if " //" in line:
+        return "a comment begins with `#`"
+    if "end of stream" in problem or "<stream end>" in problem:
+        return f"close the {'quote' if 'quoted' in problem else 'bracket'} that line {begun} opens"
+    if "single document" in problem:
+        return "a recipe is one document: remove the line `---`"
     if "expected <block end>" in problem:
         return f"`{shortened(line)}` is indented differently from the lines beside it: indent all keys of a section alike"
     if "but got ':'" in problem or ("mapping values are not allowed" in problem and QUOTELESS.match(line)):

@@ -14,6 +14,7 @@ from rlgen.worker_pool.source import FunctionFacts
 OF_EITHER = frozenset({"prompt_ids", "completion_ids", "finish_reason", "max_completion_tokens", "step", "prompt_messages"})
 SAMPLE_NAMES = OF_EITHER | {"prompt", "completion"}
 GROUP_NAMES = OF_EITHER | {"prompts", "completions", "finish_reasons"}
+ANOTHER_NAME = dict.fromkeys(("response", "output", "solution_str", "generation", "text"), "completion")  # in other tools
 MESSAGES = "messages"  # with tools only: data sets often have a column of this name
 
 
@@ -66,7 +67,8 @@ def resolve(entry: RewardRecipe, facts: FunctionFacts, columns: Collection[str])
     required = {name for name, must in named.items() if must}
     if missing := sorted(required - given - set(args)):
         close = get_close_matches(missing[0], given, n=1)
-        hint = f"did you mean `{close[0]}`? " if close else ""
+        meant = ANOTHER_NAME.get(missing[0]) or (close[0] if close else "")
+        hint = f"did you mean `{meant}`? " if meant else ""
         raise DataError(
             f"{where} needs `{missing[0]}`, which is no column of the data; {hint}there are {', '.join(sorted(given))},"
             " and what `args` gives"

@@ -66,7 +66,7 @@ def check(name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_there_are_enough() -> None:
-    assert len(MISTAKES) >= 60 and len({(str(m.change), m.command) for m in MISTAKES.values()}) == len(MISTAKES)
+    assert len(MISTAKES) >= 190 and len({(str(m.change), m.command) for m in MISTAKES.values()}) == len(MISTAKES)
 
 
 def test_the_recipe_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
