@@ -21,11 +21,9 @@ it is complete. Before a run resumes from a checkpoint, every byte is compared w
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -56,7 +54,7 @@ from rlgen.run.state import (
     set_random,
     stored_tensors,
 )
-from rlgen.run.writing import GivenUpError, Part, Writer, random_name, written_as
+from rlgen.run.writing import Writer, random_name, written_as
 from rlgen.types import Position
 
 LOOK = 0.1  # seconds between two looks whether all processes have written their part
@@ -122,11 +120,9 @@ class Checkpoints:
         return min((step for step in steps if not (extra and step == self.pinned)), default=0)
 
     def newest(self) -> int:
-        """Returns the step of the newest checkpoint; 0 if there is none."""
         return max(self.folder.steps(), default=0)
 
     def has(self, step: int) -> bool:
-        """Returns whether a complete checkpoint of `step` exists."""
         return self.folder.has(step)
 
     def choose(self, step: int | None = None) -> Choice:
@@ -177,11 +173,18 @@ class Checkpoints:
         moments = optimizer_tensors(model, optimizer)
         draws = processes.gather([random_tensors()])
         processes.on_main(partial(self._begin, at.step))
-        copied = processes.run_all(
+        snapshot = processes.run_all(
             lambda: Snapshot(
                 at=at,
                 schedule=deepcopy(schedule.state_dict()),
-                facts=self._facts(at, model),
+                facts={
+                    "step": at.step,
+                    "time": time.time(),
+                    "rlgen": rlgen.__version__,
+                    "trainer": self.trainer,
+                    "processes": processes.world,
+                    "model": model_facts(model),
+                },
                 draws=draws,
                 adapted=is_adapted(model),
                 sharded=is_sharded(model) and not is_adapted(model),
@@ -192,8 +195,8 @@ class Checkpoints:
         if self._tokenizer is None:
             self._tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
             self._processor = deepcopy(processor)
-        part = Part(
-            checkpoints=self.folder,
+        self._writer = Writer(
+            folder=self.folder,
             keep=self.keep,
             pinned=self.pinned,
             processes=processes,
@@ -202,25 +205,14 @@ class Checkpoints:
             processor=self._processor,
             base=self.base,
             held=self.held,
-            snapshot=copied,
+            snapshot=snapshot,
             settle=settle,
+            clock=clock,
         )
-        self._writer = Writer(at.step, clock, part.write if processes.is_main or part.of_all else None)
-        return part.final
-
-    def _facts(self, at: Position, model: PreTrainedModel) -> dict[str, Any]:
-        """Returns the contents of the manifest except the hashes of the files."""
-        return {
-            "step": at.step,
-            "time": time.time(),
-            "rlgen": rlgen.__version__,
-            "trainer": self.trainer,
-            "processes": self.processes.world,
-            "model": model_facts(model),
-        }
+        self._writer.start()
+        return self._writer.final
 
     def _begin(self, step: int) -> None:
-        """Creates the temporary folder, before any process writes into it."""
         aside = self.folder.unfinished(step)
         with written_as(self.folder.path(step)):
             shutil.rmtree(aside, ignore_errors=True)
@@ -251,7 +243,7 @@ class Checkpoints:
         if failed and writer.error is None:
             writer.give_up()  # it may wait for the part of the process that has failed
         try:
-            self.processes.run_all(partial(outcome, writer), keepalive=True)
+            self.processes.run_all(writer.result, keepalive=True)
         finally:
             self._writer = None if writer.ended else writer
         self._longest = max(self._longest, writer.elapsed)
@@ -281,10 +273,8 @@ class Checkpoints:
         writer.leaving.set()
         try:
             writer.result()
-        except GivenUpError:
-            return None
         except Exception as error:
-            return f"the checkpoint of step {writer.step} was not written: {error}"
+            return f"the checkpoint of step {writer.snapshot.at.step} was not written: {error}"
         return None
 
     @staticmethod
@@ -310,20 +300,10 @@ class Checkpoints:
         return processes.run_all(lambda: load_parts(path, model, optimizer, schedule, processes.rank, base))
 
 
-def outcome(writer: Writer) -> None:
-    """Waits for the writer, and raises its error. A writer that gave up because another process failed has no error."""
-    with suppress(GivenUpError):
-        writer.result()
-
-
 def load_parts(
     path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int, base: str | None
 ) -> Position:
-    """Loads the checkpoint at `path` in this process, and returns its position.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model.
-    """
+    """Loads the checkpoint at `path` in this process, and returns its position, see `Checkpoints.load`."""
     try:
         check_fit(path, model, None)
         state = read_json(path / "state" / "state.json")
@@ -376,8 +356,3 @@ def check_fit(path: Path, model: PreTrainedModel, trainer: str | None) -> None:
         raise CheckpointError(f"{path} is a checkpoint of another adapter: {'; '.join(other)}")
     if other := differences(before, now):
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(other)}")
-
-
-def saved_processes(path: Path) -> int:
-    """Returns how many processes wrote the checkpoint at `path`."""
-    return read_manifest(path).processes

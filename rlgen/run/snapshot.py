@@ -29,17 +29,6 @@ class Snapshot:
     weights: dict[str, Tensor]  # unsharded, in the main process; {} in others
     moments: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
 
-    @property
-    def progress(self) -> dict[str, Any]:
-        """Returns the contents of state.json. The version of the weights is their step."""
-        return {
-            "step": self.at.step,
-            "position": self.at.prompts,
-            "weight_version": self.at.step,
-            "schedule": self.schedule,
-            "nonfinite": self.at.nonfinite,
-        }
-
 
 class Room:
     """CPU buffers for the copies, reused by all saves, because allocating the memory takes longer than copying."""

@@ -1,4 +1,4 @@
-"""Defines the records that a tracker gets, and its methods. Needs neither torch nor the library of a tracker."""
+"""The records that a tracker gets, and its methods. Needs neither torch nor the library of a tracker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,22 +38,16 @@ class Table:
 class Tracker(Protocol):
     """One run in a tracker. Every method may raise whatever the library raises."""
 
-    @property
-    def id(self) -> str:
-        """Returns what the tracker needs to resume this run."""
-        ...
+    id: str  # what the tracker needs to resume this run
 
     def metrics(self, step: int, numbers: Numbers) -> None:
         """Sends the metrics of a step."""
-        ...
 
     def samples(self, step: int, table: Table) -> None:
         """Sends samples of a step."""
-        ...
 
     def end(self, state: str, exit_code: int) -> None:
         """Ends the run in the tracker, and returns when everything is sent. `state`: done, stopped or failed."""
-        ...
 
 
 def read_table(path: Path, most: int) -> Table | None:
@@ -75,5 +69,4 @@ def read_table(path: Path, most: int) -> Table | None:
 
 
 def shortened(text: str) -> str:
-    """Returns a text of at most LONGEST_TEXT characters; a longer one ends with `…`."""
     return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"

@@ -66,9 +66,7 @@ class Sinks:
 def open_sinks(recipe: Recipe, directory: RunDirectory, step: int, say: Callable[[str], None]) -> Sinks:
     """Returns the sinks of a run, to be entered. Call it in the main process, when provenance.json has this attempt.
 
-    Args:
-        step: after which this attempt starts.
-        say: receives warnings.
+    This attempt starts after `step`; `say` receives warnings.
     """
     if not recipe.sinks:
         return Sinks(recipe.run.steps)
@@ -80,9 +78,8 @@ def open_sinks(recipe: Recipe, directory: RunDirectory, step: int, say: Callable
     for sink in recipe.sinks:
         opening = {"name": sink.name or recipe.run.name, "folder": str(folder), "step": step, "config": config}
         order = {"what": "open", "settings": sink.model_dump(mode="json"), "opening": opening}
-        found.append(
-            (Sink(kind=sink.kind, opening=order, memory=folder / f"{sink.kind}.json", say=say), sink.every, sink.samples)
-        )
+        opened = Sink(kind=sink.kind, opening=order, memory=folder / f"{sink.kind}.json", say=say)
+        found.append((opened, sink.every, sink.samples))
     return Sinks(recipe.run.steps, found)
 
 

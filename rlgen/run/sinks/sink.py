@@ -56,7 +56,6 @@ class Sink:
     _process: "subprocess.Popen[bytes] | None" = None
 
     def start(self) -> None:
-        """Starts the thread, which opens the tracker."""
         self._thread = Thread(target=self._run, name=f"sink-{self.kind}", daemon=True)
         self._thread.start()
 
@@ -90,7 +89,6 @@ class Sink:
             logging.getLogger("rlgen").warning("sink %s: %d records were not sent", self.kind, self.dropped)
 
     def warn(self, what: str) -> None:
-        """Prints a warning to the console and writes it to the log."""
         said = redacted(f"warning: sink {self.kind} {what}; metrics.jsonl and rollouts/ have everything")
         logging.getLogger("rlgen").warning(said)
         self.say(said)
@@ -99,10 +97,15 @@ class Sink:
         """Opens the tracker and passes it every record up to the end. Runs in the thread."""
         try:
             self._open()
-            while (record := self._next()) is not None:
+            what = "open"
+            while what != "end":
+                with self._changed:
+                    self._changed.wait_for(lambda: self._records or self.off)
+                    if self.off:
+                        break
+                    record = self._records.popleft()
                 self._tell(record)
-                if record["what"] == "end":
-                    break
+                what = record["what"]
         except Exception as error:  # nothing that happens here may reach the run
             with self._changed:
                 waited_for, self.off = not self.off, True
@@ -118,9 +121,8 @@ class Sink:
         """Starts the process, opens the run in the tracker, and remembers its id."""
         known = read_json(self.memory)["id"] if self.memory.exists() else None
         opening = {**self.opening["opening"], "id": known}
-        command = [sys.executable, "-uP", "-c", START, json.dumps(sys.path)]
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-uP", "-c", START, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -134,12 +136,6 @@ class Sink:
         given = self._tell({**self.opening, "opening": opening})["id"]
         if given != known:
             write_json(self.memory, {"id": given})
-
-    def _next(self) -> dict[str, Any] | None:
-        """Returns the oldest record that waits, once there is one; None when nothing more is wanted."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._records or self.off)
-            return None if self.off else self._records.popleft()
 
     def _tell(self, order: dict[str, Any]) -> dict[str, Any]:
         """Sends one order and returns the answer. Raises SinkFailed if there is none, or an error."""

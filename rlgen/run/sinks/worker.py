@@ -39,7 +39,6 @@ def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
 
 
 def carry_out(tracker: Tracker, order: dict[str, Any]) -> None:
-    """Carries out an order."""
     match order["what"]:
         case "metrics":
             tracker.metrics(order["step"], order["numbers"])
