@@ -32,7 +32,6 @@ class Baselines:
         return self.folder / f"{hashlib.sha256(json.dumps(dict(self.model), sort_keys=True).encode()).hexdigest()[:16]}.json"
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns the stored entries, oldest first."""
         entries: list[dict[str, Any]] = read_json(self.path)["entries"] if self.path.exists() else []
         return entries
 

@@ -15,8 +15,7 @@ from rlgen.run.directory import read_records
 class Best:
     """The step from 1 on whose evaluation has the highest mean reward so far; of equal ones the first.
 
-    Args:
-        records: metrics of the earlier steps, if the run is resumed.
+    A run that is resumed passes the metrics of its earlier steps.
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -26,7 +25,6 @@ class Best:
             self.look(record[Metric.STEP], record)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of a step into account, whether or not it was evaluated."""
         reward = metrics.get(Metric.EVAL_REWARD_MEAN)
         if step and reward is not None and reward > self.reward:
             self.step, self.reward = step, reward

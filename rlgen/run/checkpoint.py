@@ -126,14 +126,10 @@ class Checkpoints:
         return self.folder.has(step)
 
     def choose(self, step: int | None = None) -> Choice:
-        """Returns the checkpoint to resume from: the newest undamaged one, or that of `step`. Call it in the main process only.
+        """Returns the checkpoint to resume from, see `CheckpointFolder.choose`. Call it in the main process only.
 
-        Deletes unfinished saves first, and reads every byte of the checkpoint.
-
-        Raises:
-            UsageError: there is no checkpoint of `step`.
-            CheckpointError: none is undamaged; or the chosen one is of another format, or has values that are not finite. Values
-                that are not finite are no damage: whether to resume from an older checkpoint is the user's decision.
+        Deletes unfinished saves first. Raises CheckpointError if it has values that are not finite. That is no damage: whether to
+        resume from an older checkpoint is the user's decision.
         """
         self.folder.sweep()
         choice = self.folder.choose(step)
@@ -157,16 +153,12 @@ class Checkpoints:
     ) -> Path:
         """Takes a snapshot, starts to write it in a thread, and returns the final path. `complete` tells when it is written.
 
-        Waits first until the save before is complete.
+        Waits first until the save before is complete, and raises its error.
 
         Args:
             settle: called in the main process, in the writing thread, before the checkpoint is complete. It must return only when
                 everything that the checkpoint relies on is on disk.
             processor: of a model that reads images.
-
-        Raises:
-            CheckpointError: the save could not be started; older checkpoints are untouched.
-            RlgenError: the save before failed, see `complete`.
         """
         self.complete(wait=True)  # only one checkpoint is written at a time
         clock, processes = Clock(), self.processes
@@ -221,13 +213,8 @@ class Checkpoints:
     def complete(self, wait: bool) -> bool:
         """Returns whether a save has been completed since the last call. All processes must call this together.
 
-        Args:
-            wait: block until the save is complete, however long that takes.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written; older ones are untouched.
-            DivergedError: one of its values is not finite; nothing was saved.
-            SentinelError: the base of an adapter has changed; nothing was saved.
+        `wait` blocks until the save is complete, however long that takes. Errors: CheckpointError if the checkpoint could not be
+        written, DivergedError if a value is not finite, SentinelError if the base of an adapter has changed. Older ones are intact.
         """
         writer = self._writer
         if writer is None:
@@ -288,14 +275,8 @@ class Checkpoints:
     ) -> Position:
         """Loads weights, optimizer, schedule and random states from `path`, whose bytes `choose` has compared with their hashes.
 
-        Args:
-            base: digest of the frozen weights under an adapter; None: it is computed.
-
-        Returns:
-            The position of the run: step, data position, and skipped updates in a row.
-
-        Raises:
-            CheckpointError: it is damaged, or of another model or version of rlgen.
+        `base` is the digest of the frozen weights under an adapter, which is computed if it is None. Raises CheckpointError if the
+        checkpoint is damaged, or of another model or version of rlgen.
         """
         return processes.run_all(lambda: load_parts(path, model, optimizer, schedule, processes.rank, base))
 
@@ -303,7 +284,6 @@ class Checkpoints:
 def load_parts(
     path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int, base: str | None
 ) -> Position:
-    """Loads the checkpoint at `path` in this process, and returns its position, see `Checkpoints.load`."""
     try:
         check_fit(path, model, None)
         state = read_json(path / "state" / "state.json")
@@ -334,14 +314,7 @@ def load_parts(
 
 
 def check_fit(path: Path, model: PreTrainedModel, trainer: str | None) -> None:
-    """Checks that the checkpoint at `path` is of this model and trainer.
-
-    Args:
-        trainer: kind of the trainer; None: any kind is accepted.
-
-    Raises:
-        CheckpointError: it is of another model, adapter or trainer; names what differs.
-    """
+    """Checks that the checkpoint at `path` is of this model and, unless it is None, of this kind of trainer."""
     appears(path / "manifest.json")  # a network file system may show the file late to other machines
     manifest = read_manifest(path)
     if trainer is not None and manifest.trainer != trainer:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from rlgen.rollout.parquet import parts_of
+from rlgen.run.directory import RunDirectory
 from rlgen.run.rollouts import read_rollouts, rollout_steps
 
 # Columns and keys that differ between equal runs: times, process ids, and hits of the engine's prefix cache.
@@ -51,19 +52,18 @@ def first_difference(left: Path, right: Path) -> Difference | None:
 
 
 def presence(file: str, step: int, key: str, ours: bool, theirs: bool) -> Difference:
-    """Returns the difference that only one of the runs has something."""
     words = {True: "there", False: "(not there)"}
     return Difference(file=file, step=step, key=key, left=words[ours], right=words[theirs])
 
 
 def metrics(left: Path, right: Path) -> Iterator[Difference]:
     name = "metrics.jsonl"
-    ours, theirs = ({line["step"]: line for line in read_lines(run / name)} for run in (left, right))
+    lines = [RunDirectory(run, None).read_metrics() for run in (left, right)]
+    ours, theirs = ({line["step"]: line for line in side} for side in lines)
     for step in sorted(ours.keys() | theirs.keys()):
         yield from records(name, step, "", ours.get(step), theirs.get(step))
-    counts = [len(read_lines(run / name)) for run in (left, right)]
-    if counts[0] != counts[1]:  # one step twice
-        yield Difference(file=name, step=max(ours | theirs), key="lines", left=counts[0], right=counts[1])
+    if len(lines[0]) != len(lines[1]):  # one step twice
+        yield Difference(file=name, step=max(ours | theirs), key="lines", left=len(lines[0]), right=len(lines[1]))
 
 
 def rollouts(folder: str, left: Path, right: Path) -> Iterator[Difference]:
@@ -172,10 +172,6 @@ def same(left: Any, right: Any) -> bool:
     """Returns whether two values are equal and of one type. NaN equals NaN."""
     both_nan = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
     return both_nan or (left == right and type(left) is type(right))
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def short(value: Any) -> str:

@@ -18,10 +18,7 @@ ROUNDING = 1e-9  # a weighted sum of rewards may fall this much below the thresh
 def evaluation_metrics(table: RowTable, group_size: int, threshold: float) -> dict[str, Any]:
     """Returns the metrics of an evaluation; None where there is nothing to average. Completions without a reward are left out.
 
-    Args:
-        table: the rows of all processes.
-        group_size: completions of each prompt.
-        threshold: least reward of a correct completion.
+    `table` has the rows of all processes, and a completion is correct if its reward is at least `threshold`.
     """
     rewards = by_prompt(table, table.reward)
     mean = mean_of_prompts([statistics.fmean(values) for values in rewards])

@@ -143,9 +143,7 @@ SIGNS = {
         "mean length as a share of the limit",
         "read rollouts/: the reward may favour long answers",
     ),
-    "sampler_delta": Sign(
-        "above", Metric.SAMPLER_DELTA_MEAN, "mean difference of engine's and trainer's log-probs", STALE
-    ),
+    "sampler_delta": Sign("above", Metric.SAMPLER_DELTA_MEAN, "mean difference of engine's and trainer's log-probs", STALE),
     "sampler_kl": Sign("above", Metric.SAMPLER_KL, "KL between engine and trainer", STALE),
     "ess": Sign(
         "below",

@@ -21,10 +21,10 @@ from rlgen.files import write_text
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.redact import printable
+from rlgen.run.clock import as_clock, remaining
 from rlgen.run.console import Console, Example, Examples, Record, evaluation_line, in_thousands, number, speed
 from rlgen.run.directory import read_records
 from rlgen.run.health import BEYOND, Rule, rules_of
-from rlgen.run.pace import as_clock, remaining
 
 REFRESHES = 2  # a second
 BLOCKS = "▁▂▃▄▅▆▇█"

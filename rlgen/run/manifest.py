@@ -24,9 +24,7 @@ READERS = 4  # number of files that are hashed at the same time
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The size in bytes and the hash of one file. File(size=4096, sha256="9f86d0...")"""
-
-    size: int
+    size: int  # bytes
     sha256: str
 
 
@@ -48,16 +46,11 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Returns the size of all files in bytes."""
         return sum(file.size for file in self.files.values())
 
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> Manifest:
-    """Flushes every file in `folder`, and writes the manifest. The checkpoint is complete when this returns.
-
-    Raises:
-        OSError, CheckpointError: something cannot be written.
-    """
+    """Flushes every file in `folder`, and writes the manifest. The checkpoint is complete when this returns."""
     flush_tree(folder)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     manifest = Manifest(**facts, files=hashed(folder, names))
@@ -70,9 +63,7 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of `folder`, and checks its own digest; does not look at the other files.
 
-    Raises:
-        DamagedCheckpoint: the folder is no checkpoint, is incomplete, or its manifest is damaged.
-        CheckpointError: it is of another format.
+    Raises DamagedCheckpoint if that fails, or the checkpoint was never finished; CheckpointError if it is of another format.
     """
     try:
         content = read_json(folder / NAME)
@@ -89,11 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_format(folder: Path, found: object) -> None:
-    """Checks that a checkpoint is of the format that this version reads. None is accepted.
-
-    Raises:
-        CheckpointError: it is of another format.
-    """
+    """Raises CheckpointError if a checkpoint is of another format than this version reads. None is accepted."""
     if found != FORMAT and found is not None:
         raise CheckpointError(
             f"{folder} is of checkpoint format {found}, but this rlgen reads {FORMAT}: use the rlgen that wrote it, or start a"
@@ -111,11 +98,7 @@ def old_format(folder: Path) -> int | None:
 
 
 def damage(folder: Path, manifest: Manifest, hashes: bool) -> list[str]:
-    """Returns what is wrong with the files, in a few words each: missing, unexpected, a link, wrong size, wrong bytes.
-
-    Args:
-        hashes: compare the bytes, too.
-    """
+    """Returns what is wrong with the files, in a few words each; `hashes`: compares the bytes, too."""
     found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()}
     found.pop(NAME, None)
     wrong = [f"{name} is missing" for name in sorted(manifest.files.keys() - found.keys())]
@@ -138,12 +121,8 @@ def damage(folder: Path, manifest: Manifest, hashes: bool) -> list[str]:
 def check_files(folder: Path, hashes: bool) -> Manifest:
     """Checks that the files of a checkpoint are as they were written, and that its name has its step; returns its manifest.
 
-    Args:
-        hashes: read and hash every byte; otherwise only names and sizes are compared.
-
-    Raises:
-        DamagedCheckpoint: they are not; names the files.
-        CheckpointError: it is of another format.
+    Without `hashes` only names and sizes are compared. Raises DamagedCheckpoint with the names of files, or CheckpointError if
+    the checkpoint is of another format.
     """
     manifest = read_manifest(folder)
     try:
@@ -160,9 +139,7 @@ def check_files(folder: Path, hashes: bool) -> Manifest:
 def check_model_files(folder: Path) -> None:
     """Checks that the model files of `folder` are as they were written, if it is a checkpoint. Ignores the trainer's state.
 
-    Raises:
-        DamagedCheckpoint: they are not; names the files.
-        CheckpointError: it is of another format.
+    Raises DamagedCheckpoint with the names of those that are not.
     """
     file = folder / NAME
     if not file.is_file() or b'"rlgen"' not in file.read_bytes():  # other tools may use a file of that name
@@ -180,7 +157,6 @@ def check_model_files(folder: Path) -> None:
 
 
 def hashed(folder: Path, names: list[str]) -> dict[str, File]:
-    """Returns the size and hash of each file, computed in `READERS` threads."""
     with ThreadPoolExecutor(max_workers=READERS) as readers:
         return dict(zip(names, readers.map(lambda name: hash_file(folder / name), names), strict=True))
 
@@ -192,7 +168,6 @@ def hash_file(path: Path) -> File:
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of the manifest's own content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -60,11 +60,7 @@ def sample_metrics(table: RowTable) -> dict[str, Any]:
 
 
 def turn_metrics(table: RowTable, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Returns how many turns the conversations of a step have, and what happened in the replies to them.
-
-    Args:
-        counts: of all replies of the step.
-    """
+    """Returns how many turns the conversations of a step have. `counts`: what happened in all replies of the step."""
     turns: list[int] = table.turns.tolist()
     return {
         Metric.TURNS_MEAN: _mean(turns),
@@ -75,18 +71,11 @@ def turn_metrics(table: RowTable, counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def known(values: NDArray[np.float64]) -> list[float]:
-    """Returns the values that are not NaN."""
     return list(values[~np.isnan(values)].tolist())
 
 
 def staleness_metrics(table: RowTable, version: int, dropped: int) -> dict[str, Any]:
-    """Returns how old the weights were that sampled, in weight versions, which share of samples several versions sampled, and how
-    many samples were dropped as too old.
-
-    Args:
-        version: of the weights that the step started to train.
-        dropped: number of samples that were dropped.
-    """
+    """Returns the age of the weights that sampled, in weight versions, when the step started to train `version`."""
     ages: list[int] = (version - table.weight_version).tolist()
     return {
         Metric.ROLLOUT_STALENESS_MEAN: _mean(ages),

@@ -63,24 +63,16 @@ class RolloutWriter:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="rollouts"))
 
     def write(self, rollout: Rollout, always: bool = False) -> None:
-        """Queues the rows of a step for the thread. Blocks only while `WAITING` earlier steps are not on disk yet.
+        """Queues the rows of a step for the thread, with `always` even if `every` would leave it out.
 
-        Args:
-            always: write this step even if `every` would leave it out.
-
-        Raises:
-            CheckpointError: an earlier step could not be written.
+        Blocks only while `WAITING` earlier steps are not on disk yet. Raises CheckpointError if one could not be written.
         """
         self._look(WAITING - 1)
         if always or (self.every and rollout.step % self.every == 0):
             self.pending.append(self.thread.submit(self._write, rollout, self.stamp(rollout)))
 
     def wait(self) -> None:
-        """Blocks until everything that this process has queued is on disk.
-
-        Raises:
-            CheckpointError: a step could not be written.
-        """
+        """Blocks until everything that this process has queued is on disk. Raises CheckpointError if it could not be written."""
         self._look(0)
 
     def close(self) -> None:
@@ -90,15 +82,10 @@ class RolloutWriter:
             self._tell()
 
     def path(self, step: int) -> Path:
-        """Returns the path of the file or folder of a step."""
         return self.folder / f"step_{step:06d}.parquet"
 
     def _look(self, left: int) -> None:
-        """Blocks until at most `left` steps are not on disk.
-
-        Raises:
-            CheckpointError: the first error of the thread, now or earlier.
-        """
+        """Blocks until at most `left` steps are not on disk. Raises the first error of the thread, now or earlier."""
         while self.pending and (len(self.pending) > left or self.pending[0].done()):
             try:
                 self.pending.popleft().result()
@@ -133,7 +120,6 @@ class RolloutWriter:
             self.on_disk(step, self.path(step))
 
     def _whole(self, step: int) -> bool:
-        """Returns whether all processes have written their rows of a step."""
         return len(parts_of(self.path(step))) == self.world
 
     def _rotate(self, keep: int) -> None:

@@ -67,9 +67,6 @@ def load_weights(path: Path, model: PreTrainedModel) -> None:
     """Copies the weights in `path` into `model`, in place, so that the optimizer keeps its parameters.
 
     Reads one tensor at a time; of a sharded one only this process's shard, unless it is converted from others.
-
-    Raises:
-        CheckpointError: a weight is missing or has another shape.
     """
     missing = own_tensors(model)
     with ExitStack() as opened:
@@ -128,11 +125,7 @@ def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Loads what `save_shards` has written. Each process reads the shards that it holds now, whichever process wrote them.
-
-    Raises:
-        CheckpointException: a file is damaged or missing.
-    """
+    """Loads what `save_shards` has written. Each process reads the shards that it holds now, whichever process wrote them."""
     reader = sharded.HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
@@ -196,7 +189,6 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def set_random(states: dict[str, Tensor]) -> None:
-    """Restores the random states that `random_tensors` returned."""
     rest = json.loads(bytes(states["rest"].tolist()))
     version, gauss = rest["python"]
     random.setstate((version, tuple(states["python"].tolist()), gauss))

@@ -139,7 +139,6 @@ class Writer:
             raise
 
     def _write_for_main(self) -> None:
-        """Writes the part of a process other than the main one, and the list of its files."""
         self._checked()
         shards: list[str] = []
         with written_as(self.final):
@@ -165,7 +164,8 @@ class Writer:
             raise SentinelError(
                 Fault.BASE_CHANGED,
                 f"the frozen weights under the adapter are not those that the run began with (SHA-256 {self.held[:12]}, now"
-                f" {now[:12]}): something writes into them, and the adapter would be useless on the original model; nothing was saved",
+                f" {now[:12]}): something writes into them, and the adapter would be useless on the original model; nothing was"
+                " saved",
             )
         return now if self.base is None else self.base
 
@@ -228,7 +228,6 @@ class Writer:
 
 @contextmanager
 def written_as(path: Path) -> Iterator[None]:
-    """Turns errors of writing `path` inside the block into CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:

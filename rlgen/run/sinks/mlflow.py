@@ -19,8 +19,6 @@ ENDED = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker:
-    """One run of MLflow."""
-
     def __init__(self, sink: MlflowSink, opening: Opening) -> None:
         self.client = MlflowClient(sink.uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns")
         if opening.id is None:

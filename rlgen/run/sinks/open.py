@@ -64,10 +64,7 @@ class Sinks:
 
 
 def open_sinks(recipe: Recipe, directory: RunDirectory, step: int, say: Callable[[str], None]) -> Sinks:
-    """Returns the sinks of a run, to be entered. Call it in the main process, when provenance.json has this attempt.
-
-    This attempt starts after `step`; `say` receives warnings.
-    """
+    """Returns the sinks of a run, to be entered. Call it in the main process, when provenance.json has this attempt."""
     if not recipe.sinks:
         return Sinks(recipe.run.steps)
     folder = directory.path.resolve() / "sinks"

@@ -41,9 +41,7 @@ class TensorboardTracker:
         value = Summary.Value(
             tag=tag,
             metadata=create_summary_metadata(display_name=tag, description=""),
-            tensor=TensorProto(
-                dtype=DT_STRING, tensor_shape=shape, string_val=cells
-            ),
+            tensor=TensorProto(dtype=DT_STRING, tensor_shape=shape, string_val=cells),
         )
         self._write(step, summary=Summary(value=[value]))
 

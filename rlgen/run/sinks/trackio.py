@@ -13,8 +13,6 @@ LEVELS = {"done": trackio.AlertLevel.INFO, "stopped": trackio.AlertLevel.WARN, "
 
 
 class TrackioTracker:
-    """One run of trackio."""
-
     def __init__(self, sink: TrackioSink, opening: Opening) -> None:
         self.failures: list[str] = []
         warnings.showwarning = self._heard  # type: ignore[assignment]  # its other arguments are not needed

@@ -19,7 +19,6 @@ INTERRUPTED = 70  # exit code that a tracker gets if the run was killed
 
 
 def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
-    """Opens the run in the tracker that a sink of the recipe names."""
     sink: SinkRecipe = TypeAdapter[SinkRecipe](SinkRecipe).validate_python(settings)
     if isinstance(sink, TrackioSink):
         from rlgen.run.sinks.trackio import TrackioTracker
