@@ -41,8 +41,8 @@ from rlgen.processes import Processes
 from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
 from rlgen.run.clock import Clock
 from rlgen.run.manifest import differences, read_manifest
-from rlgen.run.snapshot import Room, Snapshot
 from rlgen.run.state import (
+    Room,
     is_sharded,
     load_optimizer,
     load_shards,
@@ -54,7 +54,7 @@ from rlgen.run.state import (
     set_random,
     stored_tensors,
 )
-from rlgen.run.writing import Writer, random_name, written_as
+from rlgen.run.writing import Snapshot, Writer, random_name, written_as
 from rlgen.types import Position
 
 LOOK = 0.1  # seconds between two looks whether all processes have written their part

@@ -3,13 +3,11 @@
 Messages and evaluations scroll above the view. Control characters in what a model wrote are escaped.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -17,13 +15,11 @@ from rich.console import ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from rlgen.files import write_text
 from rlgen.metrics import Family, Metric
-from rlgen.recipe import Recipe, load_recipe
+from rlgen.recipe import Recipe
 from rlgen.redact import printable
-from rlgen.run.clock import as_clock, remaining
+from rlgen.run.clock import as_clock
 from rlgen.run.console import Console, Example, Examples, Record, evaluation_line, in_thousands, number, speed
-from rlgen.run.directory import read_records
 from rlgen.run.health import BEYOND, Rule, rules_of
 
 REFRESHES = 2  # a second
@@ -31,7 +27,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 4  # lines of the curve
 LABEL = 14  # characters of the column of names
 SAMPLES = 17  # lines of a terminal that has room for completions, too
-SCREEN = (100, 24)  # columns and lines of the picture
 WELL, DOUBTFUL, BAD, DIM = "green", "yellow", "bold red", "dim"
 
 
@@ -276,34 +271,3 @@ class LiveConsole(Console):
     def answer(self, text: str) -> None:
         """Shows the answer to a signal at the next refresh, which another thread draws: the handler may interrupt a print."""
         self.view.notice = text
-
-
-def live(run: Path, out: Path) -> None:
-    """Draws the view of a recorded run, at its last step, as an SVG picture.
-
-    Args:
-        run: the run's folder, with its rollouts.
-        out: file to write.
-    """
-    view = View.of(load_recipe(run / "resolved.yaml").recipe)
-    records = read_records(run / "metrics.jsonl")
-    for record in records:
-        view.add(record)
-    view.examples = recorded_examples(run, len(view.rewards))
-    width, height = SCREEN
-    seconds = [record[Metric.TIME_STEP] for record in records if record[Metric.STEP]]
-    with open("/dev/null", "w") as nowhere:
-        page = RichConsole(record=True, width=width, file=nowhere, force_terminal=True, color_system="truecolor", highlight=False)
-        for line in view.lines(width, height, sum(seconds), remaining(seconds, view.steps - len(view.rewards))):
-            page.print(line)
-    # Rich lets the picture load a font from elsewhere.
-    write_text(out, re.sub(r"@font-face \{.*?\}|<!--.*?-->", "", page.export_svg(title="rlgen train"), flags=re.DOTALL))
-
-
-def recorded_examples(run: Path, step: int) -> list[Example]:
-    """Returns the completions of a recorded step with the highest and with the lowest reward."""
-    from rlgen.rollout.read import read_rollouts
-
-    rows: list[dict[str, Any]] = read_rollouts(run, step, ["prompt", "completion", "reward"]).to_pylist()
-    known = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
-    return [Example(**row) for row in (known[0], known[-1])] if known else []

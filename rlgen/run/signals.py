@@ -162,7 +162,7 @@ class StopRequest:
                 os.kill(os.getpid(), DUE)
 
     def check(self, processes: "Processes", before_step: bool = False) -> None:
-        """Raises StopNow in all processes if one of them was asked to stop, or, `before_step`, another step would not end in time.
+        """Raises StopNow in all processes if one was asked to stop or, `before_step`, if another step would not end in time.
 
         All processes must call this at the same point.
         """

@@ -7,14 +7,16 @@ end before the last save does.
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -26,14 +28,28 @@ from rlgen.processes import Processes
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.clock import Clock
 from rlgen.run.manifest import seal
-from rlgen.run.snapshot import Snapshot
 from rlgen.run.state import save_shards
+from rlgen.types import Position
 
 LOOKS = 0.02  # seconds between two looks for the list of another process
 
 
 class GivenUpError(Exception):
     """Raised in the writing thread when the checkpoint that is being written is no longer wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The part of a checkpoint that one process writes: Snapshot(at=Position(step=20, ...), schedule={...}, ...)."""
+
+    at: Position
+    schedule: Mapping[str, Any]
+    facts: Mapping[str, Any]  # facts for the manifest
+    draws: list[dict[str, Tensor]]  # random states by rank
+    adapted: bool  # the weights are those of an adapter
+    sharded: bool  # each process writes shards of the optimizer's state
+    weights: dict[str, Tensor]  # unsharded, in the main process; {} in others
+    moments: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
 
 
 @dataclass(slots=True, kw_only=True)
