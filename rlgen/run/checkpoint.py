@@ -213,8 +213,8 @@ class Checkpoints:
     def complete(self, wait: bool) -> bool:
         """Returns whether a save has been completed since the last call. All processes must call this together.
 
-        `wait` blocks until the save is complete, however long that takes. Errors: CheckpointError if the checkpoint could not be
-        written, DivergedError if a value is not finite, SentinelError if the base of an adapter has changed. Older ones are intact.
+        `wait` blocks until the save is complete, however long that takes. Raises CheckpointError if it could not be written,
+        DivergedError if a value is not finite, SentinelError if the base of an adapter has changed. Older ones are intact.
         """
         writer = self._writer
         if writer is None:
@@ -237,10 +237,7 @@ class Checkpoints:
         return True
 
     def took(self) -> tuple[float, float | None]:
-        """Returns the seconds of the longest save, from snapshot to completion, and the seconds of the save that is going on.
-
-        The first is 0 if no save is complete yet; the second is None if no save is going on.
-        """
+        """Returns the seconds of the longest save so far, 0 if none is complete, and of the one that is going on, or None."""
         return self._longest, None if self._writer is None else self._writer.elapsed
 
     def give_up(self) -> None:
@@ -249,10 +246,9 @@ class Checkpoints:
             self._writer.give_up()
 
     def close(self) -> str | None:
-        """Waits for the save that is going on after the loop has failed, and returns why that save failed.
+        """Waits for the save that is going on after the loop has failed, and returns why that save failed, if it did.
 
-        Returns None if it succeeded, was abandoned, or none was going on. Only the main process waits for the parts of other
-        processes; those finish as soon as their own part is written.
+        Only the main process waits for the parts of other processes; those finish as soon as their own part is written.
         """
         writer, self._writer = self._writer, None
         if writer is None:
@@ -275,8 +271,8 @@ class Checkpoints:
     ) -> Position:
         """Loads weights, optimizer, schedule and random states from `path`, whose bytes `choose` has compared with their hashes.
 
-        `base` is the digest of the frozen weights under an adapter, which is computed if it is None. Raises CheckpointError if the
-        checkpoint is damaged, or of another model or version of rlgen.
+        `base` is the digest of the frozen weights under an adapter, which is computed if it is None. Raises CheckpointError if
+        the checkpoint is damaged, or of another model or version of rlgen.
         """
         return processes.run_all(lambda: load_parts(path, model, optimizer, schedule, processes.rank, base))
 

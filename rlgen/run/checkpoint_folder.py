@@ -52,8 +52,8 @@ class CheckpointFolder:
     def choose(self, step: int | None) -> Choice:
         """Returns the newest undamaged checkpoint, or that of `step`, after comparing every byte of it with its SHA-256.
 
-        Returns `Choice(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None. Raises UsageError if there is
-        none of `step`, and DamagedCheckpoint if that one, or all, are damaged.
+        Returns `Choice(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None. Raises UsageError if there
+        is none of `step`, and DamagedCheckpoint if that one, or all, are damaged.
         """
         found = self.steps()
         if step is not None and step not in found:

@@ -1,21 +1,25 @@
-"""Prints the progress of a run: plain lines, or one JSON object a step. The live view is in `rlgen.run.live`.
+"""Prints the progress of a run: plain lines, or one JSON object a step. The live view is in `rlgen.run.live`. Opens the log.
 
 The loop knows `Console` alone: `step`, `evaluation`, `say`, `answer`, `close`.
 """
 
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleDimensions
 
 from rlgen.errors import UsageError
+from rlgen.files import LogFile
 from rlgen.metrics import Family, Metric
-from rlgen.redact import printable
+from rlgen.redact import printable, redacted
 from rlgen.run.clock import as_clock, remaining
 
 if TYPE_CHECKING:
@@ -251,3 +255,32 @@ def in_thousands(value: float | None) -> str:
 
 def number(value: float | None, form: str = ".3f") -> str:
     return "–" if value is None else format(value, form)
+
+
+class Redacting(logging.Formatter):
+    """Formats log lines with secrets removed.
+
+    A filter on the root logger would not see tracebacks, nor records that other loggers pass to its handlers.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
+def log_to(path: Path) -> None:
+    """Redirects logs and warnings of libraries from the screen to the file at `path`."""
+    handler = LogFile(path, encoding="utf-8")
+    handler.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, logging.FileHandler)]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()

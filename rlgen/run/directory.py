@@ -21,7 +21,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ from rlgen.files import (
     append_text,
     open_plain,
     read_json,
+    read_text,
     unwritable,
     write_json,
     write_text,
     written,
 )
+from rlgen.metrics import Metric
 from rlgen.redact import printable_json
 from rlgen.run.launch import launched_by
 
@@ -388,3 +390,31 @@ def _step_of(line: str) -> int | None:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+class Best:
+    """The step from 1 on whose evaluation has the highest mean reward so far; of equal ones the first.
+
+    A run that is resumed passes the metrics of its earlier steps.
+    """
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.step: int | None = None  # None: nothing was evaluated after a step
+        self.reward = -math.inf
+        for record in records:
+            self.look(record[Metric.STEP], record)
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> None:
+        reward = metrics.get(Metric.EVAL_REWARD_MEAN)
+        if step and reward is not None and reward > self.reward:
+            self.step, self.reward = step, reward
+
+
+def pinned_step(run: Path) -> int | None:
+    """Returns the step of the checkpoint that a run pins as its best; None: its recipe pins none, or nothing was evaluated."""
+    import yaml
+
+    resolved = run / "resolved.yaml"
+    recipe = yaml.safe_load(read_text(resolved)) if resolved.is_file() else None
+    held = recipe.get("eval") if isinstance(recipe, dict) else None
+    return Best(read_records(run / "metrics.jsonl")).step if isinstance(held, dict) and held.get("best") else None

@@ -4,10 +4,10 @@ Messages and evaluations scroll above the view. Control characters in what a mod
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -20,7 +20,7 @@ from rlgen.recipe import Recipe
 from rlgen.redact import printable
 from rlgen.run.clock import as_clock
 from rlgen.run.console import Console, Example, Examples, Record, evaluation_line, in_thousands, number, speed
-from rlgen.run.health import BEYOND, Rule, rules_of
+from rlgen.run.health import BEYOND, Measured, Rule, clipped, ref_kl, rules_of
 
 REFRESHES = 2  # a second
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -30,23 +30,20 @@ SAMPLES = 17  # lines of a terminal that has room for completions, too
 WELL, DOUBTFUL, BAD, DIM = "green", "yellow", "bold red", "dim"
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """One number of the view. Cell("entropy", lambda record: record.get("entropy"), ".3f", "entropy")"""
 
     label: str
-    value: Callable[[Record], float | None]
+    value: Measured
     form: str
     rule: str = ""  # of `health`, which says whether the number is well
 
 
-def of(metric: Metric) -> Callable[[Record], float | None]:
-    """Returns a function that reads a metric from a record."""
+def of(metric: Metric) -> Measured:
     return lambda record: record.get(metric)
 
 
-def share_of_step(metric: Metric) -> Callable[[Record], float | None]:
-    """Returns a function that reads the share of the step's time that a phase takes."""
+def share_of_step(metric: Metric) -> Measured:
     whole = Metric.TIME_STEP
     return lambda record: record[metric] / record[whole] if record.get(metric) and record.get(whole) else None
 
@@ -64,8 +61,8 @@ GROUPS: dict[str, tuple[Cell, ...]] = {
     "stability": (
         Cell("gradient", of(Metric.GRAD_NORM), ".3f", "grad_norm"),
         Cell("entropy", of(Metric.ENTROPY), ".3f", "entropy"),
-        Cell("clipped", lambda record: record.get(Metric.CLIP_REGION, record.get(Metric.CISPO_CLIPPED)), ".1%", "clipped"),
-        Cell("KL", lambda record: record.get(Metric.KL_REF_K3, record.get(Metric.KL_REF_K1)), ".2g", "ref_kl"),
+        Cell("clipped", clipped, ".1%", "clipped"),
+        Cell("KL", ref_kl, ".2g", "ref_kl"),
         Cell("updates", of(Metric.UPDATES_DONE), "d", "no_update"),
         Cell("loss", of(Metric.LOSS), "+.4f"),
     ),
@@ -107,7 +104,6 @@ class View:
         return cls(name=recipe.run.name, steps=recipe.run.steps, rules={rule.name: rule for rule in rules_of(recipe)})
 
     def add(self, record: Record) -> None:
-        """Adds a step, or the evaluation before step 1."""
         if Metric.EVAL_REWARD_MEAN in record:
             self.evaluated = evaluation_line(record, self.steps)
         if step := record[Metric.STEP]:
@@ -117,11 +113,9 @@ class View:
             self.last = record
 
     def lines(self, width: int, height: int, elapsed: float, left: float | None) -> list[Text]:
-        """Returns the lines of the view, none wider than `width`.
+        """Returns the lines of the view, none wider than `width`; fewer parts of it if the terminal has few lines.
 
-        Args:
-            height: lines of the terminal; if there are few, some parts are left out.
-            elapsed, left: seconds of this attempt so far, and seconds to come.
+        `elapsed` and `left`: seconds of this attempt so far, and seconds to come.
         """
         drawn = [self.head(width, elapsed, left)]
         if self.last:
@@ -207,18 +201,13 @@ def titled(title: str, text: str, width: int, style: str = "") -> Text:
 
 
 def cropped(text: Text, width: int) -> Text:
-    """Returns a line of at most `width` columns, with an ellipsis if it was longer."""
     if cell_len(text.plain) > width:
         text.truncate(max(width, 1), overflow="ellipsis")
     return text
 
 
 class LiveConsole(Console):
-    """Draws the view of a run on a terminal, and prints messages above it.
-
-    Args:
-        file: a terminal.
-    """
+    """Draws the view of a run on a terminal, and prints messages above it."""
 
     def __init__(self, recipe: Recipe, file: TextIO | None) -> None:
         super().__init__(recipe.run.steps, False, file)
@@ -250,17 +239,14 @@ class LiveConsole(Console):
         yield from self.view.lines(options.max_width, console.size.height, now - self._began, to_come)
 
     def history(self, records: Iterable[Record]) -> None:
-        """Draws the steps of earlier attempts."""
         for record in records:
             self.view.add(record)
 
     def evaluation(self, record: Record) -> None:
-        """Prints the evaluation before step 1 above the view, which shows the last evaluation."""
         super().evaluation(record)
         self.view.add(record)
 
     def step(self, record: Record, examples: Examples) -> None:
-        """Draws a step; its evaluation is printed above."""
         self.seconds.append(record[Metric.TIME_STEP])
         self.view.add(record)
         self.view.examples = examples()

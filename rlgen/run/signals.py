@@ -111,7 +111,6 @@ class StopRequest:
             raise StopNow
 
     def words(self) -> str:
-        """Returns what a request leads to now: "finishing step 7, then saving; interrupt again to stop now"."""
         if self.step == 0:
             return "stopping before the first step: nothing is lost; interrupt again to stop now"
         if self._sampling:

@@ -21,10 +21,9 @@ from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
-from rlgen.run.best import Best
 from rlgen.run.checkpoint import Checkpoints, little_space, seed_random
 from rlgen.run.console import Console
-from rlgen.run.directory import RunDirectory
+from rlgen.run.directory import Best, RunDirectory
 from rlgen.run.health import Health, rules_of
 from rlgen.run.manifest import check_model_files, read_manifest
 from rlgen.run.rollouts import RolloutWriter
