@@ -105,8 +105,8 @@ class Checkpoints:
         self.trainer = trainer
         self.pinned: int | None = None
         self._room = Room()
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._processor: ProcessorMixin | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.processor: ProcessorMixin | None = None
         self._writer: Writer | None = None  # of the save that is going on
         self._longest = 0.0  # seconds
 
@@ -184,23 +184,10 @@ class Checkpoints:
                 moments=self._room.moments(moments, processes.is_main),
             )
         )
-        if self._tokenizer is None:
-            self._tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
-            self._processor = deepcopy(processor)
-        self._writer = Writer(
-            folder=self.folder,
-            keep=self.keep,
-            pinned=self.pinned,
-            processes=processes,
-            model=model,
-            tokenizer=self._tokenizer,
-            processor=self._processor,
-            base=self.base,
-            held=self.held,
-            snapshot=snapshot,
-            settle=settle,
-            clock=clock,
-        )
+        if self.tokenizer is None:
+            self.tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
+            self.processor = deepcopy(processor)
+        self._writer = Writer(checkpoints=self, model=model, snapshot=snapshot, settle=settle, clock=clock)
         self._writer.start()
         return self._writer.final
 

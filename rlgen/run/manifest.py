@@ -97,27 +97,6 @@ def old_format(folder: Path) -> int | None:
     return found if isinstance(found, int) and found < FORMAT else None
 
 
-def damage(folder: Path, manifest: Manifest, hashes: bool) -> list[str]:
-    """Returns what is wrong with the files, in a few words each; `hashes`: compares the bytes, too."""
-    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()}
-    found.pop(NAME, None)
-    wrong = [f"{name} is missing" for name in sorted(manifest.files.keys() - found.keys())]
-    wrong += [f"{name} does not belong there" for name in sorted(found.keys() - manifest.files.keys())]
-    same = []
-    for name in sorted(manifest.files.keys() & found.keys()):
-        size = found[name].lstat().st_size
-        if found[name].is_symlink():
-            wrong.append(f"{name} is a link")
-        elif size != manifest.files[name].size:
-            wrong.append(f"{name} has {size:,} bytes of {manifest.files[name].size:,}")
-        else:
-            same.append(name)
-    if hashes:
-        now = hashed(folder, same)
-        wrong += [f"{name} has other bytes than were written" for name in same if now[name].sha256 != manifest.files[name].sha256]
-    return wrong
-
-
 def check_files(folder: Path, hashes: bool) -> Manifest:
     """Checks that the files of a checkpoint are as they were written, and that its name has its step; returns its manifest.
 
@@ -125,8 +104,22 @@ def check_files(folder: Path, hashes: bool) -> Manifest:
     the checkpoint is of another format.
     """
     manifest = read_manifest(folder)
+    files, same = manifest.files, []
     try:
-        wrong = damage(folder, manifest, hashes)
+        found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+        found.pop(NAME, None)
+        wrong = [f"{name} is missing" for name in sorted(files.keys() - found.keys())]
+        wrong += [f"{name} does not belong there" for name in sorted(found.keys() - files.keys())]
+        for name in sorted(files.keys() & found.keys()):
+            size = found[name].lstat().st_size
+            if found[name].is_symlink():
+                wrong.append(f"{name} is a link")
+            elif size != files[name].size:
+                wrong.append(f"{name} has {size:,} bytes of {files[name].size:,}")
+            else:
+                same.append(name)
+        now = hashed(folder, same) if hashes else {}
+        wrong += [f"{name} has other bytes than were written" for name in now if now[name].sha256 != files[name].sha256]
     except OSError as error:
         raise DamagedCheckpoint(f"{folder} cannot be read: {error}") from error
     if re.fullmatch(r"step_\d+", folder.name) and int(folder.name.removeprefix("step_")) != manifest.step:

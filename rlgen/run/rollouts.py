@@ -33,11 +33,8 @@ DECODED = 256  # completions that are decoded in one call
 
 
 class Prompts(Protocol):
-    """A source of prompts by position."""
-
     def at(self, position: int) -> Prompt:
         """Returns the prompt at a position of the data's order."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,13 +64,9 @@ class RolloutWriter:
 
         Blocks only while `WAITING` earlier steps are not on disk yet. Raises CheckpointError if one could not be written.
         """
-        self._look(WAITING - 1)
+        self.wait(WAITING - 1)
         if always or (self.every and rollout.step % self.every == 0):
             self.pending.append(self.thread.submit(self._write, rollout, self.stamp(rollout)))
-
-    def wait(self) -> None:
-        """Blocks until everything that this process has queued is on disk. Raises CheckpointError if it could not be written."""
-        self._look(0)
 
     def close(self) -> None:
         """Writes what is queued, and ends the thread. Does not raise its errors: whoever needs the rollouts calls `wait`."""
@@ -84,8 +77,8 @@ class RolloutWriter:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}.parquet"
 
-    def _look(self, left: int) -> None:
-        """Blocks until at most `left` steps are not on disk. Raises the first error of the thread, now or earlier."""
+    def wait(self, left: int = 0) -> None:
+        """Blocks until at most `left` steps of this process are not on disk. Raises the thread's first CheckpointError."""
         while self.pending and (len(self.pending) > left or self.pending[0].done()):
             try:
                 self.pending.popleft().result()
@@ -115,20 +108,14 @@ class RolloutWriter:
 
         Steps that other processes finish later are reported at the next step of this process, or in `close`.
         """
-        for step in [step for step in self.unfinished if self._whole(step)]:
+        for step in [step for step in self.unfinished if len(parts_of(self.path(step))) == self.world]:
             self.unfinished.remove(step)
             self.on_disk(step, self.path(step))
-
-    def _whole(self, step: int) -> bool:
-        return len(parts_of(self.path(step))) == self.world
 
     def _rotate(self, keep: int) -> None:
         """Deletes all but the newest `keep` steps, except those that a run resumed from a checkpoint may take samples from."""
         needed = self.needed()
-        for step in rollout_steps(self.folder)[:-keep]:
-            path = self.path(step)
-            if step > needed:
-                continue
+        for path in [self.path(step) for step in rollout_steps(self.folder)[:-keep] if step <= needed]:
             with written(path):
                 if path.is_dir():
                     shutil.rmtree(path)

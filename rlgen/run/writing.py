@@ -12,24 +12,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel
 
 from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
 from rlgen.files import appears, flush, read_json, unwritable, write_json
 from rlgen.models.lora import save_adapter
 from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
-from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.clock import Clock
 from rlgen.run.manifest import seal
 from rlgen.run.state import save_shards
 from rlgen.types import Position
+
+if TYPE_CHECKING:
+    from rlgen.run.checkpoint import Checkpoints
 
 LOOKS = 0.02  # seconds between two looks for the list of another process
 
@@ -56,15 +58,8 @@ class Snapshot:
 class Writer:
     """Writes what one process has of one checkpoint, in a thread beside the loop, and stores how that ended."""
 
-    folder: CheckpointFolder
-    keep: int
-    pinned: int | None  # step of a checkpoint that stays whatever its age
-    processes: Processes
+    checkpoints: "Checkpoints"
     model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
-    tokenizer: PreTrainedTokenizerBase
-    processor: ProcessorMixin | None  # of a model that reads images
-    base: str | None  # digest of the base of an adapter at the beginning of the run
-    held: str | None  # the same of what this process holds of it: its shards, or the whole
     snapshot: Snapshot
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
     clock: Clock  # runs since the save began
@@ -94,12 +89,16 @@ class Writer:
             self._ended.set()
 
     @property
+    def processes(self) -> Processes:
+        return self.checkpoints.processes
+
+    @property
     def final(self) -> Path:
-        return self.folder.path(self.snapshot.at.step)
+        return self.checkpoints.folder.path(self.snapshot.at.step)
 
     @property
     def aside(self) -> Path:
-        return self.folder.unfinished(self.snapshot.at.step)
+        return self.checkpoints.folder.unfinished(self.snapshot.at.step)
 
     @property
     def of_all(self) -> bool:
@@ -175,15 +174,15 @@ class Writer:
             raise DivergedError(f"{name} has values that are not finite; nothing was saved, and the last checkpoint is intact")
         if not self.snapshot.adapted:
             return ""
-        now = base_digest(self.model, gather=False)
-        if self.held is not None and now != self.held:
+        now, held = base_digest(self.model, gather=False), self.checkpoints.held
+        if held is not None and now != held:
             raise SentinelError(
                 Fault.BASE_CHANGED,
-                f"the frozen weights under the adapter are not those that the run began with (SHA-256 {self.held[:12]}, now"
+                f"the frozen weights under the adapter are not those that the run began with (SHA-256 {held[:12]}, now"
                 f" {now[:12]}): something writes into them, and the adapter would be useless on the original model; nothing was"
                 " saved",
             )
-        return now if self.base is None else self.base
+        return self.checkpoints.base or now
 
     def _write_files(self, base: str) -> list[str]:
         """Writes the files of the main process, and returns the names of its optimizer shards; [] if the state is not sharded."""
@@ -199,9 +198,12 @@ class Writer:
             else:
                 save_file(self.snapshot.moments, state / "optimizer.safetensors")
             self._goes_on()
-            if self.processor is not None:
-                self.processor.save_pretrained(self.aside)
-            self.tokenizer.save_pretrained(self.aside)  # after the processor: the recipe may set another chat template
+            if self.checkpoints.processor is not None:
+                self.checkpoints.processor.save_pretrained(self.aside)
+            assert self.checkpoints.tokenizer is not None
+            self.checkpoints.tokenizer.save_pretrained(
+                self.aside
+            )  # after the processor: the recipe may set another chat template
             for rank, draw in enumerate(self.snapshot.draws):
                 save_file(draw, state / random_name(rank))
             at = self.snapshot.at
@@ -236,10 +238,10 @@ class Writer:
             seal(self.aside, self.snapshot.facts)
             self._goes_on()
             if self.final.exists():  # it is damaged: a step with a complete checkpoint is not saved again
-                self.folder.set_aside(self.final)
+                self.checkpoints.folder.set_aside(self.final)
             self.aside.rename(self.final)
             flush(self.final.parent)
-            self.folder.rotate(self.keep, self.pinned)
+            self.checkpoints.folder.rotate(self.checkpoints.keep, self.checkpoints.pinned)
 
 
 @contextmanager
