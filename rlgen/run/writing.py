@@ -201,9 +201,8 @@ class Writer:
             if self.checkpoints.processor is not None:
                 self.checkpoints.processor.save_pretrained(self.aside)
             assert self.checkpoints.tokenizer is not None
-            self.checkpoints.tokenizer.save_pretrained(
-                self.aside
-            )  # after the processor: the recipe may set another chat template
+            # After the processor: the recipe may set another chat template.
+            self.checkpoints.tokenizer.save_pretrained(self.aside)
             for rank, draw in enumerate(self.snapshot.draws):
                 save_file(draw, state / random_name(rank))
             at = self.snapshot.at
