@@ -61,10 +61,7 @@ LOOK = 0.1  # seconds between two looks whether all processes have written their
 
 
 def little_space(folder: Path, model: PreTrainedModel) -> str | None:
-    """Returns a warning if the disk has less space than two checkpoints need; None if it has enough.
-
-    A checkpoint has the trained weights and two moments of each. An old one is removed when the new one is complete.
-    """
+    """Returns a warning if the disk has less space than two checkpoints need, each of the weights and two moments; else None."""
     size = 3 * sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     free = shutil.disk_usage(folder).free
     if free >= 2 * size:

@@ -168,10 +168,7 @@ class JsonConsole(Console):
 
 
 def open_console(progress: Progress, recipe: "Recipe", quiet: bool) -> Console:
-    """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere.
-
-    `auto` is live on a terminal and plain elsewhere.
-    """
+    """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere."""
     steps, screen = recipe.run.steps, apart(sys.stdout)
     if progress == "json":
         return JsonConsole(steps, quiet, screen, apart(sys.stderr))

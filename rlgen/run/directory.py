@@ -393,10 +393,7 @@ def _step_of(line: str) -> int | None:
 
 
 class Best:
-    """The step from 1 on whose evaluation has the highest mean reward so far; of equal ones the first.
-
-    A run that is resumed passes the metrics of its earlier steps.
-    """
+    """The step from 1 on whose evaluation has the highest mean reward so far; of equal ones the first."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
         self.step: int | None = None  # None: nothing was evaluated after a step

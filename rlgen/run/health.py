@@ -206,11 +206,7 @@ class Checkup:
 
 
 class Health:
-    """Checks the rules of a run, and keeps the last values of each.
-
-    Args:
-        earlier: metrics of the earlier steps, if the run is resumed.
-    """
+    """Checks the rules of a run, and keeps the last values of each. `earlier`: metrics of the steps before a resume."""
 
     def __init__(self, rules: tuple[Rule, ...], earlier: Iterable[Record] = ()) -> None:
         self._rules = rules

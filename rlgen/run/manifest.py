@@ -130,10 +130,7 @@ def check_files(folder: Path, hashes: bool) -> Manifest:
 
 
 def check_model_files(folder: Path) -> None:
-    """Checks that the model files of `folder` are as they were written, if it is a checkpoint. Ignores the trainer's state.
-
-    Raises DamagedCheckpoint with the names of those that are not.
-    """
+    """Checks that the model files of `folder` are as they were written, if it is a checkpoint. Ignores the trainer's state."""
     file = folder / NAME
     if not file.is_file() or b'"rlgen"' not in file.read_bytes():  # other tools may use a file of that name
         return

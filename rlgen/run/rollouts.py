@@ -88,7 +88,6 @@ class RolloutWriter:
             raise self.failure
 
     def _write(self, rollout: Rollout, stamp: Stamp) -> None:
-        """Writes one step. Runs in the thread."""
         path = self.path(rollout.step)
         part = path if self.world == 1 else path / f"part-{self.rank:05d}.parquet"
         with written(part):

@@ -242,10 +242,7 @@ class Room:
             return {name: self._copy(name, tensor) for name, tensor in tensors} if is_main else {}
 
     def moments(self, moments: Mapping[str, Tensor], is_main: bool) -> dict[str, Tensor]:
-        """Returns copies of the optimizer state that this process writes: its shards, if no earlier process holds equal ones.
-
-        The main process writes whole tensors, too.
-        """
+        """Returns copies of what this process writes: shards that no earlier process holds; whole tensors in the main one."""
         sharded = {name for name, tensor in moments.items() if isinstance(tensor, DTensor)}
         writes = {name: first_copy(tensor) if name in sharded else is_main for name, tensor in moments.items()}
         return self.copies({name: tensor for name, tensor in moments.items() if writes[name]})
