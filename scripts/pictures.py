@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from helpers.browser import browser, open_page
+from live_picture import draw
 
 from rlgen.metrics import Metric
-from rlgen.run.live import live as draw
 
 ROOT = Path(__file__).parent.parent
 RUNS, OUT = ROOT / "runs" / "pictures", ROOT / "rlgen" / "docs" / "pictures"

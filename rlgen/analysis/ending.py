@@ -2,9 +2,9 @@
 
 from rlgen.analysis.run import Run, number, tenth
 from rlgen.metrics import Metric
-from rlgen.run.best import Best
 from rlgen.run.checkpoint_folder import CheckpointFolder
-from rlgen.run.pace import as_clock
+from rlgen.run.clock import as_clock
+from rlgen.run.directory import Best
 
 
 def ending_of(run: Run, seconds: float, next_command: str) -> list[str]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
-from rlgen.run.best import pinned_step
 from rlgen.run.checkpoint_folder import CheckpointFolder
-from rlgen.run.directory import RunDirectory
+from rlgen.run.directory import RunDirectory, pinned_step
 from rlgen.run.find import find_run
 from rlgen.run.manifest import check_files
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from rlgen.cli.output import echo
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.run.console import Terminal
+from rlgen.run.console import Terminal, log_to
 from rlgen.run.launch import Launch
-from rlgen.run.logs import log_to
 from rlgen.setup.attempt import meet
 
 if TYPE_CHECKING:

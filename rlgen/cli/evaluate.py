@@ -13,10 +13,9 @@ from rlgen.errors import ProcessError, UsageError
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import ModelRecipe
-from rlgen.run.console import Terminal
+from rlgen.run.console import Terminal, log_to
 from rlgen.run.find import RUNS, find_run, holds_run
 from rlgen.run.launch import Launch
-from rlgen.run.logs import log_to
 from rlgen.run.manifest import NAME, read_manifest
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, RecipeError, SetupError, UsageError
 from rlgen.files import read_json, write_text
-from rlgen.run.best import pinned_step
 from rlgen.run.checkpoint_folder import CheckpointFolder
+from rlgen.run.directory import pinned_step
 from rlgen.run.find import RUNS, find_run, holds_run
 from rlgen.run.manifest import NAME, check_files
 

@@ -12,11 +12,10 @@ from rlgen.analysis.run import tenth
 from rlgen.cli.output import echo
 from rlgen.errors import EXIT_CODES, UsageError
 from rlgen.metrics import Family, Metric
-from rlgen.run.best import pinned_step
+from rlgen.run.clock import as_clock, remaining
 from rlgen.run.console import evaluation_line, number, step_line
-from rlgen.run.directory import RunDirectory, json_line, read_records
+from rlgen.run.directory import RunDirectory, json_line, pinned_step, read_records
 from rlgen.run.find import find_run
-from rlgen.run.pace import as_clock, remaining
 
 FOLLOWS = 0.5  # seconds between two looks at a run that is followed
 BEFORE_THE_END = ("starting", "running")

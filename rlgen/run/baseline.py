@@ -17,11 +17,9 @@ NOISE = 0.1  # share of the bound; below it, values vary without any cause
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """Stored measurements of one model and dtype, one entry for each combination of engine version, torch version and device.
+    """Stored measurements of a model, one entry for each combination of engine version, torch version and device.
 
-    Args:
-        folder: folder of the baseline files.
-        model: what is compared over time, such as {"path": "tiny:qwen3", "dtype": "float32", "engine": "colocated"}.
+    `model` is what is compared over time, such as {"path": "tiny:qwen3", "dtype": "float32", "engine": "colocated"}.
     """
 
     folder: Path
@@ -32,7 +30,6 @@ class Baselines:
         return self.folder / f"{hashlib.sha256(json.dumps(dict(self.model), sort_keys=True).encode()).hexdigest()[:16]}.json"
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns the stored entries, oldest first."""
         entries: list[dict[str, Any]] = read_json(self.path)["entries"] if self.path.exists() else []
         return entries
 

@@ -21,11 +21,9 @@ it is complete. Before a run resumes from a checkpoint, every byte is compared w
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -43,8 +41,8 @@ from rlgen.processes import Processes
 from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
 from rlgen.run.clock import Clock
 from rlgen.run.manifest import differences, read_manifest
-from rlgen.run.snapshot import Room, Snapshot
 from rlgen.run.state import (
+    Room,
     is_sharded,
     load_optimizer,
     load_shards,
@@ -56,17 +54,14 @@ from rlgen.run.state import (
     set_random,
     stored_tensors,
 )
-from rlgen.run.writing import GivenUpError, Part, Writer, random_name, written_as
+from rlgen.run.writing import Snapshot, Writer, random_name, written_as
 from rlgen.types import Position
 
 LOOK = 0.1  # seconds between two looks whether all processes have written their part
 
 
 def little_space(folder: Path, model: PreTrainedModel) -> str | None:
-    """Returns a warning if the disk has less space than two checkpoints need; None if it has enough.
-
-    A checkpoint has the trained weights and two moments of each. An old one is removed when the new one is complete.
-    """
+    """Returns a warning if the disk has less space than two checkpoints need, each of the weights and two moments; else None."""
     size = 3 * sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     free = shutil.disk_usage(folder).free
     if free >= 2 * size:
@@ -107,8 +102,8 @@ class Checkpoints:
         self.trainer = trainer
         self.pinned: int | None = None
         self._room = Room()
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._processor: ProcessorMixin | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.processor: ProcessorMixin | None = None
         self._writer: Writer | None = None  # of the save that is going on
         self._longest = 0.0  # seconds
 
@@ -122,22 +117,16 @@ class Checkpoints:
         return min((step for step in steps if not (extra and step == self.pinned)), default=0)
 
     def newest(self) -> int:
-        """Returns the step of the newest checkpoint; 0 if there is none."""
         return max(self.folder.steps(), default=0)
 
     def has(self, step: int) -> bool:
-        """Returns whether a complete checkpoint of `step` exists."""
         return self.folder.has(step)
 
     def choose(self, step: int | None = None) -> Choice:
-        """Returns the checkpoint to resume from: the newest undamaged one, or that of `step`. Call it in the main process only.
+        """Returns the checkpoint to resume from, see `CheckpointFolder.choose`. Call it in the main process only.
 
-        Deletes unfinished saves first, and reads every byte of the checkpoint.
-
-        Raises:
-            UsageError: there is no checkpoint of `step`.
-            CheckpointError: none is undamaged; or the chosen one is of another format, or has values that are not finite. Values
-                that are not finite are no damage: whether to resume from an older checkpoint is the user's decision.
+        Deletes unfinished saves first. Raises CheckpointError if it has values that are not finite. That is no damage: whether to
+        resume from an older checkpoint is the user's decision.
         """
         self.folder.sweep()
         choice = self.folder.choose(step)
@@ -161,27 +150,30 @@ class Checkpoints:
     ) -> Path:
         """Takes a snapshot, starts to write it in a thread, and returns the final path. `complete` tells when it is written.
 
-        Waits first until the save before is complete.
+        Waits first until the save before is complete, and raises its error.
 
         Args:
             settle: called in the main process, in the writing thread, before the checkpoint is complete. It must return only when
                 everything that the checkpoint relies on is on disk.
             processor: of a model that reads images.
-
-        Raises:
-            CheckpointError: the save could not be started; older checkpoints are untouched.
-            RlgenError: the save before failed, see `complete`.
         """
         self.complete(wait=True)  # only one checkpoint is written at a time
         clock, processes = Clock(), self.processes
         moments = optimizer_tensors(model, optimizer)
         draws = processes.gather([random_tensors()])
         processes.on_main(partial(self._begin, at.step))
-        copied = processes.run_all(
+        snapshot = processes.run_all(
             lambda: Snapshot(
                 at=at,
                 schedule=deepcopy(schedule.state_dict()),
-                facts=self._facts(at, model),
+                facts={
+                    "step": at.step,
+                    "time": time.time(),
+                    "rlgen": rlgen.__version__,
+                    "trainer": self.trainer,
+                    "processes": processes.world,
+                    "model": model_facts(model),
+                },
                 draws=draws,
                 adapted=is_adapted(model),
                 sharded=is_sharded(model) and not is_adapted(model),
@@ -189,38 +181,14 @@ class Checkpoints:
                 moments=self._room.moments(moments, processes.is_main),
             )
         )
-        if self._tokenizer is None:
-            self._tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
-            self._processor = deepcopy(processor)
-        part = Part(
-            checkpoints=self.folder,
-            keep=self.keep,
-            pinned=self.pinned,
-            processes=processes,
-            model=model,
-            tokenizer=self._tokenizer,
-            processor=self._processor,
-            base=self.base,
-            held=self.held,
-            snapshot=copied,
-            settle=settle,
-        )
-        self._writer = Writer(at.step, clock, part.write if processes.is_main or part.of_all else None)
-        return part.final
-
-    def _facts(self, at: Position, model: PreTrainedModel) -> dict[str, Any]:
-        """Returns the contents of the manifest except the hashes of the files."""
-        return {
-            "step": at.step,
-            "time": time.time(),
-            "rlgen": rlgen.__version__,
-            "trainer": self.trainer,
-            "processes": self.processes.world,
-            "model": model_facts(model),
-        }
+        if self.tokenizer is None:
+            self.tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
+            self.processor = deepcopy(processor)
+        self._writer = Writer(checkpoints=self, model=model, snapshot=snapshot, settle=settle, clock=clock)
+        self._writer.start()
+        return self._writer.final
 
     def _begin(self, step: int) -> None:
-        """Creates the temporary folder, before any process writes into it."""
         aside = self.folder.unfinished(step)
         with written_as(self.folder.path(step)):
             shutil.rmtree(aside, ignore_errors=True)
@@ -229,13 +197,8 @@ class Checkpoints:
     def complete(self, wait: bool) -> bool:
         """Returns whether a save has been completed since the last call. All processes must call this together.
 
-        Args:
-            wait: block until the save is complete, however long that takes.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written; older ones are untouched.
-            DivergedError: one of its values is not finite; nothing was saved.
-            SentinelError: the base of an adapter has changed; nothing was saved.
+        `wait` blocks until the save is complete, however long that takes. Raises CheckpointError if it could not be written,
+        DivergedError if a value is not finite, SentinelError if the base of an adapter has changed. Older ones are intact.
         """
         writer = self._writer
         if writer is None:
@@ -251,17 +214,14 @@ class Checkpoints:
         if failed and writer.error is None:
             writer.give_up()  # it may wait for the part of the process that has failed
         try:
-            self.processes.run_all(partial(outcome, writer), keepalive=True)
+            self.processes.run_all(writer.result, keepalive=True)
         finally:
             self._writer = None if writer.ended else writer
         self._longest = max(self._longest, writer.elapsed)
         return True
 
     def took(self) -> tuple[float, float | None]:
-        """Returns the seconds of the longest save, from snapshot to completion, and the seconds of the save that is going on.
-
-        The first is 0 if no save is complete yet; the second is None if no save is going on.
-        """
+        """Returns the seconds of the longest save so far, 0 if none is complete, and of the one that is going on, or None."""
         return self._longest, None if self._writer is None else self._writer.elapsed
 
     def give_up(self) -> None:
@@ -270,10 +230,9 @@ class Checkpoints:
             self._writer.give_up()
 
     def close(self) -> str | None:
-        """Waits for the save that is going on after the loop has failed, and returns why that save failed.
+        """Waits for the save that is going on after the loop has failed, and returns why that save failed, if it did.
 
-        Returns None if it succeeded, was abandoned, or none was going on. Only the main process waits for the parts of other
-        processes; those finish as soon as their own part is written.
+        Only the main process waits for the parts of other processes; those finish as soon as their own part is written.
         """
         writer, self._writer = self._writer, None
         if writer is None:
@@ -281,10 +240,8 @@ class Checkpoints:
         writer.leaving.set()
         try:
             writer.result()
-        except GivenUpError:
-            return None
         except Exception as error:
-            return f"the checkpoint of step {writer.step} was not written: {error}"
+            return f"the checkpoint of step {writer.snapshot.at.step} was not written: {error}"
         return None
 
     @staticmethod
@@ -298,32 +255,15 @@ class Checkpoints:
     ) -> Position:
         """Loads weights, optimizer, schedule and random states from `path`, whose bytes `choose` has compared with their hashes.
 
-        Args:
-            base: digest of the frozen weights under an adapter; None: it is computed.
-
-        Returns:
-            The position of the run: step, data position, and skipped updates in a row.
-
-        Raises:
-            CheckpointError: it is damaged, or of another model or version of rlgen.
+        `base` is the digest of the frozen weights under an adapter, which is computed if it is None. Raises CheckpointError if
+        the checkpoint is damaged, or of another model or version of rlgen.
         """
         return processes.run_all(lambda: load_parts(path, model, optimizer, schedule, processes.rank, base))
-
-
-def outcome(writer: Writer) -> None:
-    """Waits for the writer, and raises its error. A writer that gave up because another process failed has no error."""
-    with suppress(GivenUpError):
-        writer.result()
 
 
 def load_parts(
     path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int, base: str | None
 ) -> Position:
-    """Loads the checkpoint at `path` in this process, and returns its position.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model.
-    """
     try:
         check_fit(path, model, None)
         state = read_json(path / "state" / "state.json")
@@ -354,14 +294,7 @@ def load_parts(
 
 
 def check_fit(path: Path, model: PreTrainedModel, trainer: str | None) -> None:
-    """Checks that the checkpoint at `path` is of this model and trainer.
-
-    Args:
-        trainer: kind of the trainer; None: any kind is accepted.
-
-    Raises:
-        CheckpointError: it is of another model, adapter or trainer; names what differs.
-    """
+    """Checks that the checkpoint at `path` is of this model and, unless it is None, of this kind of trainer."""
     appears(path / "manifest.json")  # a network file system may show the file late to other machines
     manifest = read_manifest(path)
     if trainer is not None and manifest.trainer != trainer:
@@ -376,8 +309,3 @@ def check_fit(path: Path, model: PreTrainedModel, trainer: str | None) -> None:
         raise CheckpointError(f"{path} is a checkpoint of another adapter: {'; '.join(other)}")
     if other := differences(before, now):
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(other)}")
-
-
-def saved_processes(path: Path) -> int:
-    """Returns how many processes wrote the checkpoint at `path`."""
-    return read_manifest(path).processes

@@ -7,7 +7,6 @@ set_aside/step_000030/   a checkpoint that a run did not resume from: damaged, o
 
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,12 +52,8 @@ class CheckpointFolder:
     def choose(self, step: int | None) -> Choice:
         """Returns the newest undamaged checkpoint, or that of `step`, after comparing every byte of it with its SHA-256.
 
-        Returns `Choice(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None.
-
-        Raises:
-            UsageError: there is no checkpoint of `step`.
-            DamagedCheckpoint: checkpoints exist but all are damaged; or that of `step` is damaged.
-            CheckpointError: the checkpoint is of another format.
+        Returns `Choice(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None. Raises UsageError if there
+        is none of `step`, and DamagedCheckpoint if that one, or all, are damaged.
         """
         found = self.steps()
         if step is not None and step not in found:
@@ -82,12 +77,9 @@ class CheckpointFolder:
         return Choice(step=0, path=None, later=(), notices=())
 
     def rotate(self, keep: int, pinned: int | None = None) -> list[Path]:
-        """Removes the checkpoints that are older than the `keep` newest complete ones, and returns their paths.
+        """Removes the checkpoints that are older than the `keep` newest complete ones, except `pinned`; returns their paths.
 
         Checks which ones are complete just before it removes any.
-
-        Args:
-            pinned: step of a checkpoint that stays whatever its age.
         """
         found = self.steps()
         kept = [step for step, path in found.items() if is_complete(path)][-keep:]
@@ -118,17 +110,14 @@ class CheckpointFolder:
         return place
 
     def aside(self) -> list[Path]:
-        """Returns the checkpoints in `set_aside/`."""
         return sorted((self.root / ASIDE).glob("step_*"))
 
-    def leftovers(self) -> Iterator[Path]:
-        """Yields the folders of saves and removals that did not finish."""
-        for beginning in (WRITING, REMOVING):
-            yield from self.root.glob(f"{beginning}*")
+    def leftovers(self) -> list[Path]:
+        return [path for beginning in (WRITING, REMOVING) for path in self.root.glob(f"{beginning}*")]
 
     def sweep(self) -> None:
         """Deletes the folders of unfinished saves and removals. Ignores errors: what remains is tried again at the next start."""
-        for path in list(self.leftovers()):
+        for path in self.leftovers():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
-"""Measures how long each phase of a step takes."""
+"""Measures how long each phase of a step takes, and estimates how long the rest of a run takes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -16,6 +16,7 @@ TIMES: dict[Phase, Metric] = {
     "save": Metric.TIME_SAVE,
     "eval": Metric.TIME_EVAL,
 }
+LAST = 50  # steps whose mean time predicts the remaining steps: enough to include several evaluations
 
 
 class Clock:
@@ -35,10 +36,24 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds since the clock was created."""
         return time.perf_counter() - self._start
 
     def metrics(self) -> dict[str, float]:
-        """Returns {"time/step": 1.2, "time/generate": 0.8, ...}: seconds since the clock was created, and seconds by phase."""
+        """Returns {"time/step": 1.2, "time/generate": 0.8, ...} in seconds."""
         times: dict[str, float] = {TIMES[phase]: round(seconds, 6) for phase, seconds in self._phases.items()}
         return {Metric.TIME_STEP: round(self.seconds, 6), **times}
+
+
+def remaining(seconds: Sequence[float], left: int) -> float | None:
+    """Returns the seconds that the `left` remaining steps may take, from those of earlier steps; None: no step was timed."""
+    known = seconds[-LAST:]
+    return sum(known) / len(known) * left if known else None
+
+
+def as_clock(seconds: float) -> str:
+    """Returns a time as "0:47", "12:05", "3h20m" or "2d03h"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    return f"{hours}h{minute:02d}m" if hours else f"{minute}:{second:02d}"

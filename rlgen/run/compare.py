@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from rlgen.rollout.parquet import parts_of
+from rlgen.run.directory import RunDirectory
 from rlgen.run.rollouts import read_rollouts, rollout_steps
 
 # Columns and keys that differ between equal runs: times, process ids, and hits of the engine's prefix cache.
 MEASURED = ("time", "pid", "cached_tokens")
-TRAINED = (
-    "*.safetensors",
-    "state/state.json",
-    "adapter_config.json",
-    "config.json",
-)  # files of a checkpoint that are compared; others are ignored
+# Files of a checkpoint that are compared; others are ignored.
+TRAINED = ("*.safetensors", "state/state.json", "adapter_config.json", "config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,34 +45,25 @@ def first_difference(left: Path, right: Path) -> Difference | None:
     Compares the metrics of all steps except times, all samples, and all checkpoints: both runs must have the same ones, with
     equal weights, optimizer state, schedule, data position and random states.
     """
-    return min(differences(left, right), key=lambda difference: difference.step, default=None)
+    # Rollouts come first: the step learned from them.
+    kinds = (rollouts("rollouts", left, right), rollouts("evals", left, right), metrics(left, right), checkpoints(left, right))
+    found = [difference for kind in kinds for difference in islice(kind, 1)]
+    return min(found, key=lambda difference: difference.step, default=None)
 
 
-def differences(left: Path, right: Path) -> Iterator[Difference]:
-    """Yields the first difference in the samples of training and of evaluations, in metrics and in checkpoints.
-
-    Rollouts come first: the step learned from them.
-    """
-    yield from first(rollouts("rollouts", left, right))
-    yield from first(rollouts("evals", left, right))
-    yield from first(metrics(left, right))
-    yield from first(checkpoints(left, right))
-
-
-def first(found: Iterator[Difference]) -> Iterator[Difference]:
-    for difference in found:
-        yield difference
-        return
+def presence(file: str, step: int, key: str, ours: bool, theirs: bool) -> Difference:
+    words = {True: "there", False: "(not there)"}
+    return Difference(file=file, step=step, key=key, left=words[ours], right=words[theirs])
 
 
 def metrics(left: Path, right: Path) -> Iterator[Difference]:
     name = "metrics.jsonl"
-    ours, theirs = ({line["step"]: line for line in read_lines(run / name)} for run in (left, right))
+    lines = [RunDirectory(run, None).read_metrics() for run in (left, right)]
+    ours, theirs = ({line["step"]: line for line in side} for side in lines)
     for step in sorted(ours.keys() | theirs.keys()):
         yield from records(name, step, "", ours.get(step), theirs.get(step))
-    counts = [len(read_lines(run / name)) for run in (left, right)]
-    if counts[0] != counts[1]:  # one step twice
-        yield Difference(file=name, step=max(ours | theirs), key="lines", left=counts[0], right=counts[1])
+    if len(lines[0]) != len(lines[1]):  # one step twice
+        yield Difference(file=name, step=max(ours | theirs), key="lines", left=len(lines[0]), right=len(lines[1]))
 
 
 def rollouts(folder: str, left: Path, right: Path) -> Iterator[Difference]:
@@ -84,11 +72,12 @@ def rollouts(folder: str, left: Path, right: Path) -> Iterator[Difference]:
         name = f"{folder}/step_{step:06d}.parquet"
         ours, theirs = (read_rollouts(run / name) if parts_of(run / name) else None for run in (left, right))
         if ours is None or theirs is None:
-            said = ["(not there)" if side is None else "there" for side in (ours, theirs)]
-            yield Difference(file=name, step=step, key="file", left=said[0], right=said[1])
+            yield presence(name, step, "file", ours is not None, theirs is not None)
             continue
         rows = min(len(ours), len(theirs))
-        found = [at for at in map(partial(unequal_in, ours[:rows], theirs[:rows]), column_names(ours, theirs)) if at is not None]
+        names = [key for key in dict.fromkeys([*ours.column_names, *theirs.column_names]) if key not in MEASURED]
+        places = {key: unequal_row(ours[:rows], theirs[:rows], key) for key in names}
+        found = [(row, key) for key, row in places.items() if row is not None]
         for row, key in sorted(found, key=lambda at: at[0])[:1]:  # sorted is stable: within a row, the first column
             sides = [side[key][row].as_py() if key in side.column_names else "(not there)" for side in (ours, theirs)]
             yield Difference(file=name, step=step, key=f"sample {row}, {key}", left=sides[0], right=sides[1])
@@ -96,16 +85,12 @@ def rollouts(folder: str, left: Path, right: Path) -> Iterator[Difference]:
             yield Difference(file=name, step=step, key="samples", left=len(ours), right=len(theirs))
 
 
-def column_names(left: pa.Table, right: pa.Table) -> list[str]:
-    return [name for name in dict.fromkeys([*left.column_names, *right.column_names]) if name not in MEASURED]
-
-
-def unequal_in(left: pa.Table, right: pa.Table, name: str) -> tuple[int, str] | None:
-    """Returns the first row in which a column differs, with the column's name; None if it does not differ."""
+def unequal_row(left: pa.Table, right: pa.Table, name: str) -> int | None:
+    """Returns the first row in which a column differs; None if it does not differ."""
     if name not in left.column_names or name not in right.column_names:
-        return 0, name
+        return 0
     rows = unequal(*(side[name].combine_chunks() for side in (left, right))).nonzero()[0]
-    return (int(rows[0]), name) if len(rows) else None
+    return int(rows[0]) if len(rows) else None
 
 
 def unequal(left: pa.Array, right: pa.Array) -> NDArray[np.bool_]:
@@ -156,10 +141,9 @@ def checkpoints(left: Path, right: Path) -> Iterator[Difference]:
         folders = [run / "checkpoints" / name for run in (left, right)]
         files = [{str(p.relative_to(f)) for pattern in TRAINED for p in f.rglob(pattern)} for f in folders]
         for file in sorted(files[0] | files[1]):
-            place, step = f"checkpoints/{name}/{file}", number(name)
+            place, step = f"checkpoints/{name}/{file}", int(name.partition(".")[0].removeprefix("step_"))
             if any(file not in there for there in files):
-                said = ["there" if file in there else "(not there)" for there in files]
-                yield Difference(file=place, step=step, key="file", left=said[0], right=said[1])
+                yield presence(place, step, "file", file in files[0], file in files[1])
             elif file.endswith(".json"):
                 ours, theirs = (json.loads((folder / file).read_text(encoding="utf-8")) for folder in folders)
                 yield from records(place, step, "", ours, theirs)
@@ -171,8 +155,7 @@ def tensors(file: str, step: int, left: Path, right: Path) -> Iterator[Differenc
     ours, theirs = load_file(left), load_file(right)
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in ours or name not in theirs:
-            said = ["there" if name in side else "(not there)" for side in (ours, theirs)]
-            yield Difference(file=file, step=step, key=name, left=said[0], right=said[1])
+            yield presence(file, step, name, name in ours, name in theirs)
             continue
         a, b = ours[name], theirs[name]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -189,14 +172,6 @@ def same(left: Any, right: Any) -> bool:
     """Returns whether two values are equal and of one type. NaN equals NaN."""
     both_nan = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
     return both_nan or (left == right and type(left) is type(right))
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def number(name: str) -> int:
-    return int(name.partition(".")[0].removeprefix("step_"))
 
 
 def short(value: Any) -> str:

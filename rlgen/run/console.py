@@ -1,22 +1,26 @@
-"""Prints the progress of a run: plain lines, or one JSON object a step. The live view is in `rlgen.run.live`.
+"""Prints the progress of a run: plain lines, or one JSON object a step. The live view is in `rlgen.run.live`. Opens the log.
 
 The loop knows `Console` alone: `step`, `evaluation`, `say`, `answer`, `close`.
 """
 
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleDimensions
 
 from rlgen.errors import UsageError
+from rlgen.files import LogFile
 from rlgen.metrics import Family, Metric
-from rlgen.redact import printable
-from rlgen.run.pace import as_clock, remaining
+from rlgen.redact import printable, redacted
+from rlgen.run.clock import as_clock, remaining
 
 if TYPE_CHECKING:
     from rlgen.recipe import Recipe
@@ -41,11 +45,7 @@ Examples: TypeAlias = Callable[[], Sequence[Example]]  # called only by a consol
 
 
 class Terminal(RichConsole):
-    """Prints texts literally, without markup or control sequences. Failed writes to the stream do not end the run.
-
-    Args:
-        file: the stream to print to; None: standard output.
-    """
+    """Prints texts literally, without markup or control sequences. Failed writes to the stream do not end the run."""
 
     def __init__(self, quiet: bool, file: TextIO | None = None) -> None:
         stream = file or sys.stdout
@@ -62,7 +62,6 @@ class Terminal(RichConsole):
         return super().size
 
     def say(self, text: str) -> None:
-        """Prints one line, or several."""
         try:
             self.print(printable(text))
         except OSError:  # the disk of `rlgen train … > file` is full
@@ -102,10 +101,7 @@ def release(stream: TextIO) -> None:
 class Console:
     """Prints a run as plain lines. The record of a run is `metrics.jsonl`; a console is only a view of it.
 
-    Args:
-        steps: of the run.
-        quiet: print nothing, as all processes but the main one.
-        file: the stream to print to, which is closed with the console if `apart` opened it; None: standard output.
+    `quiet` prints nothing, as all processes but the main one. A `file` that `apart` opened is closed with the console.
     """
 
     def __init__(self, steps: int, quiet: bool = False, file: TextIO | None = None) -> None:
@@ -128,7 +124,6 @@ class Console:
         """Takes note of the steps of earlier attempts."""
 
     def say(self, text: str) -> None:
-        """Prints a message."""
         self.terminal.say(text)
 
     def evaluation(self, record: Record) -> None:
@@ -136,18 +131,13 @@ class Console:
         self.say(evaluation_line(record, self.steps))
 
     def step(self, record: Record, examples: Examples) -> None:
-        """Prints a step and its evaluation, from its object in metrics.jsonl.
-
-        Args:
-            examples: returns completions of the step.
-        """
+        """Prints a step and its evaluation, from its object in metrics.jsonl. `examples` returns completions of the step."""
         self.seconds.append(record[Metric.TIME_STEP])
         self.say(step_line(record, self.steps, self.remaining(record[Metric.STEP])))
         if Metric.EVAL_REWARD_MEAN in record:
             self.evaluation(record)
 
     def remaining(self, step: int) -> float | None:
-        """Returns the seconds that the steps after `step` may take; None: not known."""
         return remaining(self.seconds, self.steps - step)
 
     def answer(self, text: str) -> None:
@@ -157,12 +147,7 @@ class Console:
 
 
 class JsonConsole(Console):
-    """Prints the metrics of each step as one JSON object a line, as in metrics.jsonl, and messages to another stream.
-
-    Args:
-        file: the stream of the objects; None: standard output.
-        messages: the stream of messages.
-    """
+    """Prints the metrics of each step as one JSON object a line, as in metrics.jsonl, and messages to another stream."""
 
     def __init__(self, steps: int, quiet: bool, file: TextIO | None, messages: TextIO) -> None:
         super().__init__(steps, quiet, messages)
@@ -174,23 +159,16 @@ class JsonConsole(Console):
         release(self.output)
 
     def evaluation(self, record: Record) -> None:
-        """Prints the object of the evaluation before step 1."""
         from rlgen.run.directory import json_line
 
         self.objects.say(json_line(dict(record)).rstrip())
 
     def step(self, record: Record, examples: Examples) -> None:
-        """Prints the object of a step, with its evaluation."""
         self.evaluation(record)
 
 
 def open_console(progress: Progress, recipe: "Recipe", quiet: bool) -> Console:
-    """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere.
-
-    Args:
-        progress: auto: live on a terminal, plain elsewhere.
-        quiet: print nothing, as all processes but the main one.
-    """
+    """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere."""
     steps, screen = recipe.run.steps, apart(sys.stdout)
     if progress == "json":
         return JsonConsole(steps, quiet, screen, apart(sys.stderr))
@@ -244,9 +222,6 @@ def step_line(record: Record, steps: int, left: float | None = None) -> str:
     """Returns `step  12/100  reward 0.531 ±0.50  loss -0.0123  Δ 1e-6  803 tok/s  left 3h20m`, of at most `WIDTH` characters.
 
     If the line would be longer, its last parts are left out, but not the time.
-
-    Args:
-        left: seconds that the remaining steps may take; None: not known.
     """
     time = "" if left is None else f"  left {as_clock(left)}"
     line = f"step {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
@@ -262,7 +237,7 @@ def step_line(record: Record, steps: int, left: float | None = None) -> str:
 
 
 def speed(record: Record) -> float | None:
-    """Returns the tokens sampled in each second of a step; None if that was not measured."""
+    """Returns the tokens sampled in each second of a step."""
     tokens, seconds = record.get(Metric.TOKENS_GENERATED), record.get(Metric.TIME_STEP)
     return tokens / seconds if tokens is not None and seconds else None
 
@@ -276,5 +251,33 @@ def in_thousands(value: float | None) -> str:
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """Returns a number in a format, and a dash for None."""
     return "–" if value is None else format(value, form)
+
+
+class Redacting(logging.Formatter):
+    """Formats log lines with secrets removed.
+
+    A filter on the root logger would not see tracebacks, nor records that other loggers pass to its handlers.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
+def log_to(path: Path) -> None:
+    """Redirects logs and warnings of libraries from the screen to the file at `path`."""
+    handler = LogFile(path, encoding="utf-8")
+    handler.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, logging.FileHandler)]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()

@@ -21,7 +21,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ from rlgen.files import (
     append_text,
     open_plain,
     read_json,
+    read_text,
     unwritable,
     write_json,
     write_text,
     written,
 )
+from rlgen.metrics import Metric
 from rlgen.redact import printable_json
 from rlgen.run.launch import launched_by
 
@@ -75,9 +77,7 @@ class RunDirectory:
     def create(cls, path: Path, recipe_text: str, resolved: str) -> "RunDirectory":
         """Creates the directory of a new run. Reuses that of a start that failed before anything was sampled, and keeps its logs.
 
-        Raises:
-            UsageError: the directory holds another run, or is in use.
-            CheckpointError: it cannot be written.
+        Raises UsageError if it holds another run, or is in use.
         """
         with written(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -101,12 +101,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDirectory":
-        """Opens the directory of an earlier run, to resume it.
-
-        Raises:
-            UsageError: there is no run, or it is running.
-            CheckpointError: it cannot be written.
-        """
+        """Opens the directory of an earlier run, to resume it. Raises UsageError if there is none, or it is running."""
         if not (path / "resolved.yaml").is_file():
             raise UsageError(f"{path} holds no run to resume; leave --resume out to start one")
         directory = cls(path, _lock(path))
@@ -119,11 +114,7 @@ class RunDirectory:
 
     @classmethod
     def join(cls, path: Path) -> "RunDirectory":
-        """Opens the directory that the main process has opened, for a process that only reads it and writes its own log.
-
-        Raises:
-            UsageError: this process does not see the directory.
-        """
+        """Opens the directory that the main process has opened, for a process that only reads it and writes its own log."""
         if not appears(path / "resolved.yaml"):
             raise UsageError(f"{path} is not visible to every process; set run.dir to a folder that all machines share")
         return cls(path, None)
@@ -144,11 +135,8 @@ class RunDirectory:
     def clean(path: Path) -> None:
         """Deletes the contents of `path`, a folder that holds a run, but keeps the folder and its lock file.
 
-        Removes links without following them. Does nothing if `path` does not exist.
-
-        Raises:
-            UsageError: `path` is a link, holds no run of rlgen, is in use, or is the home directory or above.
-            CheckpointError: something cannot be deleted.
+        Removes links without following them. Does nothing if `path` does not exist. Raises UsageError, and deletes nothing, if
+        `path` is a link, holds no run of rlgen, is in use, or is the home directory or above.
         """
         if not path.exists() and not path.is_symlink():
             return
@@ -201,18 +189,16 @@ class RunDirectory:
                 left.unlink()
         for log in [path for path in self.logs.iterdir() if path.is_file()]:
             log.rename(attempt / log.name)
-        kept: set[int | None] = set()
+        kept: set[int] = set()
         if self.metrics.exists():
             # A crash may have cut the last line within a multi-byte character: reward names can be in any script.
             lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            steps = [_step_of(line) for line in lines]
-            belongs = [of is not None and of <= step for of in steps]
-            kept = {of for of, belong in zip(steps, belongs, strict=True) if belong}
-            if not all(belongs):
-                write_text(
-                    attempt / "metrics.jsonl", "".join(line for line, keep in zip(lines, belongs, strict=True) if not keep)
-                )
-                write_text(self.metrics, "".join(line for line, keep in zip(lines, belongs, strict=True) if keep))
+            steps = [(line, _step_of(line)) for line in lines]
+            belong = [(line, of) for line, of in steps if of is not None and of <= step]
+            kept = {of for _, of in belong}
+            if len(belong) < len(steps):
+                write_text(attempt / "metrics.jsonl", "".join(line for line, of in steps if of is None or of > step))
+                write_text(self.metrics, "".join(line for line, _ in belong))
         for folder in (self.rollouts, self.nonfinite, self.evals):
             for file in list(folder.iterdir()) if folder.exists() else ():
                 number = file.stem.removeprefix("step_")
@@ -238,10 +224,8 @@ class RunDirectory:
         append_text(self.metrics, json_line(record))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Returns the metrics of all steps, one object per step."""
-        if not self.metrics.exists():
-            return []
-        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ()
+        return [json.loads(line) for line in lines]
 
     def write_nonfinite(self, step: int, verdict: dict[str, Any]) -> Path:
         """Writes which numbers were not finite in a step whose update was skipped, and returns the path of the file."""
@@ -263,13 +247,7 @@ class RunDirectory:
         """Writes status.json. `state` is starting, running, done, stopped or failed.
 
         If the disk is full and `exit_code` is given, deletes the reserve file first, so that the last status of a run can be
-        written.
-
-        Args:
-            health: health rules that are broken, in words; None: those of the last call.
-
-        Raises:
-            CheckpointError: it cannot be written, even without the reserve.
+        written. `health`: rules that are broken, in words; None: those of the last call.
         """
         self._health = self._health if health is None else health
         status = {
@@ -295,9 +273,9 @@ class RunDirectory:
         """Returns whether the file `save_now` exists, and deletes it without opening it: of a link only the link is removed."""
         try:
             self.save_now.unlink()
+            return True
         except OSError:  # usually it is not there
             return False
-        return True
 
     def status(self) -> dict[str, Any]:
         return self.look(self.path)
@@ -312,10 +290,6 @@ def _lock(path: Path) -> int:
     """Locks the directory and returns the descriptor of the lock file.
 
     Waits up to `PATIENCE` seconds for another process to free the lock. The kernel frees it when a process dies in any way.
-
-    Raises:
-        UsageError: another process holds the lock.
-        CheckpointError: the file cannot be opened, or the file system has no locks.
     """
     try:
         file = open_plain(path / LOCK, os.O_RDWR | os.O_CREAT)
@@ -416,3 +390,28 @@ def _step_of(line: str) -> int | None:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+class Best:
+    """The step from 1 on whose evaluation has the highest mean reward so far; of equal ones the first."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.step: int | None = None  # None: nothing was evaluated after a step
+        self.reward = -math.inf
+        for record in records:
+            self.look(record[Metric.STEP], record)
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> None:
+        reward = metrics.get(Metric.EVAL_REWARD_MEAN)
+        if step and reward is not None and reward > self.reward:
+            self.step, self.reward = step, reward
+
+
+def pinned_step(run: Path) -> int | None:
+    """Returns the step of the checkpoint that a run pins as its best; None: its recipe pins none, or nothing was evaluated."""
+    import yaml
+
+    resolved = run / "resolved.yaml"
+    recipe = yaml.safe_load(read_text(resolved)) if resolved.is_file() else None
+    held = recipe.get("eval") if isinstance(recipe, dict) else None
+    return Best(read_records(run / "metrics.jsonl")).step if isinstance(held, dict) and held.get("best") else None

@@ -11,14 +11,9 @@ LISTED = 5  # names of runs that a message shows
 
 
 def find_run(name: Path, runs: Path = RUNS) -> Path:
-    """Returns the folder of a run.
+    """Returns the folder of a run that is named by its path or, second, by the name of a folder in `runs`.
 
-    Args:
-        name: the run's folder, or the name of a folder in `runs`. A folder in the working directory comes first.
-        runs: where names are looked up.
-
-    Raises:
-        UsageError: neither holds a run. The message names the runs that there are, newest first.
+    Raises UsageError if neither holds a run. The message names the runs that there are, newest first.
     """
     for place in (name, runs / name):
         if holds_run(place):
@@ -40,6 +35,5 @@ def holds_run(folder: Path) -> bool:
 
 
 def names_of_runs(runs: Path) -> list[str]:
-    """Returns the names of the runs in a folder, newest first."""
     found = [path for path in runs.iterdir() if holds_run(path)] if runs.is_dir() else []
     return [path.name for path in sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))]

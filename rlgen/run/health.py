@@ -8,7 +8,7 @@ alone, so that a resumed run, which reads them again, finds the same.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rlgen.errors import DivergedError
 from rlgen.metrics import Family, Metric
@@ -19,7 +19,7 @@ from rlgen.recipe.models import HealthRule
 Record: TypeAlias = Mapping[str, Any]  # one object of metrics.jsonl
 Rows: TypeAlias = Mapping[str, tuple[float, ...]]  # by rule: the values of its last measured steps, newest last
 Side: TypeAlias = Literal["above", "at or above", "below", "at or below"]
-Sign: TypeAlias = tuple[Side, Callable[[Record], float | None], str, str]  # `side`, `value`, `what` and `remedy` of a Rule
+Measured: TypeAlias = Callable[[Record], float | None]  # None: not measured in this step
 BEYOND: dict[Side, Callable[[float, float], bool]] = {
     "above": lambda value, threshold: value > threshold,
     "at or above": lambda value, threshold: value >= threshold,
@@ -36,7 +36,7 @@ class Rule:
 
     name: str
     side: Side
-    value: Callable[[Record], float | None]  # None: not measured in this step
+    value: Measured
     threshold: float
     steps: int
     action: Literal["warn", "stop", "checkpoint_and_stop"]
@@ -60,153 +60,128 @@ class Rule:
         return f"{self.what} {last}: {beyond}, up to step {step} (health.{self.name}); {self.remedy}"
 
 
-def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
-    """Returns the rules that apply to this recipe and are not set to ignore."""
-    signs = (
-        reward_signs(recipe.samples_per_step)
-        | update_signs()
-        | completion_signs(recipe.rollout.max_completion_tokens)
-        | sampler_signs()
-    )
-    useless = {finding.path for finding in inert(recipe)}
-    rules = []
-    for name, setting in recipe.health:
-        if isinstance(setting, HealthRule) and setting.action != "ignore" and f"health.{name}" not in useless:
-            side, value, what, remedy = signs[name]
-            rules.append(
-                Rule(
-                    name=name,
-                    side=side,
-                    value=value,
-                    threshold=setting.threshold,
-                    steps=setting.steps,
-                    action=setting.action or recipe.health.action,
-                    what=what,
-                    remedy=remedy,
-                )
-            )
-    return tuple(rules)
+class Sign(NamedTuple):
+    """What a rule says of itself; a metric stands for its value in the record."""
+
+    side: Side
+    value: Metric | Measured
+    what: str
+    remedy: str
 
 
-def reward_signs(samples: int) -> dict[str, Sign]:
-    """Returns the signs about rewards, by the name of their rule. `samples`: of a step."""
-
-    def unscored(record: Record) -> float | None:
-        count = record.get(Metric.REWARD_UNSCORED)
-        return None if count is None else min(1.0, count / samples)
-
-    return {
-        "reward": (
-            "at or below",
-            lambda record: None if record.get(Metric.REWARD_MEAN) is None else abs(record[Metric.REWARD_MEAN]),
-            "mean reward",
-            "read rollouts/, see whether the rewards score good answers at all, or take easier prompts",
-        ),
-        "reward_std": (
-            "at or below",
-            lambda record: record.get(Metric.REWARD_STD),
-            "standard deviation of rewards",
-            "the reward is too coarse, or the prompts are too easy or too hard",
-        ),
-        "reward_failed": (
-            "above",
-            failed_rewards,
-            "failed rewards of samples",
-            "the first traceback is in the log",
-        ),
-        "unscored": (
-            "at or above",
-            unscored,
-            "share of samples without a reward",
-            "a reward returned None, as a function without `return` does, or failed: try it with `rlgen rewards test`",
-        ),
-        "zero_std": (
-            "at or above",
-            lambda record: record.get(Metric.GROUPS_ZERO_STD),
-            "share of groups with equal rewards",
-            "drop prompts that are always or never solved, raise rollout.group_size or rollout.temperature",
-        ),
-    }
-
-
-def update_signs() -> dict[str, Sign]:
-    """Returns the signs about the optimizer's updates and the policy, by the name of their rule."""
-    return {
-        "no_update": (
-            "at or below",
-            lambda record: record.get(Metric.UPDATES_DONE),
-            "optimizer steps",
-            f"no sample taught anything: see {Metric.GROUPS_ZERO_STD}, {Metric.COMPLETIONS_TRUNCATED} and"
-            f" {Metric.REWARD_UNSCORED}; `rlgen rewards test RECIPE` finds rewards that give None or the same to every answer",
-        ),
-        "entropy": (
-            "below",
-            lambda record: record.get(Metric.ENTROPY),
-            "entropy of a token",
-            "it collapses: lower optim.learning_rate, widen trainer.clip_high, or set trainer.beta",
-        ),
-        "ref_kl": (
-            "above",
-            lambda record: record.get(Metric.KL_REF_K3, record.get(Metric.KL_REF_K1)),
-            "KL to the reference",
-            "raise trainer.beta or lower optim.learning_rate",
-        ),
-        "grad_norm": (
-            "above",
-            lambda record: record.get(Metric.GRAD_NORM),
-            "norm of the gradient",
-            "lower optim.learning_rate or optim.max_grad_norm",
-        ),
-        "clipped": (
-            "above",
-            lambda record: record.get(Metric.CLIP_REGION, record.get(Metric.CISPO_CLIPPED)),
-            "share of clipped ratios",
-            "lower trainer.updates_per_rollout",
-        ),
-    }
-
-
-def completion_signs(limit: int) -> dict[str, Sign]:
-    """Returns the signs about the lengths of completions, by the name of their rule. `limit`: most tokens of a completion."""
-    return {
-        "truncated": (
-            "above",
-            lambda record: record.get(Metric.COMPLETIONS_TRUNCATED),
-            "share of truncated completions",
-            "raise rollout.max_completion_tokens, or add the reward `overlong`",
-        ),
-        "length": (
-            "above",
-            lambda r: None if r.get(Metric.COMPLETIONS_MEAN_TOKENS) is None else r[Metric.COMPLETIONS_MEAN_TOKENS] / limit,
-            "mean length as a share of the limit",
-            "read rollouts/: the reward may favour long answers",
-        ),
-    }
-
-
-def sampler_signs() -> dict[str, Sign]:
-    """Returns the signs about the difference between engine and trainer, by the name of their rule."""
-    stale = "run `rlgen doctor`: look at sync, head precision and log-prob mode"
-    return {
-        "sampler_delta": (
-            "above",
-            lambda record: record.get(Metric.SAMPLER_DELTA_MEAN),
-            "mean difference of engine's and trainer's log-probs",
-            stale,
-        ),
-        "sampler_kl": ("above", lambda record: record.get(Metric.SAMPLER_KL), "KL between engine and trainer", stale),
-        "ess": (
-            "below",
-            lambda record: record.get(Metric.IS_ESS_RAW),  # uncapped: with capped weights a single extreme ratio would not show
-            "effective share of the samples",
-            "lower optim.learning_rate, or find out with `rlgen doctor` why engine and trainer differ",
-        ),
-    }
+def mean_reward(record: Record) -> float | None:
+    value = record.get(Metric.REWARD_MEAN)
+    return None if value is None else abs(value)
 
 
 def failed_rewards(record: Record) -> float | None:
     counts = [record[key] for key in Family.REWARD_FAILED.keys(record)]
     return sum(counts) if counts else None
+
+
+def ref_kl(record: Record) -> float | None:
+    return record.get(Metric.KL_REF_K3, record.get(Metric.KL_REF_K1))
+
+
+def clipped(record: Record) -> float | None:
+    return record.get(Metric.CLIP_REGION, record.get(Metric.CISPO_CLIPPED))
+
+
+STALE = "run `rlgen doctor`: look at sync, head precision and log-prob mode"
+# By the name of the rule.
+SIGNS = {
+    "reward": Sign(
+        "at or below",
+        mean_reward,
+        "mean reward",
+        "read rollouts/, see whether the rewards score good answers at all, or take easier prompts",
+    ),
+    "reward_std": Sign(
+        "at or below",
+        Metric.REWARD_STD,
+        "standard deviation of rewards",
+        "the reward is too coarse, or the prompts are too easy or too hard",
+    ),
+    "reward_failed": Sign("above", failed_rewards, "failed rewards of samples", "the first traceback is in the log"),
+    "unscored": Sign(
+        "at or above",
+        Metric.REWARD_UNSCORED,  # as a share of the samples of a step, see `measured`
+        "share of samples without a reward",
+        "a reward returned None, as a function without `return` does, or failed: try it with `rlgen rewards test`",
+    ),
+    "zero_std": Sign(
+        "at or above",
+        Metric.GROUPS_ZERO_STD,
+        "share of groups with equal rewards",
+        "drop prompts that are always or never solved, raise rollout.group_size or rollout.temperature",
+    ),
+    "no_update": Sign(
+        "at or below",
+        Metric.UPDATES_DONE,
+        "optimizer steps",
+        f"no sample taught anything: see {Metric.GROUPS_ZERO_STD}, {Metric.COMPLETIONS_TRUNCATED} and"
+        f" {Metric.REWARD_UNSCORED}; `rlgen rewards test RECIPE` finds rewards that give None or the same to every answer",
+    ),
+    "entropy": Sign(
+        "below",
+        Metric.ENTROPY,
+        "entropy of a token",
+        "it collapses: lower optim.learning_rate, widen trainer.clip_high, or set trainer.beta",
+    ),
+    "ref_kl": Sign("above", ref_kl, "KL to the reference", "raise trainer.beta or lower optim.learning_rate"),
+    "grad_norm": Sign("above", Metric.GRAD_NORM, "norm of the gradient", "lower optim.learning_rate or optim.max_grad_norm"),
+    "clipped": Sign("above", clipped, "share of clipped ratios", "lower trainer.updates_per_rollout"),
+    "truncated": Sign(
+        "above",
+        Metric.COMPLETIONS_TRUNCATED,
+        "share of truncated completions",
+        "raise rollout.max_completion_tokens, or add the reward `overlong`",
+    ),
+    "length": Sign(
+        "above",
+        Metric.COMPLETIONS_MEAN_TOKENS,  # as a share of the limit, see `measured`
+        "mean length as a share of the limit",
+        "read rollouts/: the reward may favour long answers",
+    ),
+    "sampler_delta": Sign("above", Metric.SAMPLER_DELTA_MEAN, "mean difference of engine's and trainer's log-probs", STALE),
+    "sampler_kl": Sign("above", Metric.SAMPLER_KL, "KL between engine and trainer", STALE),
+    "ess": Sign(
+        "below",
+        Metric.IS_ESS_RAW,  # uncapped: with capped weights a single extreme ratio would not show
+        "effective share of the samples",
+        "lower optim.learning_rate, or find out with `rlgen doctor` why engine and trainer differ",
+    ),
+}
+
+
+def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
+    """Returns the rules that apply to this recipe and are not set to ignore."""
+    useless = {finding.path for finding in inert(recipe)}
+    return tuple(
+        Rule(
+            name=name,
+            side=SIGNS[name].side,
+            value=measured(name, recipe),
+            threshold=setting.threshold,
+            steps=setting.steps,
+            action=setting.action or recipe.health.action,
+            what=SIGNS[name].what,
+            remedy=SIGNS[name].remedy,
+        )
+        for name, setting in recipe.health
+        if isinstance(setting, HealthRule) and setting.action != "ignore" and f"health.{name}" not in useless
+    )
+
+
+def measured(name: str, recipe: Recipe) -> Measured:
+    """Returns how the value of a rule follows from the metrics of a step. That of a share is at most 1."""
+    value = SIGNS[name].value
+    if callable(value):
+        return value
+    whole = {"unscored": recipe.samples_per_step, "length": recipe.rollout.max_completion_tokens}.get(name)
+    if whole is None:
+        return lambda record: record.get(value)
+    return lambda record: None if record.get(value) is None else min(1.0, record[value] / whole)
 
 
 def rows_after(rows: Rows, rules: Iterable[Rule], record: Record) -> Rows:
@@ -231,11 +206,7 @@ class Checkup:
 
 
 class Health:
-    """Checks the rules of a run, and keeps the last values of each.
-
-    Args:
-        earlier: metrics of the earlier steps, if the run is resumed.
-    """
+    """Checks the rules of a run, and keeps the last values of each. `earlier`: metrics of the steps before a resume."""
 
     def __init__(self, rules: tuple[Rule, ...], earlier: Iterable[Record] = ()) -> None:
         self._rules = rules

@@ -36,11 +36,7 @@ class Launch:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Launch":
-        """Reads rank and world size from the environment variables that every launcher sets.
-
-        Raises:
-            ProcessError: WORLD_SIZE is above 1 and others of these variables are missing.
-        """
+        """Reads rank and world size from the environment variables that every launcher sets."""
         world = int(environment.get("WORLD_SIZE", "1"))
         needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if world > 1 and (missing := [name for name in needed if name not in environment]):
@@ -51,15 +47,7 @@ class Launch:
 
 
 def check_launch(launch: Launch, count: int | None, environment: Mapping[str, str], parents: Sequence[Sequence[str]]) -> None:
-    """Checks that the processes that run are those that were asked for.
-
-    Args:
-        count: `processes.count` of the recipe.
-        parents: command lines of the ancestors of this process, nearest first.
-
-    Raises:
-        ProcessError: the numbers differ, or a launcher option is set that belongs in the recipe.
-    """
+    """Checks that the processes that run are those that were asked for, by the recipe's `count` or a launcher."""
     for name, (allowed, what_to_do) in ELSEWHERE.items():
         if environment.get(name, allowed[0]).lower() not in allowed:
             raise ProcessError(f"{name} is {environment[name]}: {what_to_do}")

@@ -3,13 +3,11 @@
 Messages and evaluations scroll above the view. Control characters in what a model wrote are escaped.
 """
 
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TextIO
+from typing import NamedTuple, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -17,41 +15,35 @@ from rich.console import ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from rlgen.files import write_text
 from rlgen.metrics import Family, Metric
-from rlgen.recipe import Recipe, load_recipe
+from rlgen.recipe import Recipe
 from rlgen.redact import printable
+from rlgen.run.clock import as_clock
 from rlgen.run.console import Console, Example, Examples, Record, evaluation_line, in_thousands, number, speed
-from rlgen.run.directory import read_records
-from rlgen.run.health import BEYOND, Rule, rules_of
-from rlgen.run.pace import as_clock, remaining
+from rlgen.run.health import BEYOND, Measured, Rule, clipped, ref_kl, rules_of
 
 REFRESHES = 2  # a second
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 4  # lines of the curve
 LABEL = 14  # characters of the column of names
 SAMPLES = 17  # lines of a terminal that has room for completions, too
-SCREEN = (100, 24)  # columns and lines of the picture
 WELL, DOUBTFUL, BAD, DIM = "green", "yellow", "bold red", "dim"
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """One number of the view. Cell("entropy", lambda record: record.get("entropy"), ".3f", "entropy")"""
 
     label: str
-    value: Callable[[Record], float | None]
+    value: Measured
     form: str
     rule: str = ""  # of `health`, which says whether the number is well
 
 
-def of(metric: Metric) -> Callable[[Record], float | None]:
-    """Returns a function that reads a metric from a record."""
+def of(metric: Metric) -> Measured:
     return lambda record: record.get(metric)
 
 
-def share_of_step(metric: Metric) -> Callable[[Record], float | None]:
-    """Returns a function that reads the share of the step's time that a phase takes."""
+def share_of_step(metric: Metric) -> Measured:
     whole = Metric.TIME_STEP
     return lambda record: record[metric] / record[whole] if record.get(metric) and record.get(whole) else None
 
@@ -69,8 +61,8 @@ GROUPS: dict[str, tuple[Cell, ...]] = {
     "stability": (
         Cell("gradient", of(Metric.GRAD_NORM), ".3f", "grad_norm"),
         Cell("entropy", of(Metric.ENTROPY), ".3f", "entropy"),
-        Cell("clipped", lambda record: record.get(Metric.CLIP_REGION, record.get(Metric.CISPO_CLIPPED)), ".1%", "clipped"),
-        Cell("KL", lambda record: record.get(Metric.KL_REF_K3, record.get(Metric.KL_REF_K1)), ".2g", "ref_kl"),
+        Cell("clipped", clipped, ".1%", "clipped"),
+        Cell("KL", ref_kl, ".2g", "ref_kl"),
         Cell("updates", of(Metric.UPDATES_DONE), "d", "no_update"),
         Cell("loss", of(Metric.LOSS), "+.4f"),
     ),
@@ -112,7 +104,6 @@ class View:
         return cls(name=recipe.run.name, steps=recipe.run.steps, rules={rule.name: rule for rule in rules_of(recipe)})
 
     def add(self, record: Record) -> None:
-        """Adds a step, or the evaluation before step 1."""
         if Metric.EVAL_REWARD_MEAN in record:
             self.evaluated = evaluation_line(record, self.steps)
         if step := record[Metric.STEP]:
@@ -122,11 +113,9 @@ class View:
             self.last = record
 
     def lines(self, width: int, height: int, elapsed: float, left: float | None) -> list[Text]:
-        """Returns the lines of the view, none wider than `width`.
+        """Returns the lines of the view, none wider than `width`; fewer parts of it if the terminal has few lines.
 
-        Args:
-            height: lines of the terminal; if there are few, some parts are left out.
-            elapsed, left: seconds of this attempt so far, and seconds to come.
+        `elapsed` and `left`: seconds of this attempt so far, and seconds to come.
         """
         drawn = [self.head(width, elapsed, left)]
         if self.last:
@@ -212,18 +201,13 @@ def titled(title: str, text: str, width: int, style: str = "") -> Text:
 
 
 def cropped(text: Text, width: int) -> Text:
-    """Returns a line of at most `width` columns, with an ellipsis if it was longer."""
     if cell_len(text.plain) > width:
         text.truncate(max(width, 1), overflow="ellipsis")
     return text
 
 
 class LiveConsole(Console):
-    """Draws the view of a run on a terminal, and prints messages above it.
-
-    Args:
-        file: a terminal.
-    """
+    """Draws the view of a run on a terminal, and prints messages above it."""
 
     def __init__(self, recipe: Recipe, file: TextIO | None) -> None:
         super().__init__(recipe.run.steps, False, file)
@@ -255,17 +239,14 @@ class LiveConsole(Console):
         yield from self.view.lines(options.max_width, console.size.height, now - self._began, to_come)
 
     def history(self, records: Iterable[Record]) -> None:
-        """Draws the steps of earlier attempts."""
         for record in records:
             self.view.add(record)
 
     def evaluation(self, record: Record) -> None:
-        """Prints the evaluation before step 1 above the view, which shows the last evaluation."""
         super().evaluation(record)
         self.view.add(record)
 
     def step(self, record: Record, examples: Examples) -> None:
-        """Draws a step; its evaluation is printed above."""
         self.seconds.append(record[Metric.TIME_STEP])
         self.view.add(record)
         self.view.examples = examples()
@@ -276,34 +257,3 @@ class LiveConsole(Console):
     def answer(self, text: str) -> None:
         """Shows the answer to a signal at the next refresh, which another thread draws: the handler may interrupt a print."""
         self.view.notice = text
-
-
-def live(run: Path, out: Path) -> None:
-    """Draws the view of a recorded run, at its last step, as an SVG picture.
-
-    Args:
-        run: the run's folder, with its rollouts.
-        out: file to write.
-    """
-    view = View.of(load_recipe(run / "resolved.yaml").recipe)
-    records = read_records(run / "metrics.jsonl")
-    for record in records:
-        view.add(record)
-    view.examples = recorded_examples(run, len(view.rewards))
-    width, height = SCREEN
-    seconds = [record[Metric.TIME_STEP] for record in records if record[Metric.STEP]]
-    with open("/dev/null", "w") as nowhere:
-        page = RichConsole(record=True, width=width, file=nowhere, force_terminal=True, color_system="truecolor", highlight=False)
-        for line in view.lines(width, height, sum(seconds), remaining(seconds, view.steps - len(view.rewards))):
-            page.print(line)
-    # Rich lets the picture load a font from elsewhere.
-    write_text(out, re.sub(r"@font-face \{.*?\}|<!--.*?-->", "", page.export_svg(title="rlgen train"), flags=re.DOTALL))
-
-
-def recorded_examples(run: Path, step: int) -> list[Example]:
-    """Returns the completions of a recorded step with the highest and with the lowest reward."""
-    from rlgen.rollout.read import read_rollouts
-
-    rows: list[dict[str, Any]] = read_rollouts(run, step, ["prompt", "completion", "reward"]).to_pylist()
-    known = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
-    return [Example(**row) for row in (known[0], known[-1])] if known else []

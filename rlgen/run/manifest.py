@@ -24,9 +24,7 @@ READERS = 4  # number of files that are hashed at the same time
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The size in bytes and the hash of one file. File(size=4096, sha256="9f86d0...")"""
-
-    size: int
+    size: int  # bytes
     sha256: str
 
 
@@ -48,16 +46,11 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Returns the size of all files in bytes."""
         return sum(file.size for file in self.files.values())
 
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> Manifest:
-    """Flushes every file in `folder`, and writes the manifest. The checkpoint is complete when this returns.
-
-    Raises:
-        OSError, CheckpointError: something cannot be written.
-    """
+    """Flushes every file in `folder`, and writes the manifest. The checkpoint is complete when this returns."""
     flush_tree(folder)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     manifest = Manifest(**facts, files=hashed(folder, names))
@@ -70,9 +63,7 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of `folder`, and checks its own digest; does not look at the other files.
 
-    Raises:
-        DamagedCheckpoint: the folder is no checkpoint, is incomplete, or its manifest is damaged.
-        CheckpointError: it is of another format.
+    Raises DamagedCheckpoint if that fails, or the checkpoint was never finished; CheckpointError if it is of another format.
     """
     try:
         content = read_json(folder / NAME)
@@ -89,11 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_format(folder: Path, found: object) -> None:
-    """Checks that a checkpoint is of the format that this version reads. None is accepted.
-
-    Raises:
-        CheckpointError: it is of another format.
-    """
+    """Raises CheckpointError if a checkpoint is of another format than this version reads. None is accepted."""
     if found != FORMAT and found is not None:
         raise CheckpointError(
             f"{folder} is of checkpoint format {found}, but this rlgen reads {FORMAT}: use the rlgen that wrote it, or start a"
@@ -110,44 +97,29 @@ def old_format(folder: Path) -> int | None:
     return found if isinstance(found, int) and found < FORMAT else None
 
 
-def damage(folder: Path, manifest: Manifest, hashes: bool) -> list[str]:
-    """Returns what is wrong with the files, in a few words each: missing, unexpected, a link, wrong size, wrong bytes.
-
-    Args:
-        hashes: compare the bytes, too.
-    """
-    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()}
-    found.pop(NAME, None)
-    wrong = [f"{name} is missing" for name in sorted(manifest.files.keys() - found.keys())]
-    wrong += [f"{name} does not belong there" for name in sorted(found.keys() - manifest.files.keys())]
-    same = []
-    for name in sorted(manifest.files.keys() & found.keys()):
-        size = found[name].lstat().st_size
-        if found[name].is_symlink():
-            wrong.append(f"{name} is a link")
-        elif size != manifest.files[name].size:
-            wrong.append(f"{name} has {size:,} bytes of {manifest.files[name].size:,}")
-        else:
-            same.append(name)
-    if hashes:
-        now = hashed(folder, same)
-        wrong += [f"{name} has other bytes than were written" for name in same if now[name].sha256 != manifest.files[name].sha256]
-    return wrong
-
-
 def check_files(folder: Path, hashes: bool) -> Manifest:
     """Checks that the files of a checkpoint are as they were written, and that its name has its step; returns its manifest.
 
-    Args:
-        hashes: read and hash every byte; otherwise only names and sizes are compared.
-
-    Raises:
-        DamagedCheckpoint: they are not; names the files.
-        CheckpointError: it is of another format.
+    Without `hashes` only names and sizes are compared. Raises DamagedCheckpoint with the names of files, or CheckpointError if
+    the checkpoint is of another format.
     """
     manifest = read_manifest(folder)
+    files, same = manifest.files, []
     try:
-        wrong = damage(folder, manifest, hashes)
+        found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+        found.pop(NAME, None)
+        wrong = [f"{name} is missing" for name in sorted(files.keys() - found.keys())]
+        wrong += [f"{name} does not belong there" for name in sorted(found.keys() - files.keys())]
+        for name in sorted(files.keys() & found.keys()):
+            size = found[name].lstat().st_size
+            if found[name].is_symlink():
+                wrong.append(f"{name} is a link")
+            elif size != files[name].size:
+                wrong.append(f"{name} has {size:,} bytes of {files[name].size:,}")
+            else:
+                same.append(name)
+        now = hashed(folder, same) if hashes else {}
+        wrong += [f"{name} has other bytes than were written" for name in now if now[name].sha256 != files[name].sha256]
     except OSError as error:
         raise DamagedCheckpoint(f"{folder} cannot be read: {error}") from error
     if re.fullmatch(r"step_\d+", folder.name) and int(folder.name.removeprefix("step_")) != manifest.step:
@@ -158,12 +130,7 @@ def check_files(folder: Path, hashes: bool) -> Manifest:
 
 
 def check_model_files(folder: Path) -> None:
-    """Checks that the model files of `folder` are as they were written, if it is a checkpoint. Ignores the trainer's state.
-
-    Raises:
-        DamagedCheckpoint: they are not; names the files.
-        CheckpointError: it is of another format.
-    """
+    """Checks that the model files of `folder` are as they were written, if it is a checkpoint. Ignores the trainer's state."""
     file = folder / NAME
     if not file.is_file() or b'"rlgen"' not in file.read_bytes():  # other tools may use a file of that name
         return
@@ -180,7 +147,6 @@ def check_model_files(folder: Path) -> None:
 
 
 def hashed(folder: Path, names: list[str]) -> dict[str, File]:
-    """Returns the size and hash of each file, computed in `READERS` threads."""
     with ThreadPoolExecutor(max_workers=READERS) as readers:
         return dict(zip(names, readers.map(lambda name: hash_file(folder / name), names), strict=True))
 
@@ -192,7 +158,6 @@ def hash_file(path: Path) -> File:
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of the manifest's own content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

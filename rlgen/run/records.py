@@ -1,4 +1,4 @@
-"""Computes the metrics of the samples of a step."""
+"""Computes the metrics of the samples of a step, and of an evaluation."""
 
 import math
 import statistics
@@ -14,6 +14,7 @@ from rlgen.losses.advantages import zero_variance
 from rlgen.metrics import Family, Metric
 from rlgen.rollout.table import CAUSES as FAILED
 from rlgen.rollout.table import RowTable
+from rlgen.run.estimates import Estimate, mean_of_prompts, pass_at_k
 
 # Why rewards fail, and the metric that counts the samples of each.
 CAUSES = {
@@ -22,6 +23,8 @@ CAUSES = {
     "died": Family.REWARD_DIED,
     "memory": Family.REWARD_MEMORY,
 }
+
+ROUNDING = 1e-9  # a weighted sum of rewards may fall this much below the threshold that it reaches
 
 
 def as_text(value: float | None) -> float | str | None:
@@ -60,11 +63,7 @@ def sample_metrics(table: RowTable) -> dict[str, Any]:
 
 
 def turn_metrics(table: RowTable, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Returns how many turns the conversations of a step have, and what happened in the replies to them.
-
-    Args:
-        counts: of all replies of the step.
-    """
+    """Returns how many turns the conversations of a step have. `counts`: what happened in all replies of the step."""
     turns: list[int] = table.turns.tolist()
     return {
         Metric.TURNS_MEAN: _mean(turns),
@@ -75,18 +74,11 @@ def turn_metrics(table: RowTable, counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def known(values: NDArray[np.float64]) -> list[float]:
-    """Returns the values that are not NaN."""
     return list(values[~np.isnan(values)].tolist())
 
 
 def staleness_metrics(table: RowTable, version: int, dropped: int) -> dict[str, Any]:
-    """Returns how old the weights were that sampled, in weight versions, which share of samples several versions sampled, and how
-    many samples were dropped as too old.
-
-    Args:
-        version: of the weights that the step started to train.
-        dropped: number of samples that were dropped.
-    """
+    """Returns the age of the weights that sampled, in weight versions, when the step started to train `version`."""
     ages: list[int] = (version - table.weight_version).tolist()
     return {
         Metric.ROLLOUT_STALENESS_MEAN: _mean(ages),
@@ -94,6 +86,53 @@ def staleness_metrics(table: RowTable, version: int, dropped: int) -> dict[str, 
         Metric.ROLLOUT_MIXED: _mean((table.newest_version > table.weight_version).tolist()),
         Metric.ROLLOUT_DROPPED_STALE: dropped,
     }
+
+
+def evaluation_metrics(table: RowTable, group_size: int, threshold: float) -> dict[str, Any]:
+    """Returns the metrics of an evaluation; None where there is nothing to average. Completions without a reward are left out.
+
+    `table` has the rows of all processes, and a completion is correct if its reward is at least `threshold`.
+    """
+    rewards = by_prompt(table, table.reward)
+    mean = mean_of_prompts([statistics.fmean(values) for values in rewards])
+    metrics: dict[str, Any] = {
+        Metric.EVAL_REWARD_MEAN: mean.mean,
+        Metric.EVAL_REWARD_LOW: mean.low,
+        Metric.EVAL_REWARD_HIGH: mean.high,
+        Metric.EVAL_REWARD_UNSCORED: int(np.isnan(table.reward).sum()),
+        Metric.EVAL_MEAN_TOKENS: _mean(table.sampled_tokens.tolist()),
+        Metric.EVAL_TRUNCATED: _mean(table.truncated.tolist()),
+        Metric.EVAL_PROMPTS: len(np.unique(table.group_id)),
+    }
+    for k in [1 << power for power in range(group_size.bit_length())]:  # 1, 2, 4, … up to `group_size`
+        chance = chance_of(rewards, k, threshold)
+        metrics[Family.EVAL_PASS.of(str(k))] = chance.mean
+        metrics[Family.EVAL_PASS_LOW.of(str(k))] = chance.low
+        metrics[Family.EVAL_PASS_HIGH.of(str(k))] = chance.high
+    for column, label in enumerate(table.labels):
+        values = [statistics.fmean(of_prompt) for of_prompt in by_prompt(table, table.rewards[:, column])]
+        metrics[Family.EVAL_REWARD.of(label)] = _mean(values)
+        metrics[Family.EVAL_FAILED.of(label)] = int((table.causes[:, column] >= 0).sum())
+    return metrics
+
+
+def by_prompt(table: RowTable, values: NDArray[np.float64]) -> list[list[float]]:
+    """Returns the values that are not NaN, in one list for each prompt that has any."""
+    found: dict[int, list[float]] = {}
+    for group, value in zip(table.group_id.tolist(), values.tolist(), strict=True):
+        if not math.isnan(value):
+            found.setdefault(group, []).append(value)
+    return list(found.values())
+
+
+def chance_of(rewards: Sequence[Sequence[float]], k: int, threshold: float) -> Estimate:
+    """Returns pass@k over the prompts with `k` scored completions or more, from the rewards of each prompt."""
+    enough = [values for values in rewards if len(values) >= k]
+    correct = [sum(value >= threshold - ROUNDING for value in values) for values in enough]
+    found = mean_of_prompts([pass_at_k(len(values), right, k) for values, right in zip(enough, correct, strict=True)])
+    if found.low is None or found.high is None:
+        return found
+    return Estimate(found.mean, max(found.low, 0.0), min(found.high, 1.0))  # Student's interval knows no range
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -33,11 +33,8 @@ DECODED = 256  # completions that are decoded in one call
 
 
 class Prompts(Protocol):
-    """A source of prompts by position."""
-
     def at(self, position: int) -> Prompt:
         """Returns the prompt at a position of the data's order."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,25 +60,13 @@ class RolloutWriter:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="rollouts"))
 
     def write(self, rollout: Rollout, always: bool = False) -> None:
-        """Queues the rows of a step for the thread. Blocks only while `WAITING` earlier steps are not on disk yet.
+        """Queues the rows of a step for the thread, with `always` even if `every` would leave it out.
 
-        Args:
-            always: write this step even if `every` would leave it out.
-
-        Raises:
-            CheckpointError: an earlier step could not be written.
+        Blocks only while `WAITING` earlier steps are not on disk yet. Raises CheckpointError if one could not be written.
         """
-        self._look(WAITING - 1)
+        self.wait(WAITING - 1)
         if always or (self.every and rollout.step % self.every == 0):
             self.pending.append(self.thread.submit(self._write, rollout, self.stamp(rollout)))
-
-    def wait(self) -> None:
-        """Blocks until everything that this process has queued is on disk.
-
-        Raises:
-            CheckpointError: a step could not be written.
-        """
-        self._look(0)
 
     def close(self) -> None:
         """Writes what is queued, and ends the thread. Does not raise its errors: whoever needs the rollouts calls `wait`."""
@@ -90,15 +75,10 @@ class RolloutWriter:
             self._tell()
 
     def path(self, step: int) -> Path:
-        """Returns the path of the file or folder of a step."""
         return self.folder / f"step_{step:06d}.parquet"
 
-    def _look(self, left: int) -> None:
-        """Blocks until at most `left` steps are not on disk.
-
-        Raises:
-            CheckpointError: the first error of the thread, now or earlier.
-        """
+    def wait(self, left: int = 0) -> None:
+        """Blocks until at most `left` steps of this process are not on disk. Raises the thread's first CheckpointError."""
         while self.pending and (len(self.pending) > left or self.pending[0].done()):
             try:
                 self.pending.popleft().result()
@@ -108,7 +88,6 @@ class RolloutWriter:
             raise self.failure
 
     def _write(self, rollout: Rollout, stamp: Stamp) -> None:
-        """Writes one step. Runs in the thread."""
         path = self.path(rollout.step)
         part = path if self.world == 1 else path / f"part-{self.rank:05d}.parquet"
         with written(part):
@@ -128,21 +107,14 @@ class RolloutWriter:
 
         Steps that other processes finish later are reported at the next step of this process, or in `close`.
         """
-        for step in [step for step in self.unfinished if self._whole(step)]:
+        for step in [step for step in self.unfinished if len(parts_of(self.path(step))) == self.world]:
             self.unfinished.remove(step)
             self.on_disk(step, self.path(step))
-
-    def _whole(self, step: int) -> bool:
-        """Returns whether all processes have written their rows of a step."""
-        return len(parts_of(self.path(step))) == self.world
 
     def _rotate(self, keep: int) -> None:
         """Deletes all but the newest `keep` steps, except those that a run resumed from a checkpoint may take samples from."""
         needed = self.needed()
-        for step in rollout_steps(self.folder)[:-keep]:
-            path = self.path(step)
-            if step > needed:
-                continue
+        for path in [self.path(step) for step in rollout_steps(self.folder)[:-keep] if step <= needed]:
             with written(path):
                 if path.is_dir():
                     shutil.rmtree(path)

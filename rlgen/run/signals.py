@@ -10,10 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
-
-from rlgen.run.deadline import Deadline
 
 if TYPE_CHECKING:  # it imports torch, and signals may come during that import
     from rlgen.processes import Processes
@@ -23,6 +22,45 @@ DUE = signal.SIGUSR2  # sent by the deadline's timer to this process, to interru
 LATE = "for run.must_save_by"
 ECHO_SECONDS = 2.0  # a launcher passes on a signal of the terminal within this time
 AT_ONCE = "stopping now; go on with --resume"
+MARGIN, LEAST = 1.25, 2.0  # factor on the expected durations; seconds added to them
+
+
+@dataclass(slots=True)
+class Deadline:
+    """The time by which the last trained step must be saved, with the durations that predict the next step.
+
+    The next step is expected to take as long as the longest step so far, and its save as long as the longest save so far or,
+    before the first save, as long as a step. Step and save must both fit, with a margin; so must the rest of a save that is still
+    going on, because only one is written at a time. Before the first step no duration is known: it begins unless the deadline has
+    nearly passed. Once a step has begun, it may sample until its update, sync and save would no longer fit, by the same rule.
+    """
+
+    at: float  # seconds since 1970
+    now: Callable[[], float] = time.time
+    longest_step: float = 0.0  # seconds, without its save
+    longest_update: float = 0.0  # seconds of a step from the start of its update, after which it is no longer abandoned
+    longest_save: float = 0.0  # seconds, of complete saves
+    saving: float | None = None  # seconds that a save had been going on when the last step ended; None: none was
+
+    def took(self, step: float, update: float, save: float, saving: float | None = None) -> None:
+        """Records the seconds of a step and of the longest complete save, see the fields; `save` is 0 if none is complete."""
+        self.longest_step = max(self.longest_step, step)
+        self.longest_update = max(self.longest_update, update)
+        self.longest_save = max(self.longest_save, save)
+        self.saving = saving
+
+    def fits(self) -> bool:
+        """Returns whether another step and its save are expected to end before the deadline."""
+        return self._left(self.longest_step) >= 0
+
+    def seconds_to_sample(self) -> float:
+        """Returns the seconds left until an update and its save would no longer end in time; negative if it is too late."""
+        return self._left(self.longest_update)
+
+    def _left(self, coming: float) -> float:
+        save = self.longest_save or max(self.longest_step, self.saving or 0.0)
+        before = 0.0 if self.saving is None else save - self.saving  # rest of the save that is going on: one is written at a time
+        return self.at - self.now() - MARGIN * (max(coming, before) + save) - LEAST
 
 
 class StopNow(KeyboardInterrupt):
@@ -58,9 +96,10 @@ class StopRequest:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         before = self.why
+        echoed = self.launched and (number != signal.SIGINT or time.monotonic() - self._asked < ECHO_SECONDS)
         if number == DUE:
             self.why = before or LATE
-        elif self._asked and not self._echo(number):
+        elif self._asked and not echoed:
             self.answer(AT_ONCE)
             raise KeyboardInterrupt
         else:
@@ -72,16 +111,12 @@ class StopRequest:
             raise StopNow
 
     def words(self) -> str:
-        """Returns what a request leads to now: "finishing step 7, then saving; interrupt again to stop now"."""
         if self.step == 0:
             return "stopping before the first step: nothing is lost; interrupt again to stop now"
         if self._sampling:
             saving = ", then saving" if self.step > 1 else ": nothing is lost"
             return f"stopping before step {self.step}{saving}; interrupt again to stop now"
         return f"finishing step {self.step}, then saving; interrupt again to stop now"
-
-    def _echo(self, number: int) -> bool:
-        return self.launched and (number != signal.SIGINT or time.monotonic() - self._asked < ECHO_SECONDS)
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
@@ -96,7 +131,6 @@ class StopRequest:
                     signal.signal(number, handler)
 
     def by(self, deadline: Deadline | None) -> None:
-        """Sets the deadline by which the run must have stopped; None: there is none."""
         self._deadline = deadline
         self._arm()
 
@@ -127,10 +161,9 @@ class StopRequest:
                 os.kill(os.getpid(), DUE)
 
     def check(self, processes: "Processes", before_step: bool = False) -> None:
-        """Raises StopNow in all processes if one of them was asked to stop. All processes must call this at the same point.
+        """Raises StopNow in all processes if one was asked to stop or, `before_step`, if another step would not end in time.
 
-        Args:
-            before_step: also stop if another step would not end before the deadline.
+        All processes must call this at the same point.
         """
         if not self.why and self.launched and os.getppid() != self._parent:
             self.why = "because its launcher is gone"
@@ -143,8 +176,7 @@ class StopRequest:
 
     @contextmanager
     def at_once(self, processes: "Processes") -> Iterator[None]:
-        """Lets a signal raise StopNow immediately inside the block, in which nothing may be trained. Applies to a single process
-        only.
+        """Lets a signal raise StopNow immediately inside the block, in which nothing may be trained, in a single process.
 
         With several processes, one that left would leave the others waiting in a collective: they stop at the next `check`.
         """

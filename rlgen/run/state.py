@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from rlgen.engines.base import model_shape
 from rlgen.errors import CheckpointError
 from rlgen.models.lora import adapter_tensors, config_of, is_adapted
-from rlgen.models.parts import part, part_like, part_of_stored, shape_of
-from rlgen.models.weights import model_tensors, own_tensors
+from rlgen.models.parts import first_copy, part, part_like, part_of_stored, shape_of, whole
+from rlgen.models.weights import gone_through, model_tensors, own_tensors
 
 SHARD_FILE = 64 << 20  # bytes
 
@@ -67,9 +67,6 @@ def load_weights(path: Path, model: PreTrainedModel) -> None:
     """Copies the weights in `path` into `model`, in place, so that the optimizer keeps its parameters.
 
     Reads one tensor at a time; of a sharded one only this process's shard, unless it is converted from others.
-
-    Raises:
-        CheckpointError: a weight is missing or has another shape.
     """
     missing = own_tensors(model)
     with ExitStack() as opened:
@@ -128,11 +125,7 @@ def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Loads what `save_shards` has written. Each process reads the shards that it holds now, whichever process wrote them.
-
-    Raises:
-        CheckpointException: a file is damaged or missing.
-    """
+    """Loads what `save_shards` has written. Each process reads the shards that it holds now, whichever process wrote them."""
     reader = sharded.HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
@@ -196,7 +189,6 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def set_random(states: dict[str, Tensor]) -> None:
-    """Restores the random states that `random_tensors` returned."""
     rest = json.loads(bytes(states["rest"].tolist()))
     version, gauss = rest["python"]
     random.setstate((version, tuple(states["python"].tolist()), gauss))
@@ -215,3 +207,42 @@ def seed_random(place: str) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+class Room:
+    """CPU buffers for the copies, reused by all saves, because allocating the memory takes longer than copying."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies tensors into contiguous CPU buffers; of sharded tensors, the local shard. The next save overwrites them."""
+        return {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        held = self._held.get(name)
+        if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+            if isinstance(tensor, DTensor):
+                held = self._held[name] = tensor.detach().to("cpu", copy=True)
+                return held
+            held = self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        part(held).copy_(part(tensor.detach()))
+        return held
+
+    def weights(self, model: PreTrainedModel, is_main: bool) -> dict[str, Tensor]:
+        """Returns copies of the weights that a checkpoint contains, in the main process; {} in others.
+
+        Sharded weights are gathered one tensor at a time, a collective in which all processes take part.
+        """
+        if is_adapted(model) or not is_sharded(model):  # an adapter is whole in each process
+            return self.copies(adapter_tensors(model) if is_adapted(model) else own_tensors(model)) if is_main else {}
+        tensors = ((name, whole(tensor)) for name, tensor in own_tensors(model).items())
+        with gone_through(tensors):
+            return {name: self._copy(name, tensor) for name, tensor in tensors} if is_main else {}
+
+    def moments(self, moments: Mapping[str, Tensor], is_main: bool) -> dict[str, Tensor]:
+        """Returns copies of what this process writes: shards that no earlier process holds; whole tensors in the main one."""
+        sharded = {name for name, tensor in moments.items() if isinstance(tensor, DTensor)}
+        writes = {name: first_copy(tensor) if name in sharded else is_main for name, tensor in moments.items()}
+        return self.copies({name: tensor for name, tensor in moments.items() if writes[name]})

@@ -15,7 +15,7 @@ from rlgen.recipe.models import EvalRecipe
 from rlgen.recipe.trainers import GRPORecipe
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.rollout.conversations import Dialogue
-from rlgen.run.best import Best
+from rlgen.run.directory import Best
 from rlgen.run.manifest import check_model_files
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.sync import send_weights

@@ -21,12 +21,11 @@ from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
-from rlgen.run.best import Best
-from rlgen.run.checkpoint import Checkpoints, little_space, saved_processes, seed_random
+from rlgen.run.checkpoint import Checkpoints, little_space, seed_random
 from rlgen.run.console import Console
-from rlgen.run.directory import RunDirectory
+from rlgen.run.directory import Best, RunDirectory
 from rlgen.run.health import Health, rules_of
-from rlgen.run.manifest import check_model_files
+from rlgen.run.manifest import check_model_files, read_manifest
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.sinks.open import Sinks, open_sinks
 from rlgen.sentinel.ladder import after_check_1, climb, summary
@@ -101,7 +100,7 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
             began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, unchanged))
         pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
         undo.callback(pair.close)
-        if attempt.checkpoint and (stored := saved_processes(attempt.checkpoint)) != processes.world:
+        if attempt.checkpoint and (stored := read_manifest(attempt.checkpoint).processes) != processes.world:
             console.say(f"the checkpoint is of {stored} processes, but {processes.world} run: some random states are new")
         between()
         console.say("sentinel: comparing engine and trainer …")

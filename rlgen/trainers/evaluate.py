@@ -17,8 +17,8 @@ from rlgen.rewards.score import Scorer
 from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.table import RowTable
-from rlgen.run.best import Best
-from rlgen.run.evaluation import evaluation_metrics
+from rlgen.run.directory import Best
+from rlgen.run.records import evaluation_metrics
 from rlgen.run.rollouts import Rollout, RolloutWriter
 from rlgen.sentinel.watch import Watch
 from rlgen.types import Group, Ragged, Sample, Samples, Sampling, Span

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from rlgen.cli.app import app
 from rlgen.cli.checkpoints import prune_command, verify_command
 from rlgen.errors import CheckpointError, UsageError
-from rlgen.run.best import pinned_step
 from rlgen.run.checkpoint_folder import CheckpointFolder
-from rlgen.run.directory import RunDirectory
+from rlgen.run.directory import RunDirectory, pinned_step
 from rlgen.run.manifest import seal
 
 Proof = Callable[[str], None]

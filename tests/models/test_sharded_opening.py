@@ -29,8 +29,7 @@ from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import base_digest, own_tensors
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
-from rlgen.run.snapshot import Room
-from rlgen.run.state import load_weights
+from rlgen.run.state import Room, load_weights
 from rlgen.setup.policy import build_policy, build_shards
 
 MIB = 1 << 20

@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from rlgen.errors import UsageError
 from rlgen.recipe import Recipe
+from rlgen.run.clock import as_clock, remaining
 from rlgen.run.console import (
     Console,
     Example,
@@ -19,7 +20,6 @@ from rlgen.run.console import (
     takes_live_view,
 )
 from rlgen.run.live import LiveConsole
-from rlgen.run.pace import as_clock, remaining
 
 RECORD = {
     "step": 12,

@@ -10,7 +10,7 @@ from helpers.samples import make_sample
 from rlgen.processes import Processes
 from rlgen.rollout.table import RowTable
 from rlgen.run.estimates import Estimate, mean_of_prompts, pass_at_k, student
-from rlgen.run.evaluation import evaluation_metrics, powers_of_two
+from rlgen.run.records import evaluation_metrics
 from rlgen.types import Samples
 
 
@@ -108,7 +108,9 @@ def test_metrics_of_an_evaluation() -> None:
     assert (found["eval/reward/unscored"], found["eval/reward/right/failed"], found["eval/prompts"]) == (1, 1, 2)
     assert (found["eval/completions/mean_tokens"], found["eval/completions/truncated"]) == (1.5, 1 / 8)
     assert evaluation_metrics(table, 4, 0.25)["eval/pass@1"] == pytest.approx((1 / 4 + 1) / 2), "the threshold"
-    assert list(powers_of_two(6)) == [1, 2, 4] and "eval/pass@8" not in found
+    assert "eval/pass@4" in found and "eval/pass@8" not in found
+    of_six = evaluation_metrics(table, 6, 1.0)
+    assert [k for k in range(1, 9) if f"eval/pass@{k}" in of_six] == [1, 2, 4]
 
 
 def test_a_sum_of_rewards_reaches_a_threshold_whatever_the_rounding() -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from helpers.runs import RECIPE, make_run, merge
+from live_picture import draw
 from rich.text import Text
 
 from rlgen.recipe import Recipe
 from rlgen.run.console import Example
-from rlgen.run.live import BAD, DOUBTFUL, GROUPS, SAMPLES, WELL, View, curve, live
+from rlgen.run.live import BAD, DOUBTFUL, GROUPS, SAMPLES, WELL, View, curve
 
 STEP: dict[str, Any] = {
     "reward/mean": 0.5,
@@ -128,7 +129,7 @@ def test_missing_steps_and_values() -> None:
 
 def test_a_picture_of_a_recorded_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", steps=6)
-    live(run, tmp_path / "live.svg")
+    draw(run, tmp_path / "live.svg")
     picture = (tmp_path / "live.svg").read_text()
     said = re.sub("<[^>]*>", "", picture).replace("&#160;", " ")
     assert picture.startswith("<svg") and "step 6/6" in said and "agreement" in said

@@ -21,7 +21,7 @@ from rlgen.run import writing
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.manifest import check_files
 from rlgen.run.signals import StopRequest
-from rlgen.run.snapshot import Room
+from rlgen.run.state import Room
 from rlgen.trainers.collect import Collector
 from rlgen.types import Position
 

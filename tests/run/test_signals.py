@@ -29,9 +29,8 @@ from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock, writing
 from rlgen.run.checkpoint import Checkpoints, seed_random
 from rlgen.run.console import Console
-from rlgen.run.deadline import LEAST, MARGIN, Deadline
-from rlgen.run.signals import StopNow, StopRequest
-from rlgen.run.snapshot import Room
+from rlgen.run.signals import LEAST, MARGIN, Deadline, StopNow, StopRequest
+from rlgen.run.state import Room
 from rlgen.setup import attempt, pair, policy, trainer
 from rlgen.trainers import loop
 from rlgen.trainers.collect import Collector

@@ -21,10 +21,8 @@ from rlgen.errors import SetupError
 from rlgen.recipe.sinks import MlflowSink, TensorboardSink
 from rlgen.run.compare import first_difference
 from rlgen.run.sinks import open as opening
-from rlgen.run.sinks import sink as thread
-from rlgen.run.sinks.base import LONGEST_TEXT, Opening, Table, read_table
-from rlgen.run.sinks.open import Sinks, numbers_of
-from rlgen.run.sinks.sink import ROOM, Sink
+from rlgen.run.sinks.open import ROOM, Sink, Sinks, numbers_of
+from rlgen.run.sinks.worker import LONGEST_TEXT, Opening, Table, read_table
 from rlgen.setup.attempt import train
 from rlgen.setup.options import TrainOptions
 
@@ -61,7 +59,7 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.setattr(opening, "PATIENCE", HANGS)
-        patch.setattr(thread, "ANSWER", HANGS)
+        patch.setattr(opening, "ANSWER", HANGS)
         trained(folder, sinks_of(folder), steps=2)
         return trained(folder, sinks_of(folder), resume=True)
 
@@ -222,7 +220,7 @@ def test_a_tracker_that_breaks_in_mid_run_changes_nothing(
     proof: Callable[[str], None],
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setattr(thread, "START", thread.START.replace("main()", f"import breaking; breaking.arm({how!r}); main()"))
+    monkeypatch.setattr(opening, "START", opening.START.replace("main()", f"import breaking; breaking.arm({how!r}); main()"))
     monkeypatch.setattr(opening, "PATIENCE", 2.0 if how == "hangs" else HANGS)
     run = trained(tmp_path, sinks_of(tmp_path))
     assert first_difference(plain, run) is None
@@ -243,7 +241,7 @@ def sink(folder: Path, say: Callable[[str], None], **order: Any) -> Sink:
 
 
 def test_a_library_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread, "START", "import time; time.sleep(1e6)")
+    monkeypatch.setattr(opening, "START", "import time; time.sleep(1e6)")
     said: list[str] = []
     hanging = sink(tmp_path, said.append)
     hanging.answer = 0.1
@@ -273,7 +271,7 @@ def test_a_killed_run_is_told_to_the_tracker(tmp_path: Path) -> None:
     """The process of a sink ends by itself when the run is gone."""
     order = sink(tmp_path, print).opening
     text = json.dumps({**order, "opening": {**order["opening"], "id": None}}) + "\n"
-    command = [sys.executable, "-uP", "-c", thread.START, json.dumps(sys.path)]
+    command = [sys.executable, "-uP", "-c", opening.START, json.dumps(sys.path)]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=HANGS)
     assert json.loads(done.stdout) == {"id": str(tmp_path / "tensorboard")}
     cells = accumulated(tmp_path / "tensorboard").Tensors("state")[0].tensor_proto.string_val

@@ -22,7 +22,7 @@ from rlgen.rewards.early import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.run.snapshot import Room
+from rlgen.run.state import Room
 from rlgen.setup import trainer
 from rlgen.trainers import loop, update
 from rlgen.trainers.update import Updater

@@ -11,7 +11,7 @@ from mlflow.entities import Metric, Param, RunTag
 
 from rlgen.recipe.sinks import MlflowSink
 from rlgen.recipe.yaml import by_key
-from rlgen.run.sinks.base import Numbers, Opening, Table
+from rlgen.run.sinks.worker import Numbers, Opening, Table
 
 AT_ONCE = 100  # parameters and metrics of one request; a server takes 100 parameters and 1000 metrics
 LONGEST = 500  # characters of a parameter; older servers take no more
@@ -19,30 +19,22 @@ ENDED = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker:
-    """One run of MLflow."""
-
     def __init__(self, sink: MlflowSink, opening: Opening) -> None:
         self.client = MlflowClient(sink.uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns")
         if opening.id is None:
             found = self.client.get_experiment_by_name(sink.experiment)
             experiment = self.client.create_experiment(sink.experiment) if found is None else found.experiment_id
-            self._id = self.client.create_run(experiment, tags=sink.tags, run_name=opening.name).info.run_id
+            self.id: str = self.client.create_run(experiment, tags=sink.tags, run_name=opening.name).info.run_id
             values = list(by_key(opening.config["recipe"]).items())
             for start in range(0, len(values), AT_ONCE):
                 params = [Param(accepted(key), as_text(value)) for key, value in values[start : start + AT_ONCE]]
                 self.client.log_batch(self.id, params=params)
         else:
-            self._id = opening.id
+            self.id = opening.id
             self.client.update_run(self.id, status="RUNNING")
         self.client.log_dict(self.id, opening.config, f"rlgen/from_step_{opening.step + 1:06d}.json")
 
-    @property
-    def id(self) -> str:
-        """Returns the id of the run."""
-        return self._id
-
     def metrics(self, step: int, numbers: Numbers) -> None:
-        """Logs the numbers at a step."""
         now, found = int(time.time() * 1000), list(numbers.items())
         for start in range(0, len(found), AT_ONCE):
             batch = [Metric(accepted(key), value, now, step) for key, value in found[start : start + AT_ONCE]]
@@ -65,5 +57,4 @@ def accepted(name: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Returns the value of a parameter: a text as it is, anything else as JSON."""
     return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))[:LONGEST]

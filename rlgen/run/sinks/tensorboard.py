@@ -14,15 +14,16 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rlgen.recipe.sinks import TensorboardSink
-from rlgen.run.sinks.base import Numbers, Opening, Table
+from rlgen.run.sinks.worker import Numbers, Opening, Table
 
 
 class TensorboardTracker:
     """A folder of event files, one for each attempt of a run. Numbers have 32 bits there."""
 
     def __init__(self, sink: TensorboardSink, opening: Opening) -> None:
-        self.folder = Path(sink.folder) / opening.name if sink.folder else Path(opening.folder) / "tensorboard"
-        self.writer = EventFileWriter(str(self.folder))
+        folder = Path(sink.folder) / opening.name if sink.folder else Path(opening.folder) / "tensorboard"
+        self.id = str(folder)  # an attempt that goes on adds a file to it
+        self.writer = EventFileWriter(self.id)
         # Readers drop what an earlier attempt wrote of steps from this one on: they are trained again.
         self._write(opening.step + 1, session_log=SessionLog(status=SessionLog.START))
         for name, facts in opening.config.items():
@@ -35,7 +36,8 @@ class TensorboardTracker:
     def _text(self, tag: str, step: int, rows: Sequence[Sequence[str]]) -> None:
         """Writes a table of texts. Each is a block of code: otherwise it would be shown as Markdown."""
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(rows)), TensorShapeProto.Dim(size=len(rows[0]))])
-        cells = [as_code(cell).encode("utf-8", "replace") for row in rows for cell in row]
+        codes = ["    " + cell.replace("\n", "\n    ") for row in rows for cell in row]
+        cells = [code.encode("utf-8", "replace") for code in codes]
         value = Summary.Value(
             tag=tag,
             metadata=create_summary_metadata(display_name=tag, description=""),
@@ -43,26 +45,13 @@ class TensorboardTracker:
         )
         self._write(step, summary=Summary(value=[value]))
 
-    @property
-    def id(self) -> str:
-        """Returns the folder: an attempt that goes on adds a file to it."""
-        return str(self.folder)
-
     def metrics(self, step: int, numbers: Numbers) -> None:
-        """Writes the numbers as scalars."""
         self._write(step, summary=Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]))
 
     def samples(self, step: int, table: Table) -> None:
-        """Writes a table of texts with the tag `samples`."""
         rows = [["" if cell is None else str(cell) for cell in row] for row in table.rows]
         self._text("samples", step, [list(table.columns), *rows])
 
     def end(self, state: str, exit_code: int) -> None:
-        """Writes the state as a text, and closes the file."""
         self._text("state", 0, [[f"{state}, exit code {exit_code}"]])
         self.writer.close()
-
-
-def as_code(text: str) -> str:
-    """Returns a text as a code block of Markdown."""
-    return "\n".join(f"    {line}" for line in text.split("\n"))

@@ -7,14 +7,12 @@ from typing import Any
 import trackio
 
 from rlgen.recipe.sinks import TrackioSink
-from rlgen.run.sinks.base import Numbers, Opening, Table
+from rlgen.run.sinks.worker import Numbers, Opening, Table
 
 LEVELS = {"done": trackio.AlertLevel.INFO, "stopped": trackio.AlertLevel.WARN, "failed": trackio.AlertLevel.ERROR}
 
 
 class TrackioTracker:
-    """One run of trackio."""
-
     def __init__(self, sink: TrackioSink, opening: Opening) -> None:
         self.failures: list[str] = []
         warnings.showwarning = self._heard  # type: ignore[assignment]  # its other arguments are not needed
@@ -28,6 +26,7 @@ class TrackioTracker:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+        self.id = str(self.run.id)
         if opening.id not in (None, self.id):
             raise RuntimeError(
                 f"project {sink.project} has a newer run called {opening.name}, which is not this one; set another `name` for"
@@ -35,22 +34,14 @@ class TrackioTracker:
             )
 
     def _heard(self, message: Warning | str, category: type[Warning], *_: Any) -> None:
-        """Notes a warning of trackio. Deprecations do not count as failures."""
-        if issubclass(category, UserWarning):
+        if issubclass(category, UserWarning):  # deprecations are no failures
             self.failures.append(str(message))
 
     def _raise(self) -> None:
-        """Raises RuntimeError with the first warning that was heard."""
         if self.failures:
             raise RuntimeError(self.failures[0])
 
-    @property
-    def id(self) -> str:
-        """Returns the id of the run in its project."""
-        return str(self.run.id)
-
     def metrics(self, step: int, numbers: Numbers) -> None:
-        """Logs the numbers at a step."""
         self.run.log(dict(numbers), step=step)
         self._raise()
 

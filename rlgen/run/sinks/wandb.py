@@ -5,7 +5,7 @@ import uuid
 import wandb
 
 from rlgen.recipe.sinks import WandbSink
-from rlgen.run.sinks.base import Numbers, Opening, Table
+from rlgen.run.sinks.worker import Numbers, Opening, Table
 
 
 class WandbTracker:
@@ -25,23 +25,16 @@ class WandbTracker:
             mode=sink.mode,
             settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True, x_disable_stats=True),
         )
+        self.id = self.run.id
         self.run.define_metric("*", step_metric="step")
 
-    @property
-    def id(self) -> str:
-        """Returns the id of the run in its project."""
-        return self.run.id
-
     def metrics(self, step: int, numbers: Numbers) -> None:
-        """Logs the numbers as one row."""
         self.run.log({"step": step, **numbers})
 
     def samples(self, step: int, table: Table) -> None:
-        """Logs a table under the key `samples`."""
         self.run.log({"step": step, "samples": wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])})
 
     def end(self, state: str, exit_code: int) -> None:
-        """Writes the state into the summary, sends what is queued, and ends the service process of wandb."""
         self.run.summary["state"] = state
         self.run.finish(exit_code=exit_code)
-        wandb.teardown(exit_code)
+        wandb.teardown(exit_code)  # ends the service process of wandb

@@ -1,25 +1,88 @@
 """Runs one tracker in a process of its own: takes orders from standard input, one JSON object a line, and answers each.
 
 The library is imported only here. So it shares neither memory, locks, signals, environment nor screen with the run, and can be
-killed when it hangs.
+killed when it hangs. torch is not imported.
 """
 
 import json
 import os
 import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import pyarrow as pa
 from pydantic import TypeAdapter
 
+from rlgen.errors import CheckpointError
 from rlgen.recipe.sinks import MlflowSink, SinkRecipe, TensorboardSink, TrackioSink
-from rlgen.run.sinks.base import Opening, Tracker, read_table
+from rlgen.rollout.read import read_rollouts
 
 INTERRUPTED = 70  # exit code that a tracker gets if the run was killed
+LONGEST_TEXT = 10_000  # characters of a prompt or a completion that are sent
+COLUMNS = ("prompt", "completion", "finish_reason", "rewards", "reward", "advantage")
+
+Numbers = Mapping[str, float | int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """The first record that a tracker gets. Opening(name="demo", folder="runs/demo/sinks", id=None, step=0, config={…})"""
+
+    name: str  # of the run in the tracker
+    folder: str  # in the run's folder, for files of trackers
+    id: str | None  # given by the tracker to an earlier attempt of the run; None: there was none
+    step: int  # after which this attempt starts
+    config: dict[str, Any]  # {"recipe": …, "provenance": …}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Some samples of a step, as cells of texts and numbers. Table(columns=["prompt", …], rows=[["1 + 1", …], …])"""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | None]]
+
+
+class Tracker(Protocol):
+    """One run in a tracker. Every method may raise whatever the library raises."""
+
+    id: str  # what the tracker needs to resume this run
+
+    def metrics(self, step: int, numbers: Numbers) -> None:
+        """Sends the metrics of a step."""
+
+    def samples(self, step: int, table: Table) -> None:
+        """Sends samples of a step."""
+
+    def end(self, state: str, exit_code: int) -> None:
+        """Ends the run in the tracker, and returns when everything is sent. `state`: done, stopped or failed."""
+
+
+def read_table(path: Path, most: int) -> Table | None:
+    """Returns at most `most` samples of a step, evenly from all of them; None if rollouts.keep has deleted them meanwhile."""
+    try:
+        found = read_rollouts(path, columns=COLUMNS)
+    except CheckpointError:
+        return None
+    count = len(found)
+    rows = found.take(pa.array([place * count // most for place in range(most)] if count > most else range(count), pa.int64()))
+    columns: dict[str, list[Any]] = {}
+    for name in rows.column_names:
+        values = rows[name].to_pylist()
+        if name == "rewards":
+            columns |= {f"reward/{label}": [row[label] for row in values] for label in (values[0] if values else ())}
+        else:
+            columns[name] = [shortened(value) if isinstance(value, str) else value for value in values]
+    return Table(columns=list(columns), rows=[list(row) for row in zip(*columns.values(), strict=True)])
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
 
 
 def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
-    """Opens the run in the tracker that a sink of the recipe names."""
     sink: SinkRecipe = TypeAdapter[SinkRecipe](SinkRecipe).validate_python(settings)
     if isinstance(sink, TrackioSink):
         from rlgen.run.sinks.trackio import TrackioTracker
@@ -39,7 +102,6 @@ def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
 
 
 def carry_out(tracker: Tracker, order: dict[str, Any]) -> None:
-    """Carries out an order."""
     match order["what"]:
         case "metrics":
             tracker.metrics(order["step"], order["numbers"])
