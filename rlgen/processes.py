@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -131,9 +131,7 @@ class Processes:
         return [part.numpy().tobytes()[: int(size)] for part, size in zip(received, sizes, strict=True)]
 
     def gather_rows(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Returns the rows of all processes, in order of rank.
-
-        Meant for rows of a few numbers: every process receives all of them.
+        """Returns the rows of all processes, in order of rank; for rows of a few numbers: every process receives all of them.
 
         Args:
             rows: [b] of one structured or plain dtype, the same in all processes.
@@ -202,35 +200,20 @@ class Processes:
         self.gather_all(lambda: kept.append(work()), has_collectives, keepalive)
         return kept[0]
 
-    def on_main(self, work: Callable[[], T]) -> T:
+    def on_main(self, work: Callable[[], T], keepalive: bool = False) -> T:
         """Runs `work` in the main process and returns its result, or raises its error, in every process."""
-        box = [self.run_all(lambda: work() if self.is_main else None)]
+        box = [self.run_all(lambda: work() if self.is_main else None, keepalive=keepalive)]
         if self.world > 1:  # a gather would give each process `world` copies, and a journal is large
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """Runs `work` in the main process as `on_main` does, for work that may take longer than `timeout`.
-
-        The main process runs it in a thread and meanwhile exchanges keep-alive messages with the others, four in each `timeout`.
-        """
-        if self.world == 1:
-            return work()
-        aside = ThreadPoolExecutor(max_workers=1)
-        try:
-            working = aside.submit(work) if self.is_main else None
-            done = False
-            while not done:
-                if working is not None:
-                    wait([working], timeout=self.timeout / 4)
-                done = self.any(working is not None and working.done())
-            return self.on_main(lambda: working.result() if working is not None else None)  # type: ignore[return-value]
-        finally:
-            aside.shutdown(wait=False)  # a process that must stop at once does not wait for the thread
+        """Runs `work` in the main process as `on_main` does, for work that may take longer than `timeout`."""
+        return self.on_main(work, keepalive=True)
 
     @contextmanager
     def _heard_of(self) -> Iterator[None]:
-        """Exchanges keep-alive messages from a thread while the block runs in the calling thread.
+        """Exchanges keep-alive messages, four in each `timeout`, from a thread while the block runs in the calling one.
 
         The block is left only when the blocks of all processes have ended.
         """
@@ -259,10 +242,7 @@ class Processes:
         return process is None or not alive(process)
 
     def main_first(self, work: Callable[[], T]) -> T:
-        """Runs `work` in every process, in the main process before the others.
-
-        The main process fills caches and folders that the others then find.
-        """
+        """Runs `work` in every process, in the main process first: it fills caches and folders that the others then find."""
         if self.world == 1:
             return work()
         first = self.run_all(lambda: work() if self.is_main else None)
@@ -334,7 +314,7 @@ class Processes:
         return error
 
     def _first_failure(self) -> dict[str, Any] | None:
-        """Returns the record of the first failure from the store, or None if none appears within PATIENCE seconds."""
+        """Returns the record of the first failure, or None if none appears within PATIENCE seconds."""
         assert self.store is not None
         deadline = time.monotonic() + PATIENCE
         while not self.store.check([FIRST]):
@@ -345,10 +325,7 @@ class Processes:
         return first
 
     def _kill_unresponsive(self) -> None:
-        """Kills the processes of this machine that neither end nor write to the store within HANGING seconds.
-
-        Their work is lost already.
-        """
+        """Kills the processes of this machine that neither end nor write to the store within HANGING seconds."""
         assert self.store is not None
         deadline = time.monotonic() + HANGING
         for rank in set(range(self.world)) - {self.rank}:
@@ -369,10 +346,7 @@ class Processes:
             return None
 
     def reports_end(self) -> bool:
-        """Returns whether this process records how the run ended.
-
-        That is the main process or, if that has ended, any other process on the same machine.
-        """
+        """Returns whether this process records how the run ended: the main one or, if that has ended, any on its machine."""
         return self.is_main or self.has_gone(0)
 
     def close(self) -> None:

@@ -30,11 +30,6 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
 
     Args:
         out: the HTML file; the PNG file is beside it, with its own suffix.
-
-    Raises:
-        UsageError: there are fewer than two runs, no run is there, one is named twice, or none has measured the metric.
-        SetupError: `png`, and matplotlib is not installed.
-        CheckpointError: a file cannot be written.
     """
     runs = runs_of(names)
     comparison = compare(runs, metric, by)
@@ -53,7 +48,7 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
 
 
 def runs_of(names: Sequence[Path]) -> list[Run]:
-    """Returns the runs with their states, also of those that were killed and could not write it. Raises UsageError."""
+    """Returns the runs with their states, also of those that were killed and could not write it."""
     paths = [find_run(name) for name in names]
     if len(paths) < 2:
         raise UsageError(f"compare: {names[0]} is the only run; name two or more")
@@ -95,7 +90,6 @@ def as_object(comparison: Comparison, by: By) -> dict[str, Any]:
 
 
 def bounds(value: Interval | float | None) -> dict[str, float | None]:
-    """Returns an estimate with the ends of its interval, if it has one."""
     if isinstance(value, Interval):
         return {"mean": value.value, "low": value.low, "high": value.high}
     return {"mean": value, "low": None, "high": None}
@@ -119,7 +113,6 @@ def verdict_object(verdict: Verdict) -> dict[str, Any]:
 
 
 def show(comparison: Comparison, by: By) -> None:
-    """Prints a comparison for people."""
     page = page_for_terminal(whole_lines=False)
     letters = {group.letter: style for group, style in zip(comparison.groups, cycle(STYLES), strict=False)}
     runs = table(["", "runs", "seeds", "steps", f"{comparison.metric}, last quarter"])

@@ -29,7 +29,6 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
 
     Raises:
         SentinelError: a check failed.
-        RlgenError: the parts cannot be opened.
     """
     launch, load = Launch.of(os.environ), partial(load_recipe, path, overrides)
     if launch.world == 1:
@@ -57,7 +56,7 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
 
 
 def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, processes: "Processes") -> None:
-    """Runs the checks, compares the results with the stored baseline, and prints both. Raises as `doctor_command` does."""
+    """Runs the checks, compares the results with the stored baseline, and prints both."""
     from rlgen.models.tiny import cache_dir
     from rlgen.run.baseline import Baselines
     from rlgen.sentinel.verdict import failed
@@ -116,7 +115,7 @@ def numbers(rung: "Rung") -> str:
 
 
 def versions_of(engine: str, runner: str | None) -> Mapping[str, str]:
-    """Returns the versions and the device that a baseline depends on: engine, its model runner, torch, transformers, device."""
+    """Returns the versions and the device that a baseline depends on."""
     import torch
     import transformers
 
