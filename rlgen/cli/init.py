@@ -13,12 +13,7 @@ SCHEMA = "recipe.schema.json"  # as the first line of the recipe names it
 
 
 def init_command(folder: Path) -> None:
-    """Writes recipe, rewards, data and the schema of recipes into a folder, which is new or empty.
-
-    Raises:
-        UsageError: the folder is a file, or not empty.
-        CheckpointError: it cannot be written.
-    """
+    """Writes recipe, rewards, data and the schema of recipes into a folder, which is new or empty."""
     names = sorted(path.name for path in STARTER.iterdir() if path.is_file())
     try:
         if folder.exists() and not folder.is_dir():

@@ -26,11 +26,14 @@ def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool
     if resolved:
         echo(dump_recipe(loaded.recipe), nl=False, exact=True)
         return
-    values = values_of(loaded.recipe)
+    values = by_key(loaded.recipe.model_dump(mode="json"))
     if as_json:
         echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}))
         return
-    said = sentences_of(loaded.recipe)
+    said = sentences(loaded.recipe)
+    if loaded.recipe.task is not None:
+        options = TASKS[loaded.recipe.task].model_validate(loaded.recipe.data.options or {})
+        said |= sentences(options, "data.options.")
     shown: set[str] = set()  # sections
     for key, value in values.items():
         parts = key.split(".")
@@ -49,22 +52,8 @@ def folded(text: str, first: str, rest: str) -> str:
     return wrapper.fill(text)
 
 
-def sentences_of(recipe: Recipe) -> dict[str, str]:
-    """Returns the description of every key by its dotted path, with the options of a `task:` source."""
-    found = sentences(recipe)
-    if recipe.task is not None:
-        options = TASKS[recipe.task].model_validate(recipe.data.options or {})
-        found |= sentences(options, "data.options.")
-    return found
-
-
 def schema_command(out: Path | None) -> None:
-    """Prints the JSON Schema of recipes, or writes it into a file.
-
-    Raises:
-        UsageError: the file does not end in .json, and may be the recipe.
-        CheckpointError: it cannot be written.
-    """
+    """Prints the JSON Schema of recipes, or writes it into a file."""
     if out is None:
         echo(schema_text(), nl=False, exact=True)
         return
@@ -79,11 +68,6 @@ def schema_text() -> str:
     return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-def values_of(recipe: Recipe) -> dict[str, object]:
-    """Returns the values by dotted key: {"run.name": "demo", ...}."""
-    return by_key(recipe.model_dump(mode="json"))
-
-
 def recipes_folder() -> Path:
     """Returns the folder of the shipped recipes: in the package if rlgen is installed, beside it in a checkout."""
     package = Path(rlgen.__file__).parent
@@ -93,26 +77,17 @@ def recipes_folder() -> Path:
 
 def list_command(as_json: bool) -> None:
     """Lists the shipped recipes with their first comment, what each needs and how long it takes."""
-    found = {path.stem: first_comment(path) for path in sorted(recipes_folder().glob("*.yaml"))}
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(recipes_folder().glob("*.yaml"))}
+    found = {name: text.split("\n", 1)[0].lstrip("# ") for name, text in texts.items()}
     if as_json:
         echo(json.dumps(found))
         return
     width = max(map(len, found), default=0)
     for name, what in found.items():
         echo(folded(f"{name:<{width}}  {what}", "", " " * (width + 2)))
-        needs, time = (said_of(recipes_folder() / f"{name}.yaml", key) for key in ("Needs", "Time"))
-        echo(folded(f"needs {re.split('[;:.] ', needs)[0]}; time: {time}", " " * (width + 2), " " * (width + 2)))
-
-
-def said_of(path: Path, key: str) -> str:
-    """Returns what the comments at the top of a recipe say after `key`; "not said" if nothing."""
-    found = re.search(rf"^# {key}: *(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else "not said"
-
-
-def first_comment(path: Path) -> str:
-    """Returns the first line of a file without its `#`."""
-    return path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
+        said = dict(re.findall(r"^# (Needs|Time): *(.+)$", texts[name], re.MULTILINE))
+        needs = re.split("[;:.] ", said.get("Needs", "not said"))[0]
+        echo(folded(f"needs {needs}; time: {said.get('Time', 'not said')}", " " * (width + 2), " " * (width + 2)))
 
 
 def copy_command(name: str, path: Path | None) -> None:

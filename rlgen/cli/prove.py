@@ -32,10 +32,6 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
 
     It leaves no process behind, however it ends. The folder with both runs remains if they differ, if one fails, or if this
     process is killed.
-
-    Raises:
-        UsageError: there are too few steps, or the recipe needs a launcher.
-        CheckpointError: the two runs differ, or one of them failed.
     """
     loaded = load_recipe(recipe, overrides)
     steps = STEPS if max_steps is None else max_steps
@@ -46,7 +42,9 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
         raise UsageError("--prove-resume starts one process: add --set processes.count=1")
     beside = (run_dir or loaded.recipe.run_path).expanduser().resolve()
     beside.parent.mkdir(parents=True, exist_ok=True)
-    settings = [*overrides, f"checkpoint.every={every}", *fitted(loaded, steps)]
+    settings = [*overrides, f"checkpoint.every={every}"]
+    if loaded.recipe.optim.warmup_steps >= steps:
+        settings.append(f"optim.warmup_steps={steps - 1}")
     with stoppable():
         folder = Path(tempfile.mkdtemp(prefix=f"{beside.name}.prove-resume-", dir=beside.parent))
         try:
@@ -83,11 +81,6 @@ def command(recipe: Path, settings: Sequence[str], steps: int, directory: Path) 
     return [*words, *(word for setting in settings for word in ("--set", setting))]
 
 
-def fitted(loaded: LoadedRecipe, steps: int) -> list[str]:
-    """Returns overrides for settings that do not fit into a run this short."""
-    return [f"optim.warmup_steps={steps - 1}"] if loaded.recipe.optim.warmup_steps >= steps else []
-
-
 def run(words: Sequence[str], log: Path) -> None:
     """Runs a command with its output in `log`. Raises CheckpointError if it fails."""
     with log.open("w", encoding="utf-8") as file, started(words, file) as process:
@@ -117,11 +110,8 @@ def end_with_parent() -> None:
 
 
 def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path, patience: float) -> str:
-    """Starts a run and kills it before its last checkpoint, as soon as the journal has an answer of that step; returns a
-    description.
-
-    Raises:
-        CheckpointError: the run ended before it could be killed, or did not reach that step within `patience` seconds.
+    """Starts a run and kills it before its last checkpoint, as soon as the journal has an answer of that step. Returns when it
+    was killed, in words. Raises CheckpointError if it could not be killed, or did not get there within `patience` seconds.
     """
     step = every * (steps // every) if steps // every > 1 else steps
     for attempt in range(1, TRIES + 1):

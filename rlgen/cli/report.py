@@ -8,13 +8,7 @@ from rlgen.run.find import find_run
 
 
 def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_json: bool) -> None:
-    """Writes `report.html`, with `png` also the curves beside it, and prints where they are.
-
-    Raises:
-        UsageError: no run is there.
-        SetupError: `png`, and matplotlib is not installed.
-        CheckpointError: a file of the run is damaged, or the report cannot be written.
-    """
+    """Writes `report.html`, with `png` also the curves beside it, and prints where they are."""
     from rlgen.analysis.charts import charts_of
     from rlgen.analysis.png import chosen, write_png
     from rlgen.analysis.report import write_report
