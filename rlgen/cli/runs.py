@@ -16,11 +16,7 @@ UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def runs_command(folder: Path, as_json: bool) -> None:
-    """Prints a line for each run in a folder, newest first: state, step, reward, evaluation, age.
-
-    Raises:
-        UsageError: there is no such folder, or it is a run itself.
-    """
+    """Prints a line for each run in a folder, newest first: state, step, reward, evaluation, age."""
     if holds_run(folder):
         raise UsageError(f"{folder} is a run; `rlgen status {folder}` prints its state")
     if not folder.is_dir():

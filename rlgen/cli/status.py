@@ -80,7 +80,6 @@ def follow_steps(path: Path, as_json: bool) -> None:
 
 
 def print_status(path: Path, found: Mapping[str, Any]) -> None:
-    """Prints the state of a run in words."""
     said = f"exit code {found['exit_code']}" if found["exit_code"] is not None else f"process {found['pid']}"
     ago = f"{time.time() - found['time']:.0f} s ago" if found["time"] is not None else "at an unknown time"
     left = "" if found["remaining"] is None else f", {as_clock(found['remaining'])} left"
@@ -114,9 +113,6 @@ def status_of(path: Path) -> dict[str, Any]:
     - `rewards`: the last mean of each reward by name
 
     A killed run cannot write how it ended, but the kernel releases its lock: `state` is then "killed".
-
-    Raises:
-        UsageError: no run is there.
     """
     if not (path / "resolved.yaml").is_file():
         raise UsageError(f"{path} holds no run; name the folder of a run, run.dir/run.name of its recipe")
@@ -130,22 +126,17 @@ def status_of(path: Path) -> dict[str, Any]:
     evaluated = [record for record in records if Metric.EVAL_REWARD_MEAN in record]
     steps = [record for record in records if record[Metric.STEP]]
     rewards = [number_of(record, Metric.REWARD_MEAN) for record in steps]
+    newest = steps[-1] if steps else {}
     return {
         **found,
         "alive": alive,
-        "last": last_metrics(path / "metrics.jsonl"),
+        "last": records[-1] if records else None,
         "evaluation": evaluated[-1] if evaluated else None,
         "best_checkpoint": pinned_step(path),
         "remaining": remaining(seconds_of(records), found["steps"] - found["step"]) if alive else None,
         "trend": {"first": tenth(rewards, last=False), "last": tenth(rewards, last=True)},
-        "rewards": rewards_by_name(steps[-1]) if steps else {},
+        "rewards": {key.split("/", 1)[1].removesuffix("/mean"): newest[key] for key in Family.REWARD_MEAN.keys(newest)},
     }
-
-
-def rewards_by_name(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the mean of each reward in a record of the metrics."""
-    before, after = Family.REWARD_MEAN.value.split("<name>")
-    return {key.removeprefix(before).removesuffix(after): record[key] for key in Family.REWARD_MEAN.keys(record)}
 
 
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -172,15 +163,3 @@ def in_use(path: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-def last_metrics(file: Path) -> dict[str, Any] | None:
-    """Returns the last complete record of a metrics file; None if there is none."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    for line in reversed(lines):
-        try:
-            record: dict[str, Any] = json.loads(line)
-            return record
-        except ValueError:  # incomplete: the process was killed while writing
-            continue
-    return None

@@ -16,11 +16,6 @@ def warm_start_command(path: Path, model: str, out: Path | None, accuracy: float
         model: the model to start from.
         out: another folder to write.
         accuracy: share of sampled answers that are right at the end.
-
-    Raises:
-        UsageError: the recipe names no column of answers or no folder, or the folder exists.
-        SetupError: the model cannot be loaded, or does not learn it.
-        CheckpointError: the folder cannot be written.
     """
     recipe = load_recipe(path).recipe
     if recipe.task is None and recipe.data.columns.answer is None:
