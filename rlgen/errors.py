@@ -186,7 +186,7 @@ class Stopped(RlgenError):
         super().__init__(message)
 
 
-# What an exit code means, in a few words. `rlgen docs exit-codes` says more.
+# In a few words; `rlgen docs exit-codes` says more.
 EXIT_CODES = {
     0: "done",
     2: "a mistake on the command line or in the recipe",

@@ -1,4 +1,4 @@
-"""Holds the process group of a run: collectives that time out, and the report of the first error.
+"""The process group of a run: collectives that time out, and the report of the first error.
 
 Three rules keep the processes from deadlocking. Every rank makes the same calls in the same order: a value that decides the
 order, such as a verdict or a request to stop, is gathered first. Work that may fail in one process runs inside `gather_all`, so
@@ -71,12 +71,12 @@ class Processes:
         """
         rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         if on_gpu and local >= torch.cuda.device_count():
             raise ProcessError(
                 f"process {rank} is number {local} of its machine, which has {torch.cuda.device_count()} GPUs: start one process"
                 " for each GPU"
             )
-        device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
         if os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # all on this machine: no other one needs to reach them
@@ -99,7 +99,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Returns whether this process has rank 0, the rank that writes files and prints."""
+        """Whether this process has rank 0, which writes files and prints."""
         return self.rank == 0
 
     def gather(self, items: Sequence[T]) -> list[T]:
@@ -141,10 +141,7 @@ class Processes:
         return np.concatenate([np.frombuffer(part, dtype=rows.dtype) for part in self._gather_bytes(rows.tobytes())])
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Sends `parts[rank]` to each process and returns what each process sent to this one, in order of rank (all-to-all).
-
-        The part that a process keeps for itself is not sent.
-        """
+        """Sends `parts[rank]` to each other process and returns what each sent to this one, in order of rank (all-to-all)."""
         if self.world == 1:
             return list(parts)
         # [sender, receiver]; `gather` is cheap here, and it checks that all processes come to this line.
@@ -224,22 +221,18 @@ class Processes:
                 pass
 
         aside = ThreadPoolExecutor(max_workers=1)
+        telling = aside.submit(tell)
+        aside.shutdown(wait=False)  # a process that must stop at once does not wait for the thread
         try:
-            telling = aside.submit(tell)
-            try:
-                yield
-            finally:
-                ready.set()
-            telling.result()
+            yield
         finally:
-            aside.shutdown(wait=False)  # a process that must stop at once does not wait for the thread
+            ready.set()
+        telling.result()
 
     def has_gone(self, rank: int) -> bool:
         """Returns whether process `rank` has ended; always False for a process on another machine, which cannot be checked."""
-        if not self.peers or self.peers[rank][0] != socket.gethostname():
-            return False
-        process = self._process(rank)
-        return process is None or not alive(process)
+        here = bool(self.peers) and self.peers[rank][0] == socket.gethostname()
+        return here and ((process := self._process(rank)) is None or not alive(process))
 
     def main_first(self, work: Callable[[], T]) -> T:
         """Runs `work` in every process, in the main process first: it fills caches and folders that the others then find."""
@@ -274,7 +267,7 @@ class Processes:
 
     @contextmanager
     def reporting_once(self) -> Iterator[None]:
-        """Passes an error that leaves the block through `marked_once`, so that only one process prints it (`RlgenError.told`)."""
+        """Passes an error that leaves the block through `marked_once`."""
         try:
             yield
         except BaseException as error:
@@ -337,7 +330,7 @@ class Processes:
                 time.sleep(0.1)
 
     def _process(self, rank: int) -> psutil.Process | None:
-        """Returns the process with rank `rank`, or None if it is on another machine or has ended."""
+        """Returns a process of this machine; None if it is on another one or has ended."""
         host, pid, was_born = self.peers[rank]
         try:
             process = psutil.Process(pid) if host == socket.gethostname() else None
@@ -357,22 +350,16 @@ class Processes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShare:
-    """The engine that a process uses, out of all engines of the run.
-
-    With tensor parallelism several processes share one engine, and each must send it the same requests.
-    """
+    """The engine that a process uses. With tensor parallelism several processes share one, and send it the same requests."""
 
     engine: int
-    engines: int
+    engines: int  # of the run
     shared: bool  # whether another process uses the same engine
     first: bool  # this process passes on the engine's completions: true for the first of those that share the engine
 
     @classmethod
     def of(cls, processes: Processes, size: int) -> "EngineShare":
-        """Returns the assignment of this process.
-
-        Raises ProcessError if the world size is not a multiple of `size`, the processes per engine.
-        """
+        """Returns the assignment of this process, with `size` processes for each engine."""
         if processes.world % size:
             raise ProcessError(
                 f"engine.tensor_parallel_size {size} needs a multiple of {size} processes, but {processes.world} run: start"
@@ -416,7 +403,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def told_by(rank: int, message: str, exit_code: int) -> ProcessError:
-    """Returns the error with which a process ends when another process prints the reason."""
+    """Returns the error of a process when another one prints the reason."""
     error = ProcessError(f"process {rank} failed: {message}")
     error.exit_code, error.told = exit_code, True
     return error

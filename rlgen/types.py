@@ -36,7 +36,6 @@ def ids_of(values: Iterable[int]) -> Ids:
 
 
 def logp_of(values: Iterable[float]) -> LogProbs:
-    """Returns log-probs as an array of float32."""
     return np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=np.float32)
 
 
@@ -142,7 +141,6 @@ class Sampling:
     vocab_size: int | None = field(default=None, repr=False)  # every id is below it; None: not checked. No part of `digest`
 
     def limit_of(self, request: Request) -> int:
-        """Returns the most tokens of the completion of a request."""
         return self.max_tokens if request.max_tokens is None else request.max_tokens
 
     @property
@@ -165,7 +163,6 @@ class Span(NamedTuple):
 
 
 def one_span(tokens: int, version: int) -> tuple[Span, ...]:
-    """Returns the spans of a completion all of whose tokens were sampled by weights of one version."""
     return (Span(0, tokens, version),)
 
 
@@ -244,7 +241,7 @@ class Sample(_Record):
 
     @property
     def failed(self) -> bool:
-        """Returns whether a reward that applies to the sample is unknown because it failed."""
+        """Whether a reward that applies to the sample is unknown because it failed."""
         return any(self.rewards[label] is None for label in self.reward_errors)
 
     @property
@@ -254,7 +251,6 @@ class Sample(_Record):
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """Returns [L] bool, true for sampled tokens."""
         return _mask([span[:2] for span in self.spans], len(self.completion_ids))
 
 
