@@ -54,7 +54,7 @@ def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
 ) -> None:
     """Write a folder to start from. Recipe with comments, rewards with their test, data; it trains as it is, on a CPU."""
-    from rlgen.cli.init import init_command
+    from rlgen.cli.inspect import init_command
 
     init_command(folder)
 
@@ -170,7 +170,7 @@ def runs(
     as_json: AsJson = False,
 ) -> None:
     """List the runs of a folder: state, step, reward, evaluation, age."""
-    from rlgen.cli.runs import runs_command
+    from rlgen.cli.status import runs_command
 
     runs_command(folder, as_json)
 
@@ -228,7 +228,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write the report of a run. Curves, health, recipe and rollouts in one HTML file, which needs no network."""
-    from rlgen.cli.report import report_command
+    from rlgen.cli.compare import report_command
 
     report_command(run, out, png, rollouts, as_json)
 

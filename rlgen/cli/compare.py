@@ -1,4 +1,4 @@
-"""Compares runs: `rlgen compare`."""
+"""Compares runs, and writes the report of one: `rlgen compare`, `rlgen report`."""
 
 import json
 from collections.abc import Sequence
@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rlgen.analysis.aligned import BAND, By, other_charts
+from rlgen.analysis.charts import charts_of
 from rlgen.analysis.comparison import Comparison, Verdict, compare
 from rlgen.analysis.comparison_page import title_of, write_comparison
 from rlgen.analysis.interval import Interval
 from rlgen.analysis.plot import STYLES, plot
 from rlgen.analysis.png import chosen, write_png
+from rlgen.analysis.report import write_report
 from rlgen.analysis.run import Run, read_run
 from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.cli.rollouts import finite
@@ -149,3 +151,28 @@ def table(heads: Sequence[str]) -> Table:
 def cells(texts: Sequence[str]) -> list[Text]:
     """Returns texts that others wrote as cells: literally, without markup or control characters."""
     return [Text(printable(text)) for text in texts]
+
+
+def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_json: bool) -> None:
+    """Writes `report.html`, with `png` also the curves beside it, and prints where they are."""
+    run = read_run(find_run(name))
+    path = out or run.path / "report.html"
+    if png:  # first: it fails without matplotlib, before anything is written
+        write_png(path.with_suffix(".png"), run.name, chosen(charts_of(run)))
+    packed = write_report(run, path, rollouts).facts
+    size = path.stat().st_size
+    if as_json:
+        shown = {
+            "report": str(path),
+            "png": str(path.with_suffix(".png")) if png else None,
+            "bytes": size,
+            "rollouts": packed["count"],
+            "rollouts_of_run": packed["total"],
+        }
+        echo(json.dumps({**shown, "steps": len(run.metrics), "evaluations": len(run.evaluations)}))
+        return
+    part = "" if packed["count"] == packed["total"] else f" of {packed['total']:,}"
+    held = f"{len(run.metrics)} steps, {packed['count']:,}{part} rollouts, {size / 2**20:.1f} MiB"
+    echo(f"{path} written: {held}; open it in a browser")
+    if png:
+        echo(f"{path.with_suffix('.png')} written")

@@ -64,7 +64,7 @@ def warm_start(
     ] = 0.35,
 ) -> None:
     """Make a tiny model that answers some prompts of a recipe right: it is trained on the answers of the data first."""
-    from rlgen.cli.warm import warm_start_command
+    from rlgen.cli.inspect import warm_start_command
 
     warm_start_command(recipe, model, out, accuracy)
 

@@ -1,13 +1,18 @@
-"""Answers quick questions about recipes, without torch: `rlgen show`, `rlgen schema`, `rlgen recipes list` and `copy`."""
+"""Shows recipes and writes what to start from: `rlgen show`, `schema`, `init`, `rlgen recipes list`, `copy`, `warm-start`.
+
+Quick answers import no torch.
+"""
 
 import json
 import re
+import shlex
+import shutil
 import textwrap
 from pathlib import Path
 
 import rlgen
 from rlgen.cli.output import echo
-from rlgen.errors import UsageError
+from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import write_text
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
 from rlgen.recipe.keys import sentences
@@ -18,6 +23,8 @@ from rlgen.recipe.yaml import by_key
 
 COLUMNS = 80
 OF_CHECKOUT, OF_COPY = "../runs/", "runs/"  # folder of runs, as a shipped recipe sees it and as its copy does
+STARTER = Path(__file__).parent / "starter"  # recipe, rewards with their test, data, README
+SCHEMA = "recipe.schema.json"  # as the first line of that recipe names it
 
 
 def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool) -> None:
@@ -125,3 +132,50 @@ def named_files(recipe: Recipe) -> list[Path]:
     places = [use.rpartition(":")[0] for use in uses]
     template = [] if recipe.data.chat_template is None else [recipe.data.chat_template]
     return [Path(place) for place in (*dict.fromkeys(place for place in places if place.endswith(".py")), *template)]
+
+
+def init_command(folder: Path) -> None:
+    """Writes recipe, rewards, data and the schema of recipes into a folder, which is new or empty."""
+    names = sorted(path.name for path in STARTER.iterdir() if path.is_file())
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file; name a folder")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty; name a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(STARTER / name, folder / name)
+        (folder / SCHEMA).write_text(schema_text(), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}; name another folder") from error
+    echo(f"{folder} written: {', '.join([*names, SCHEMA])}")
+    goes = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
+    echo(f"next: {goes}rlgen recipes warm-start recipe.yaml")
+
+
+def warm_start_command(path: Path, model: str, out: Path | None, accuracy: float) -> None:
+    """Trains a small model on the answers of the recipe's data, and writes it where the recipe's `model.path` is.
+
+    Args:
+        model: the model to start from.
+        out: another folder to write.
+        accuracy: share of sampled answers that are right at the end.
+    """
+    recipe = load_recipe(path).recipe
+    if recipe.task is None and recipe.data.columns.answer is None:
+        raise UsageError(f"{path}: data.columns.answer names no column of answers to learn from; add `answer: COLUMN`")
+    if out is None and not is_local_model(recipe.model.path):
+        raise UsageError(f"{path}: model.path {recipe.model.path} is not a folder that can be written; name one with --out")
+    folder = (out or Path(recipe.model.path)).expanduser().resolve()
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; name another folder with --out")
+    started = load_recipe(path, [f"model.path={model}"]).recipe
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlgen.setup.warm import warm_start
+
+    disable_progress_bar()
+    right = warm_start(started, folder, accuracy, echo)
+    elsewhere = "" if folder == Path(recipe.model.path) else f" --set model.path={shlex.quote(str(folder))}"
+    echo(f"{folder} written: {right:.0%} of its sampled answers are right; next: rlgen train {shlex.quote(str(path))}{elsewhere}")
