@@ -30,10 +30,11 @@ def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as
     import torch
 
     from rlgen.models.load import locate
-    from rlgen.setup.data import open_data
 
     # A config alone is enough for an estimate.
     if can_open(recipe) and (Path(locate(recipe.model.path)) / "tokenizer_config.json").exists():
+        from rlgen.setup.data import open_data
+
         recipe = open_data(recipe).recipe
     device = int(gpu_gib * GIB) if gpu_gib else None
     if device is None and torch.cuda.is_available():

@@ -3,9 +3,8 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlgen.cli.export import find
 from rlgen.cli.output import echo
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 WIDTH = 24  # characters of the column of names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What is evaluated. Target(model=ModelRecipe(path="/runs/mine/checkpoints/step_000040", ...), step=40, adapter=None)"""
+class Target(NamedTuple):
+    """What is evaluated."""
 
     model: ModelRecipe
     step: int  # of a checkpoint; 0 for a model

@@ -5,6 +5,7 @@ name, and sends it to the hub if asked: `rlgen export`.
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,7 +54,7 @@ def export_command(
     report = {"out": str(out), "checkpoint": str(checkpoint), "dtype": dtype, **report}
     if not as_json:
         echo(summary(report))
-    report["pushed"] = None if api is None or repo is None else push(api, out, repo, f"Step {report['step']}, by rlgen")
+    report["pushed"] = None if api is None or repo is None else push(api, out, repo, report["step"])
     if as_json:
         echo(json.dumps(report))
     elif repo is not None:
@@ -77,13 +78,11 @@ def write_card(checkpoint: Path, folder: Path, dtype: str) -> str | None:
     from rlgen.analysis.run import read_run
 
     run = checkpoint.parent.parent
-    if not holds_run(run):
-        return None
-    try:
-        write_text(folder / CARD, model_card(read_run(run), step_of(checkpoint), dtype))
-    except RecipeError:  # a run of another version of rlgen; the model is complete without a card
-        return None
-    return CARD
+    with suppress(RecipeError):  # a run of another version of rlgen; the model is complete without a card
+        if holds_run(run):
+            write_text(folder / CARD, model_card(read_run(run), step_of(checkpoint), dtype))
+            return CARD
+    return None
 
 
 def hub(repo: str) -> "HfApi":
@@ -98,13 +97,13 @@ def hub(repo: str) -> "HfApi":
     return HfApi()
 
 
-def push(api: "HfApi", folder: Path, repo: str, message: str) -> str:
+def push(api: "HfApi", folder: Path, repo: str, step: int) -> str:
     """Sends a folder to a repository of the hub, and creates it as a private one if it does not exist. Returns its URL."""
     from rlgen.models.load import bottom
 
     try:
         url = api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Step {step}, by rlgen")
     except Exception as error:  # whatever the client's HTTP library raises
         raise SetupError(
             f"--push-to-hub: {repo} was not sent: {bottom(error)}; log in with `hf auth login`, check name and network, and send"

@@ -78,18 +78,17 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
             close = get_close_matches(function, names, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"it defines {', '.join(names) or 'nothing'}"
             problems.append(Problem(where, f"{file} defines no `{function}`", hint))
-        elif key.startswith("rewards.") and returns_nothing(tree, function):
-            problems.append(Problem(where, f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
+        elif key.startswith("rewards.") and (node := plain_function(tree, function)) is not None:
+            raises = any(isinstance(part, ast.Raise) for part in node.body)  # a stub that raises reports itself when it is called
+            if not raises and not any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
+                problems.append(Problem(where, f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
     return problems
 
 
-def returns_nothing(tree: ast.Module, function: str) -> bool:
-    """Returns whether a function that a file defines plainly has no `return` with a value."""
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]
-    if not found or found[-1].decorator_list:
-        return False
-    ends = any(isinstance(node, ast.Raise) for node in found[-1].body)  # a stub that raises reports itself when it is called
-    return not ends and not any(isinstance(node, ast.Return) and node.value is not None for node in ast.walk(found[-1]))
+def plain_function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Returns a function that a file defines at its top level. None: it is decorated, imported or computed."""
+    nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name]
+    return nodes[-1] if nodes and not nodes[-1].decorator_list else None
 
 
 def unusable_models(loaded: LoadedRecipe) -> list[Problem]:
@@ -230,7 +229,8 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
         if (settings := settings_of(reward)) is not None:
             facts = facts_of_model(settings)
         if file.endswith(".py"):
-            facts = facts_of_source(Path(file).read_text(encoding="utf-8"), function)
+            node = plain_function(ast.parse(Path(file).read_text(encoding="utf-8")), function)
+            facts = None if node is None else facts_of(node)
         try:
             if facts is not None:
                 resolve(reward, facts, columns)
@@ -239,14 +239,10 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     return problems
 
 
-def facts_of_source(source: str, function: str) -> "FunctionFacts | None":
-    """Returns the facts of a function that a file defines at its top level. None: it is decorated, imported or computed."""
+def facts_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":
+    """Returns the facts of a function that is not decorated."""
     from rlgen.worker_pool.source import FunctionFacts
 
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    node = next((node for node in reversed(nodes) if node.name == function), None)
-    if node is None or node.decorator_list:
-        return None
     given = node.args
     first = len(given.posonlyargs) + len(given.args) - len(given.defaults)
     kinds = [(one, "POSITIONAL_ONLY") for one in given.posonlyargs] + [(one, "POSITIONAL_OR_KEYWORD") for one in given.args]

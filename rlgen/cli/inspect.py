@@ -75,26 +75,27 @@ def schema_text() -> str:
     return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-def recipes_folder() -> Path:
-    """Returns the folder of the shipped recipes: in the package if rlgen is installed, beside it in a checkout."""
+def recipes() -> dict[str, Path]:
+    """Returns the shipped recipes by name: in the package if rlgen is installed, beside it in a checkout."""
     package = Path(rlgen.__file__).parent
     installed = package / "_recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
+    folder = installed if installed.is_dir() else package.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def list_command(as_json: bool) -> None:
     """Lists the shipped recipes with their first comment, what each needs and how long it takes."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(recipes_folder().glob("*.yaml"))}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
     found = {name: text.split("\n", 1)[0].lstrip("# ") for name, text in texts.items()}
     if as_json:
         echo(json.dumps(found))
         return
-    width = max(map(len, found), default=0)
+    width = max(map(len, found), default=0) + 2
     for name, what in found.items():
-        echo(folded(f"{name:<{width}}  {what}", "", " " * (width + 2)))
+        echo(folded(f"{name:<{width}}{what}", "", " " * width))
         said = dict(re.findall(r"^# (Needs|Time): *(.+)$", texts[name], re.MULTILINE))
         needs = re.split("[;:.] ", said.get("Needs", "not said"))[0]
-        echo(folded(f"needs {needs}; time: {said.get('Time', 'not said')}", " " * (width + 2), " " * (width + 2)))
+        echo(folded(f"needs {needs}; time: {said.get('Time', 'not said')}", " " * width, " " * width))
 
 
 def copy_command(name: str, path: Path | None) -> None:
@@ -103,10 +104,9 @@ def copy_command(name: str, path: Path | None) -> None:
 
     A path into the checkout's folder of runs becomes one beside the copy.
     """
-    source = recipes_folder() / f"{name.removesuffix('.yaml')}.yaml"
-    if not source.is_file():
-        known = ", ".join(file.stem for file in sorted(recipes_folder().glob("*.yaml")))
-        raise UsageError(f"there is no recipe {name}; there are {known}")
+    source = recipes().get(name.removesuffix(".yaml"))
+    if source is None:
+        raise UsageError(f"there is no recipe {name}; there are {', '.join(recipes())}")
     target = path or Path(source.name)
     target = target / source.name if target.is_dir() else target
     texts = {target: source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY)}

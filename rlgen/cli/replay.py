@@ -35,10 +35,7 @@ def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -
     from rlgen.processes import Processes
 
     disable_progress_bar()
-    if not launched:
-        replay_and_print(name, step, overrides, as_json, Processes.alone())
-        return
-    processes = Processes.open(ProcessesRecipe().timeout)
+    processes = Processes.open(ProcessesRecipe().timeout) if launched else Processes.alone()
     with processes.reporting_once():
         replay_and_print(name, step, overrides, as_json, processes)
     processes.close()
@@ -146,10 +143,9 @@ def verdict(found: "Replay") -> list[str]:
     """Returns the lines that say whether the replay is what was recorded."""
     if not found.differences:
         return [f"the same to the last bit: all {len(found.metrics)} numbers of the update in metrics.jsonl"]
-    lines = []
     numbers = [(was, now) for was, now in found.differences.values() if isinstance(was, float) and isinstance(now, float)]
     most = max((abs(now - was) / max(abs(was), 1e-300) for was, now in numbers), default=0.0)
-    lines.append(f"{len(found.differences)} of {len(found.metrics)} numbers differ, by {most:.1e} of their size at most")
+    lines = [f"{len(found.differences)} of {len(found.metrics)} numbers differ, by {most:.1e} of their size at most"]
     if found.first_off is not None:
         lines.append(f"the first replayed step that differs is step {found.first_off}")
     if found.other:

@@ -46,8 +46,7 @@ class Row:
 def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: bool) -> None:
     """Scores answers to `count` rows of the data, and prints a table.
 
-    Raises:
-        RewardError: a reward fails or hangs on one of them, or gives right answers what it gives to wrong ones.
+    A reward that fails or hangs, or gives right answers what it gives to wrong ones, is a RewardError.
     """
     recipe = load_recipe(path, overrides).recipe
     from rlgen.data.prompts import with_answer

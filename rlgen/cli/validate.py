@@ -40,9 +40,6 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
 
     Args:
         count: prompts to show; with 0 neither model nor data are opened.
-
-    Raises:
-        RecipeError: with everything that is wrong with the recipe and with the files that it names.
     """
     loaded = load_recipe(path, overrides)
     check_libraries(loaded.recipe)
@@ -85,17 +82,14 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
 
 def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
     """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards and tools, in a
-    process of their own, unless `imports` is false.
-
-    Raises:
-        RecipeError: a file, a column or a function is not there, or a reward cannot be imported.
+    process of their own, unless `imports` is false. Raises RecipeError for a file, a column or a function that cannot be used.
     """
-    if problems := missing_files(loaded):
-        raise RecipeError(problems)
+    problems = missing_files(loaded)
     columns = known_columns(loaded.recipe)
-    if problems := [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]:
-        raise RecipeError(problems)
-    if imports and (problems := [*unusable_rewards(loaded), *unusable_tools(loaded)]):
+    problems = problems or [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]
+    if imports:
+        problems = problems or [*unusable_rewards(loaded), *unusable_tools(loaded)]
+    if problems:
         raise RecipeError(problems)
     return columns
 
