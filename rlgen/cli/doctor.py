@@ -82,7 +82,7 @@ def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, pr
 
 
 def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tuple[Mapping[str, str], list[Rung]]":
-    """Opens trainer and engine as a run does, runs the checks, and prints each result. Returns the versions and the results."""
+    """Opens trainer and engine as a run does, and prints the result of each check. Returns the versions and the results."""
     from rlgen.run.manifest import check_model_files
     from rlgen.sentinel.ladder import climb
     from rlgen.setup.data import open_data
@@ -101,10 +101,8 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
         rungs, probe = [], probe_of(recipe, pair)
         for rung in climb(probe, toy_gradient(recipe, pair, probe)):
             rungs.append(rung)
-            say(
-                f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}  {numbers(rung)}".rstrip()
-                + f"\n   {rung.sentence}"
-            )
+            say(f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}  {numbers(rung)}".rstrip())
+            say(f"   {rung.sentence}")
     return versions, rungs
 
 

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlgen.errors import DataError, Problem, RewardError, ToolError
+from rlgen.errors import DataError, Problem, RecipeError, RewardError, ToolError
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
@@ -21,6 +21,20 @@ HUB = "name a folder that save_pretrained wrote; a model of the hub is written a
 
 if TYPE_CHECKING:
     from rlgen.worker_pool.source import FunctionFacts
+
+
+def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
+    """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards and tools, in a
+    process of their own, unless `imports` is false. Raises RecipeError for a file, a column or a function that cannot be used.
+    """
+    problems = missing_files(loaded)
+    columns = known_columns(loaded.recipe)
+    problems = problems or [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]
+    if imports:
+        problems = problems or [*unusable_rewards(loaded), *unusable_tools(loaded)]
+    if problems:
+        raise RecipeError(problems)
+    return columns
 
 
 def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:

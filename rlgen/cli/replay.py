@@ -16,7 +16,6 @@ from rlgen.run.find import find_run
 from rlgen.run.launch import Launch
 
 if TYPE_CHECKING:
-    from rlgen.processes import Processes
     from rlgen.setup.replay import Replay
 
 Changes = dict[str, tuple[Any, Any]]
@@ -33,31 +32,23 @@ def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -
     from transformers.utils.logging import disable_progress_bar
 
     from rlgen.processes import Processes
+    from rlgen.setup.change import with_changes
+    from rlgen.setup.replay import Past, replay
 
     disable_progress_bar()
     processes = Processes.open(ProcessesRecipe().timeout) if launched else Processes.alone()
     with processes.reporting_once():
-        replay_and_print(name, step, overrides, as_json, processes)
+        run = processes.run_all(lambda: read_run(find_run(name)))
+        past = processes.run_all(lambda: Past.of(run.path, run.recipe, run.attempts, run.metrics))
+        recipe, changes = processes.run_all(
+            lambda: with_changes(run.path / "resolved.yaml", past.recipe, overrides) if overrides else (None, {})
+        )
+        found = replay(past, step, recipe, lambda text: echo(text, err=True) if processes.is_main else None, processes)
+        if processes.is_main and as_json:
+            echo(json.dumps(finite(as_object(run.path, found, changes))))
+        elif processes.is_main:
+            show(run.path, found, changes)
     processes.close()
-
-
-def replay_and_print(name: Path, step: int, overrides: list[str], as_json: bool, processes: "Processes") -> None:
-    """Computes the step in all processes, and prints in the main one."""
-    from rlgen.setup.change import with_changes
-    from rlgen.setup.replay import Past, replay
-
-    run = processes.run_all(lambda: read_run(find_run(name)))
-    past = processes.run_all(lambda: Past.of(run.path, run.recipe, run.attempts, run.metrics))
-    recipe, changes = processes.run_all(
-        lambda: with_changes(run.path / "resolved.yaml", past.recipe, overrides) if overrides else (None, {})
-    )
-    found = replay(past, step, recipe, lambda text: echo(text, err=True) if processes.is_main else None, processes)
-    if not processes.is_main:
-        return
-    if as_json:
-        echo(json.dumps(finite(as_object(run.path, found, changes))))
-    else:
-        show(run.path, found, changes)
 
 
 def as_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:

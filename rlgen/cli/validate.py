@@ -9,18 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlgen.cli.files import (
-    known_columns,
-    missing_files,
-    of_evaluation,
-    unfilled_parameters,
-    unknown_columns,
-    unusable_rewards,
-    unusable_tools,
-)
+from rlgen.cli.files import looked_up, of_evaluation
 from rlgen.cli.output import echo
 from rlgen.errors import Problem, RecipeError
-from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
+from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.evaluation import data_of
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
@@ -78,20 +70,6 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     looked = "the model's weights" if data is not None else "rows of the data, the model"
     echo(f"not checked: {looked}, the GPU; `rlgen doctor` checks all of them")
     echo(f"{path}: valid")
-
-
-def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
-    """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards and tools, in a
-    process of their own, unless `imports` is false. Raises RecipeError for a file, a column or a function that cannot be used.
-    """
-    problems = missing_files(loaded)
-    columns = known_columns(loaded.recipe)
-    problems = problems or [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]
-    if imports:
-        problems = problems or [*unusable_rewards(loaded), *unusable_tools(loaded)]
-    if problems:
-        raise RecipeError(problems)
-    return columns
 
 
 def of_eval(problem: Problem) -> Problem:
