@@ -23,36 +23,19 @@ class Callback:
     """
 
     def on_start(self, run: Path, recipe: "Recipe") -> None:
-        """Is called when all parts are open, before the first step of this attempt.
-
-        Args:
-            run: the run's folder.
-        """
+        """Is called when all parts are open, before the first step of this attempt. `run`: its folder."""
 
     def on_rollouts(self, step: int, rollouts: "pa.Table") -> None:
         """Is called when a step is sampled and scored, before it is trained on.
 
-        Args:
-            rollouts: the samples of the main process, one a row: prompt, completion, ids, log-probs of the engine, rewards.
+        `rollouts`: the samples of the main process, one a row: prompt, completion, ids, log-probs of the engine, rewards.
         """
 
     def on_update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Is called after the optimizer steps of a step, before the new weights are sent to the engine.
-
-        Args:
-            metrics: loss, grad_norm and the like, as in metrics.jsonl.
-        """
+        """Is called after the optimizer steps of a step, before the engine gets the new weights. `metrics`: loss and the like."""
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Is called at the end of a step.
-
-        Args:
-            metrics: the line of metrics.jsonl.
-        """
+        """Is called at the end of a step. `metrics`: the line of metrics.jsonl."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """Is called once when the loop has ended, before the engine is closed.
-
-        Args:
-            error: what ended the run; None: all steps are done.
-        """
+        """Is called once when the loop has ended, before the engine is closed. `error`: what ended it; None: it is done."""

@@ -21,6 +21,10 @@ class RlgenError(Exception):
     def __str__(self) -> str:
         return redacted(super().__str__())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keeps the message and the attributes; without this, pickle would call `__init__` with the message alone."""
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
 
 class UsageError(RlgenError):
     """The command line is wrong: an option, or a run directory that is in use."""
@@ -51,9 +55,6 @@ class RecipeError(RlgenError):
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
         super().__init__("\n".join(map(str, problems)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problems,), {"args": self.args}
 
 
 class SetupError(RlgenError):
@@ -93,19 +94,11 @@ class EngineError(RlgenError):
 
 
 class ServerLost(EngineError):
-    """A server cannot be reached, died or hangs. Its requests can be repeated once it holds the weights again.
-
-    Args:
-        url: of the server.
-        what: what it did, such as "closed the connection".
-    """
+    """A server cannot be reached, died or hangs. Its requests can be repeated once it holds the weights again."""
 
     def __init__(self, url: str, what: str) -> None:
         self.url, self.what = url, what
         super().__init__(f"the vLLM server {url} {what}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.url, self.what), {"args": self.args}
 
 
 class Fault(StrEnum):
@@ -126,10 +119,7 @@ class Fault(StrEnum):
     COMPLETION_ORDER = "completion_order", "The completions are in another order than the prompts."
     DROPPED_STOP_TOKEN = "dropped_stop_token", "A completion lacks the id that ended it."
     UNKNOWN_IDS = "unknown_ids", "A completion has ids that the vocabulary lacks."
-    MISSING_LOGPROBS = (
-        "missing_logprobs",
-        "An id has no log-prob, or an impossible one: above 0, infinite or NaN.",
-    )
+    MISSING_LOGPROBS = "missing_logprobs", "An id has no log-prob, or an impossible one: above 0, infinite or NaN."
     FOREIGN_TOKENS = "foreign_tokens", "Rollout code of the user marks ids as sampled that the engine did not sample there."
     SHIFTED_LOGPROBS = "shifted_logprobs", "A token has the log-prob of its neighbour."
     NUMERICS = "numerics", "Ids and weights are the same, but the log-probs differ from the start."
@@ -156,18 +146,12 @@ class Fault(StrEnum):
 class SentinelError(EngineError):
     """Engine and trainer disagree: training on these samples would be training on garbage.
 
-    Args:
-        fault: the cause.
-        sentence: what was measured and what to do.
-        where: rung, step or sync; it comes before the sentence.
+    `sentence` says what was measured and what to do; `where`, a rung, step or sync, comes before it.
     """
 
     def __init__(self, fault: Fault, sentence: str, where: str = "") -> None:
         self.fault, self.sentence, self.where = fault, sentence, where
         super().__init__(": ".join(part for part in ("sentinel", where, fault.value, sentence) if part))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.fault, self.sentence, self.where), {"args": self.args}
 
 
 class DivergedError(RlgenError):
@@ -193,11 +177,7 @@ class ProcessError(RlgenError):
 
 
 class Stopped(RlgenError):
-    """Stopped on request after a good checkpoint: run again with --resume.
-
-    Args:
-        run: the run's folder.
-    """
+    """Stopped on request after a good checkpoint: run again with --resume."""
 
     exit_code = 75
 
@@ -205,11 +185,8 @@ class Stopped(RlgenError):
         self.run = run
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.run), {"args": self.args}
 
-
-# What an exit code means, in a few words. `rlgen docs exit-codes` says more.
+# In a few words; `rlgen docs exit-codes` says more.
 EXIT_CODES = {
     0: "done",
     2: "a mistake on the command line or in the recipe",

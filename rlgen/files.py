@@ -1,6 +1,6 @@
-"""File operations for everything that a run writes about itself: atomic writes, restricted modes, no symbolic links.
+"""File operations for all that a run writes about itself: atomic, with restricted modes, through no symbolic links.
 
-All of them go through here, so that a full disk is the same CheckpointError everywhere.
+A full disk is the same CheckpointError everywhere.
 """
 
 import errno
@@ -44,7 +44,6 @@ def written(path: Path) -> Iterator[None]:
 
 
 def unwritable(path: Path, error: BaseException) -> CheckpointError:
-    """Returns the CheckpointError to raise for a file or folder that could not be written."""
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         return CheckpointError(f"{path} is a link, and rlgen follows no links to its own files; remove it")
     return CheckpointError(f"{path} cannot be written: {error}; free space or change run.dir")
@@ -62,13 +61,7 @@ def open_log(path: Path) -> FileIO:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically: to a temporary file that is flushed and renamed, so that no reader ever sees half a file.
-
-    This holds after a power cut, too.
-
-    Raises:
-        CheckpointError: the disk is full or not writable; the earlier content of `path` stays.
-    """
+    """Writes a text file atomically, as `whole_file`."""
     with whole_file(path) as file:
         file.write(text.encode())
 
@@ -77,6 +70,7 @@ def write_text(path: Path, text: str) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a temporary file to write; flushes it and renames it to `path` when the block ends without an error.
 
+    So no reader ever sees half a file, even after a power cut.
     What is no file, such as `/dev/null` or a pipe, is written to instead: a file in its place would remove it.
 
     Raises:
@@ -101,7 +95,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_text(path: Path, text: str, flushed: bool = True) -> None:
-    """Appends text, encoded in UTF-8; see `append_bytes` for the arguments and errors."""
     append_bytes(path, text.encode(), flushed)
 
 
@@ -132,12 +125,10 @@ def append_bytes(path: Path, content: bytes, flushed: bool = True) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a value as indented JSON, atomically. Raises CheckpointError."""
     write_text(path, printable_json(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 def read_text(path: Path) -> str:
-    """Reads a file as UTF-8; see `read_bytes` for the errors."""
     return read_bytes(path).decode("utf-8")
 
 
@@ -154,12 +145,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file; see `read_bytes` for the errors."""
     return json.loads(read_text(path))
 
 
 def flush_tree(folder: Path) -> None:
-    """Waits until everything in `folder` is on disk."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
@@ -185,13 +174,10 @@ def appears(path: Path, seconds: float = 10.0) -> bool:
 
 
 class LogFile(logging.FileHandler):
-    """Logging handler that refuses symbolic links and ignores write errors.
-
-    A full disk loses log lines but does not end the run; writing results reports the full disk.
-    """
+    """Refuses symbolic links, and loses lines on a full disk instead of ending the run; writing results reports the disk."""
 
     def _open(self) -> TextIOWrapper:
         return TextIOWrapper(open_log(Path(self.baseFilename)), encoding="utf-8", write_through=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignores the error; the standard handler would print a traceback for each line."""
+        """The standard handler would print a traceback for each line."""

@@ -32,7 +32,6 @@ def one_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether `error` is an out-of-memory error."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))
 
 

@@ -1,4 +1,4 @@
-"""Holds the process group of a run: collectives that time out, and the report of the first error.
+"""The process group of a run: collectives that time out, and the report of the first error.
 
 Three rules keep the processes from deadlocking. Every rank makes the same calls in the same order: a value that decides the
 order, such as a verdict or a request to stop, is gathered first. Work that may fail in one process runs inside `gather_all`, so
@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -71,12 +71,12 @@ class Processes:
         """
         rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         if on_gpu and local >= torch.cuda.device_count():
             raise ProcessError(
                 f"process {rank} is number {local} of its machine, which has {torch.cuda.device_count()} GPUs: start one process"
                 " for each GPU"
             )
-        device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
         if os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # all on this machine: no other one needs to reach them
@@ -99,7 +99,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Returns whether this process has rank 0, the rank that writes files and prints."""
+        """Whether this process has rank 0, which writes files and prints."""
         return self.rank == 0
 
     def gather(self, items: Sequence[T]) -> list[T]:
@@ -131,9 +131,7 @@ class Processes:
         return [part.numpy().tobytes()[: int(size)] for part, size in zip(received, sizes, strict=True)]
 
     def gather_rows(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Returns the rows of all processes, in order of rank.
-
-        Meant for rows of a few numbers: every process receives all of them.
+        """Returns the rows of all processes, in order of rank; for rows of a few numbers: every process receives all of them.
 
         Args:
             rows: [b] of one structured or plain dtype, the same in all processes.
@@ -143,10 +141,7 @@ class Processes:
         return np.concatenate([np.frombuffer(part, dtype=rows.dtype) for part in self._gather_bytes(rows.tobytes())])
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Sends `parts[rank]` to each process and returns what each process sent to this one, in order of rank (all-to-all).
-
-        The part that a process keeps for itself is not sent.
-        """
+        """Sends `parts[rank]` to each other process and returns what each sent to this one, in order of rank (all-to-all)."""
         if self.world == 1:
             return list(parts)
         # [sender, receiver]; `gather` is cheap here, and it checks that all processes come to this line.
@@ -202,35 +197,20 @@ class Processes:
         self.gather_all(lambda: kept.append(work()), has_collectives, keepalive)
         return kept[0]
 
-    def on_main(self, work: Callable[[], T]) -> T:
+    def on_main(self, work: Callable[[], T], keepalive: bool = False) -> T:
         """Runs `work` in the main process and returns its result, or raises its error, in every process."""
-        box = [self.run_all(lambda: work() if self.is_main else None)]
+        box = [self.run_all(lambda: work() if self.is_main else None, keepalive=keepalive)]
         if self.world > 1:  # a gather would give each process `world` copies, and a journal is large
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """Runs `work` in the main process as `on_main` does, for work that may take longer than `timeout`.
-
-        The main process runs it in a thread and meanwhile exchanges keep-alive messages with the others, four in each `timeout`.
-        """
-        if self.world == 1:
-            return work()
-        aside = ThreadPoolExecutor(max_workers=1)
-        try:
-            working = aside.submit(work) if self.is_main else None
-            done = False
-            while not done:
-                if working is not None:
-                    wait([working], timeout=self.timeout / 4)
-                done = self.any(working is not None and working.done())
-            return self.on_main(lambda: working.result() if working is not None else None)  # type: ignore[return-value]
-        finally:
-            aside.shutdown(wait=False)  # a process that must stop at once does not wait for the thread
+        """Runs `work` in the main process as `on_main` does, for work that may take longer than `timeout`."""
+        return self.on_main(work, keepalive=True)
 
     @contextmanager
     def _heard_of(self) -> Iterator[None]:
-        """Exchanges keep-alive messages from a thread while the block runs in the calling thread.
+        """Exchanges keep-alive messages, four in each `timeout`, from a thread while the block runs in the calling one.
 
         The block is left only when the blocks of all processes have ended.
         """
@@ -241,28 +221,21 @@ class Processes:
                 pass
 
         aside = ThreadPoolExecutor(max_workers=1)
+        telling = aside.submit(tell)
+        aside.shutdown(wait=False)  # a process that must stop at once does not wait for the thread
         try:
-            telling = aside.submit(tell)
-            try:
-                yield
-            finally:
-                ready.set()
-            telling.result()
+            yield
         finally:
-            aside.shutdown(wait=False)  # a process that must stop at once does not wait for the thread
+            ready.set()
+        telling.result()
 
     def has_gone(self, rank: int) -> bool:
         """Returns whether process `rank` has ended; always False for a process on another machine, which cannot be checked."""
-        if not self.peers or self.peers[rank][0] != socket.gethostname():
-            return False
-        process = self._process(rank)
-        return process is None or not alive(process)
+        here = bool(self.peers) and self.peers[rank][0] == socket.gethostname()
+        return here and ((process := self._process(rank)) is None or not alive(process))
 
     def main_first(self, work: Callable[[], T]) -> T:
-        """Runs `work` in every process, in the main process before the others.
-
-        The main process fills caches and folders that the others then find.
-        """
+        """Runs `work` in every process, in the main process first: it fills caches and folders that the others then find."""
         if self.world == 1:
             return work()
         first = self.run_all(lambda: work() if self.is_main else None)
@@ -294,7 +267,7 @@ class Processes:
 
     @contextmanager
     def reporting_once(self) -> Iterator[None]:
-        """Passes an error that leaves the block through `marked_once`, so that only one process prints it (`RlgenError.told`)."""
+        """Passes an error that leaves the block through `marked_once`."""
         try:
             yield
         except BaseException as error:
@@ -334,7 +307,7 @@ class Processes:
         return error
 
     def _first_failure(self) -> dict[str, Any] | None:
-        """Returns the record of the first failure from the store, or None if none appears within PATIENCE seconds."""
+        """Returns the record of the first failure, or None if none appears within PATIENCE seconds."""
         assert self.store is not None
         deadline = time.monotonic() + PATIENCE
         while not self.store.check([FIRST]):
@@ -345,10 +318,7 @@ class Processes:
         return first
 
     def _kill_unresponsive(self) -> None:
-        """Kills the processes of this machine that neither end nor write to the store within HANGING seconds.
-
-        Their work is lost already.
-        """
+        """Kills the processes of this machine that neither end nor write to the store within HANGING seconds."""
         assert self.store is not None
         deadline = time.monotonic() + HANGING
         for rank in set(range(self.world)) - {self.rank}:
@@ -360,7 +330,7 @@ class Processes:
                 time.sleep(0.1)
 
     def _process(self, rank: int) -> psutil.Process | None:
-        """Returns the process with rank `rank`, or None if it is on another machine or has ended."""
+        """Returns a process of this machine; None if it is on another one or has ended."""
         host, pid, was_born = self.peers[rank]
         try:
             process = psutil.Process(pid) if host == socket.gethostname() else None
@@ -369,10 +339,7 @@ class Processes:
             return None
 
     def reports_end(self) -> bool:
-        """Returns whether this process records how the run ended.
-
-        That is the main process or, if that has ended, any other process on the same machine.
-        """
+        """Returns whether this process records how the run ended: the main one or, if that has ended, any on its machine."""
         return self.is_main or self.has_gone(0)
 
     def close(self) -> None:
@@ -383,22 +350,16 @@ class Processes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShare:
-    """The engine that a process uses, out of all engines of the run.
-
-    With tensor parallelism several processes share one engine, and each must send it the same requests.
-    """
+    """The engine that a process uses. With tensor parallelism several processes share one, and send it the same requests."""
 
     engine: int
-    engines: int
+    engines: int  # of the run
     shared: bool  # whether another process uses the same engine
     first: bool  # this process passes on the engine's completions: true for the first of those that share the engine
 
     @classmethod
     def of(cls, processes: Processes, size: int) -> "EngineShare":
-        """Returns the assignment of this process.
-
-        Raises ProcessError if the world size is not a multiple of `size`, the processes per engine.
-        """
+        """Returns the assignment of this process, with `size` processes for each engine."""
         if processes.world % size:
             raise ProcessError(
                 f"engine.tensor_parallel_size {size} needs a multiple of {size} processes, but {processes.world} run: start"
@@ -442,7 +403,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def told_by(rank: int, message: str, exit_code: int) -> ProcessError:
-    """Returns the error with which a process ends when another process prints the reason."""
+    """Returns the error of a process when another one prints the reason."""
     error = ProcessError(f"process {rank} failed: {message}")
     error.exit_code, error.told = exit_code, True
     return error

@@ -13,8 +13,8 @@ No token is a Python object: values with one entry per token are arrays, and the
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 ENVIRONMENT = "environment"  # the role of a message that comes after the last turn, and that the model never reads
-T = TypeVar("T")
+# What a row has in the columns of `Samples` that may be empty.
+ABSENT: Mapping[str, Any] = {"reward_errors": {}, "messages": "", "counts": {}, "images": ()}
 Ids: TypeAlias = NDArray[np.int32]
 LogProbs: TypeAlias = NDArray[np.float32]
 
@@ -35,7 +36,6 @@ def ids_of(values: Iterable[int]) -> Ids:
 
 
 def logp_of(values: Iterable[float]) -> LogProbs:
-    """Returns log-probs as an array of float32."""
     return np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=np.float32)
 
 
@@ -141,7 +141,6 @@ class Sampling:
     vocab_size: int | None = field(default=None, repr=False)  # every id is below it; None: not checked. No part of `digest`
 
     def limit_of(self, request: Request) -> int:
-        """Returns the most tokens of the completion of a request."""
         return self.max_tokens if request.max_tokens is None else request.max_tokens
 
     @property
@@ -164,7 +163,6 @@ class Span(NamedTuple):
 
 
 def one_span(tokens: int, version: int) -> tuple[Span, ...]:
-    """Returns the spans of a completion all of whose tokens were sampled by weights of one version."""
     return (Span(0, tokens, version),)
 
 
@@ -243,7 +241,7 @@ class Sample(_Record):
 
     @property
     def failed(self) -> bool:
-        """Returns whether a reward that applies to the sample is unknown because it failed."""
+        """Whether a reward that applies to the sample is unknown because it failed."""
         return any(self.rewards[label] is None for label in self.reward_errors)
 
     @property
@@ -253,7 +251,6 @@ class Sample(_Record):
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """Returns [L] bool, true for sampled tokens."""
         return _mask([span[:2] for span in self.spans], len(self.completion_ids))
 
 
@@ -339,6 +336,7 @@ class Samples(_Record):
         completions = Ragged.of([sample.completion_ids for sample in samples], np.int32)
         spans = [(row, *span) for row, sample in enumerate(samples) for span in sample.spans]
         single = [[_number(sample.rewards[name]) for name in names] for sample in samples]
+        optional = {name: tuple(getattr(sample, name) for sample in samples) for name in ("messages", "counts", "images")}
         return cls(
             labels=names,
             group_id=np.array([sample.group_id for sample in samples], dtype=np.int64),
@@ -353,9 +351,7 @@ class Samples(_Record):
             rewards=np.array(single, dtype=np.float64).reshape(len(samples), len(names)),
             reward=np.array([_number(sample.reward) for sample in samples], dtype=np.float64),
             reward_errors=tuple(sample.reward_errors for sample in samples),
-            messages=tuple(sample.messages for sample in samples) if any(sample.messages for sample in samples) else (),
-            counts=tuple(sample.counts for sample in samples) if any(sample.counts for sample in samples) else (),
-            images=tuple(sample.images for sample in samples) if any(sample.images for sample in samples) else (),
+            **{name: column for name, column in optional.items() if any(column)},
         )
 
     def __len__(self) -> int:
@@ -388,54 +384,39 @@ class Samples(_Record):
         place_of = {row: place for place, row in enumerate(rows.tolist())}
         mine = self.spans[np.isin(self.spans[:, 0], rows)]
         spans = np.column_stack([[place_of[row] for row in mine[:, 0].tolist()], mine[:, 1:]]) if len(mine) else mine
-        return Samples(
-            labels=self.labels,
-            group_id=self.group_id[rows],
-            sample_index=self.sample_index[rows],
-            prompt_ids=self.prompt_ids.take(rows),
-            completion_ids=self.completion_ids.take(rows),
-            sampler_logp=self.sampler_logp.take(rows),
-            spans=spans[np.argsort(spans[:, 0], kind="stable")].astype(np.int64),
-            truncated=self.truncated[rows],
-            seed=self.seed[rows],
-            cached_tokens=self.cached_tokens[rows],
-            rewards=self.rewards[rows],
-            reward=self.reward[rows],
-            reward_errors=tuple(self.reward_errors[row] for row in rows),
-            messages=tuple(self.messages[row] for row in rows) if self.messages else (),
-            counts=tuple(self.counts[row] for row in rows) if self.counts else (),
-            images=tuple(self.images[row] for row in rows) if self.images else (),
-        )
+        columns: dict[str, Any] = {"spans": spans[np.argsort(spans[:, 0], kind="stable")].astype(np.int64)}
+        for name in self._columns():
+            column = getattr(self, name)
+            if isinstance(column, Ragged):
+                columns[name] = column.take(rows)
+            elif isinstance(column, np.ndarray):
+                columns[name] = column[rows]
+            else:
+                columns[name] = tuple(column[row] for row in rows) if column else ()
+        return replace(self, **columns)
 
     @classmethod
     def join(cls, parts: Sequence["Samples"]) -> "Samples":
         """Concatenates the rows of several `Samples` that have the same rewards, in their order."""
-        lengths = [len(part) for part in parts]
-        firsts = np.cumsum([0, *lengths])
+        firsts = np.cumsum([0, *map(len, parts)])
         spans = [part.spans + np.array([first, 0, 0, 0]) for first, part in zip(firsts, parts, strict=False)]
+        columns: dict[str, Any] = {"spans": np.concatenate(spans)}
+        for name in cls._columns():
+            of_parts = [getattr(part, name) for part in parts]
+            if isinstance(of_parts[0], Ragged):
+                offsets = np.concatenate([[0], *(column.lengths for column in of_parts)]).cumsum().astype(np.int64)
+                columns[name] = Ragged(np.concatenate([column.values for column in of_parts]), offsets)
+            elif isinstance(of_parts[0], np.ndarray):
+                columns[name] = np.concatenate(of_parts)
+            elif any(of_parts):
+                filled = [column or (ABSENT[name],) * len(part) for column, part in zip(of_parts, parts, strict=True)]
+                columns[name] = tuple(value for column in filled for value in column)
+        return replace(parts[0], **columns)
 
-        def ragged(columns: Sequence[Ragged]) -> Ragged:
-            offsets = np.concatenate([[0], *(column.lengths for column in columns)]).cumsum().astype(np.int64)
-            return Ragged(np.concatenate([column.values for column in columns]), offsets)
-
-        return cls(
-            labels=parts[0].labels,
-            group_id=np.concatenate([part.group_id for part in parts]),
-            sample_index=np.concatenate([part.sample_index for part in parts]),
-            prompt_ids=ragged([part.prompt_ids for part in parts]),
-            completion_ids=ragged([part.completion_ids for part in parts]),
-            sampler_logp=ragged([part.sampler_logp for part in parts]),
-            spans=np.concatenate(spans),
-            truncated=np.concatenate([part.truncated for part in parts]),
-            seed=np.concatenate([part.seed for part in parts]),
-            cached_tokens=np.concatenate([part.cached_tokens for part in parts]),
-            rewards=np.concatenate([part.rewards for part in parts]),
-            reward=np.concatenate([part.reward for part in parts]),
-            reward_errors=tuple(errors for part in parts for errors in part.reward_errors),
-            messages=_joined([part.messages for part in parts], lengths, ""),
-            counts=_joined([part.counts for part in parts], lengths, {}),
-            images=_joined([part.images for part in parts], lengths, ()),
-        )
+    @classmethod
+    def _columns(cls) -> list[str]:
+        """Returns the names of the fields with one entry per row."""
+        return [one.name for one in fields(cls) if one.name not in ("labels", "spans")]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -508,15 +489,7 @@ def _mask(spans: Iterable[Sequence[int]], length: int) -> NDArray[np.bool_]:
     return mask
 
 
-def _joined(columns: Sequence[tuple[T, ...]], lengths: Sequence[int], absent: T) -> tuple[T, ...]:
-    """Concatenates columns that may be missing in some parts, with `absent` for the rows of these; () if all are missing."""
-    if not any(columns):
-        return ()
-    return tuple(value for column, length in zip(columns, lengths, strict=True) for value in (column or (absent,) * length))
-
-
 def _number(value: float | None) -> float:
-    """Converts a reward to a float for an array: None becomes NaN."""
     return float("nan") if value is None else value
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, read_jsonl
 
 from rlgen.analysis.run import tenth
-from rlgen.cli.init import STARTER
+from rlgen.cli.inspect import STARTER
 from rlgen.files import read_json
 
 PAGE = (ROOT / "rlgen" / "docs" / "first-run.md").read_text()

@@ -1,1 +1,1 @@
-"""Holds the command line: one module for each command, and `app` with their options."""
+"""The command line: `app` and `groups` have all commands with their options, the other modules do the work."""

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,15 @@ from rlgen.run.manifest import check_files
 
 
 def list_command(name: Path, as_json: bool) -> None:
-    """Lists the checkpoints by names and sizes of their files. Raises UsageError if there is no run."""
+    """Lists the checkpoints by names and sizes of their files."""
     run = find_run(name)
-    best = pinned_step(run)
-    say(run, [look(path, hashes=False, best=best) for path in entries(run)], as_json)
+    say(run, [look(run, path, hashes=False) for path in entries(run)], as_json)
 
 
 def verify_command(name: Path, step: int | None, as_json: bool) -> None:
     """Reads every byte of the checkpoints, compares checksums, and checks that all numbers are finite.
 
     Raises:
-        UsageError: there is no run, or no checkpoint of `step`.
         CheckpointError: a checkpoint is damaged, or there is none. Raised after all have been read.
     """
     run = find_run(name)
@@ -33,8 +32,7 @@ def verify_command(name: Path, step: int | None, as_json: bool) -> None:
         found = [path for path in found if path == CheckpointFolder(run / "checkpoints").path(step)]
         if not found:
             raise UsageError(f"--step: {run} has no checkpoint of step {step}; `rlgen checkpoints list {run}` shows them")
-    best = pinned_step(run)
-    rows = [look(path, hashes=True, best=best) for path in found]
+    rows = [look(run, path, hashes=True) for path in found]
     say(run, rows, as_json)
     # Checkpoints that were set aside are listed, but are no error: no run resumes from them.
     if wrong := [str(row["problem"]) for row in rows if row["problem"] and not row["set_aside"]]:
@@ -47,15 +45,13 @@ def prune_command(name: Path, keep: int, as_json: bool) -> None:
     """Deletes all checkpoints but the `keep` newest good ones and the best by evaluation, and everything that was set aside.
 
     Raises:
-        UsageError: there is no run, or it is in use.
         CheckpointError: no checkpoint is good; nothing is deleted.
     """
     run = find_run(name)
     folder = CheckpointFolder(run / "checkpoints")
-    entries(run)
-    directory = RunDirectory.reopen(run)
-    try:
-        good = [path for path in folder.steps().values() if not look(path, hashes=True)["problem"]]
+    entries(run)  # raises UsageError if there are none
+    with closing(RunDirectory.reopen(run)):
+        good = [path for path in folder.steps().values() if not look(run, path, hashes=True)["problem"]]
         if not good:
             raise CheckpointError(f"{run} has no good checkpoint; nothing was deleted")
         pinned = pinned_step(run)
@@ -66,8 +62,6 @@ def prune_command(name: Path, keep: int, as_json: bool) -> None:
         for path in [*doomed, *folder.aside()]:
             folder.remove(path)
         folder.sweep()
-    finally:
-        directory.close()
     names = [path.name for path in kept]
     report = {"kept": names, "removed": [str(path) for path in gone], "freed_bytes": freed}
     if as_json:
@@ -84,31 +78,30 @@ def entries(run: Path) -> list[Path]:
     return [*folder.steps().values(), *folder.aside()]
 
 
-def look(path: Path, hashes: bool, best: int | None = None) -> dict[str, Any]:
-    """Returns one row of the list. `problem` says what is wrong; None: none of the checks failed.
-
-    Args:
-        best: step of the checkpoint that is pinned as the best by evaluation.
-    """
+def look(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
+    """Returns one row of the list. `problem` says what is wrong; None: no check failed. With `hashes`, imports torch."""
+    step, aside = int(path.name.removeprefix("step_").partition(".")[0]), path.parent.name == "set_aside"
     row: dict[str, Any] = {
-        "step": int(path.name.removeprefix("step_").partition(".")[0]),
+        "step": step,
         "path": str(path),
         "bytes": size_of(path),
         "time": None,
         "complete": False,
         "verified": None,
-        "set_aside": path.parent.name == "set_aside",
-        "best": False,
+        "set_aside": aside,
+        "best": step == pinned_step(run) and not aside,
         "problem": None,
     }
-    row["best"] = row["step"] == best and not row["set_aside"]
     try:
         manifest = check_files(path, hashes=False)
         row |= {"complete": True, "time": manifest.time}
         if hashes:
+            from rlgen.models.weights import non_finite
+            from rlgen.run.state import stored_tensors
+
             row["verified"] = False
             check_files(path, hashes=True)
-            if name := not_finite(path):
+            if name := non_finite(stored_tensors(path)):
                 raise DamagedCheckpoint(f"{path}: {name} has values that are not finite")
             row["verified"] = True
     except CheckpointError as error:
@@ -116,16 +109,7 @@ def look(path: Path, hashes: bool, best: int | None = None) -> dict[str, Any]:
     return row
 
 
-def not_finite(path: Path) -> str | None:
-    """Returns the name of a tensor with values that are not finite; None if there is none. Heavy imports happen here."""
-    from rlgen.models.weights import non_finite
-    from rlgen.run.state import stored_tensors
-
-    return non_finite(stored_tensors(path))
-
-
 def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Prints the rows, as JSON or one line each."""
     if as_json:
         echo(json.dumps(rows, indent=2))
         return
@@ -140,10 +124,8 @@ def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Returns the bytes of all files in a folder."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def mebibytes(count: int) -> str:
-    """Returns a number of bytes as text in MiB."""
     return f"{count / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""Compares runs: `rlgen compare`."""
+"""Compares runs, and writes the report of one: `rlgen compare`, `rlgen report`."""
 
 import json
 from collections.abc import Sequence
@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rlgen.analysis.aligned import BAND, By, other_charts
+from rlgen.analysis.charts import charts_of
 from rlgen.analysis.comparison import Comparison, Verdict, compare
 from rlgen.analysis.comparison_page import title_of, write_comparison
 from rlgen.analysis.interval import Interval
 from rlgen.analysis.plot import STYLES, plot
 from rlgen.analysis.png import chosen, write_png
+from rlgen.analysis.report import write_report
 from rlgen.analysis.run import Run, read_run
 from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.cli.rollouts import finite
@@ -30,11 +32,6 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
 
     Args:
         out: the HTML file; the PNG file is beside it, with its own suffix.
-
-    Raises:
-        UsageError: there are fewer than two runs, no run is there, one is named twice, or none has measured the metric.
-        SetupError: `png`, and matplotlib is not installed.
-        CheckpointError: a file cannot be written.
     """
     runs = runs_of(names)
     comparison = compare(runs, metric, by)
@@ -53,7 +50,7 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
 
 
 def runs_of(names: Sequence[Path]) -> list[Run]:
-    """Returns the runs with their states, also of those that were killed and could not write it. Raises UsageError."""
+    """Returns the runs with their states, also of those that were killed and could not write it."""
     paths = [find_run(name) for name in names]
     if len(paths) < 2:
         raise UsageError(f"compare: {names[0]} is the only run; name two or more")
@@ -95,7 +92,6 @@ def as_object(comparison: Comparison, by: By) -> dict[str, Any]:
 
 
 def bounds(value: Interval | float | None) -> dict[str, float | None]:
-    """Returns an estimate with the ends of its interval, if it has one."""
     if isinstance(value, Interval):
         return {"mean": value.value, "low": value.low, "high": value.high}
     return {"mean": value, "low": None, "high": None}
@@ -119,7 +115,6 @@ def verdict_object(verdict: Verdict) -> dict[str, Any]:
 
 
 def show(comparison: Comparison, by: By) -> None:
-    """Prints a comparison for people."""
     page = page_for_terminal(whole_lines=False)
     letters = {group.letter: style for group, style in zip(comparison.groups, cycle(STYLES), strict=False)}
     runs = table(["", "runs", "seeds", "steps", f"{comparison.metric}, last quarter"])
@@ -156,3 +151,28 @@ def table(heads: Sequence[str]) -> Table:
 def cells(texts: Sequence[str]) -> list[Text]:
     """Returns texts that others wrote as cells: literally, without markup or control characters."""
     return [Text(printable(text)) for text in texts]
+
+
+def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_json: bool) -> None:
+    """Writes `report.html`, with `png` also the curves beside it, and prints where they are."""
+    run = read_run(find_run(name))
+    path = out or run.path / "report.html"
+    if png:  # first: it fails without matplotlib, before anything is written
+        write_png(path.with_suffix(".png"), run.name, chosen(charts_of(run)))
+    packed = write_report(run, path, rollouts).facts
+    size = path.stat().st_size
+    if as_json:
+        shown = {
+            "report": str(path),
+            "png": str(path.with_suffix(".png")) if png else None,
+            "bytes": size,
+            "rollouts": packed["count"],
+            "rollouts_of_run": packed["total"],
+        }
+        echo(json.dumps({**shown, "steps": len(run.metrics), "evaluations": len(run.evaluations)}))
+        return
+    part = "" if packed["count"] == packed["total"] else f" of {packed['total']:,}"
+    held = f"{len(run.metrics)} steps, {packed['count']:,}{part} rollouts, {size / 2**20:.1f} MiB"
+    echo(f"{path} written: {held}; open it in a browser")
+    if png:
+        echo(f"{path.with_suffix('.png')} written")

@@ -15,16 +15,13 @@ COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)  # markers of generated tables
 
 
 def docs_command(page: str | None, search: str | None = None) -> None:
-    """Lists the pages, or lines that hold a word, or prints a page: formatted in a terminal, as plain text elsewhere.
-
-    Raises:
-        UsageError: there is no such page, or no page has the word.
-    """
+    """Lists the pages, or lines that hold a word, or prints a page: formatted in a terminal, as plain text elsewhere."""
     if search is not None:
         echo(found(search, page_names() if page is None else [page]))
         return
     if page is None:
-        echo(listing())
+        width = max(map(len, page_names()))
+        echo("\n".join(f"{name:<{width}}  {summary(page_text(name))}" for name in page_names()))
         return
     text = page_text(page)
     if not sys.stdout.isatty():
@@ -37,16 +34,11 @@ def docs_command(page: str | None, search: str | None = None) -> None:
 
 
 def page_names() -> list[str]:
-    """Returns the names of all pages, sorted."""
     return sorted(path.stem for path in PAGES.glob("*.md"))
 
 
 def page_text(page: str) -> str:
-    """Returns a page without its HTML comments.
-
-    Raises:
-        UsageError: there is no such page.
-    """
+    """Returns a page without its HTML comments. Raises UsageError if there is no such page."""
     names = page_names()
     if page not in names:
         close = get_close_matches(page[:100], names, n=1, cutoff=0.5)
@@ -55,19 +47,8 @@ def page_text(page: str) -> str:
     return COMMENT.sub("", (PAGES / f"{page}.md").read_text(encoding="utf-8"))
 
 
-def listing() -> str:
-    """Returns one line for each page: its name and its summary."""
-    names = page_names()
-    width = max(map(len, names))
-    return "\n".join(f"{name:<{width}}  {summary(page_text(name))}" for name in names)
-
-
 def found(word: str, pages: Sequence[str]) -> str:
-    """Returns the lines of pages that hold a word, as `page: line`. Upper case does not matter.
-
-    Raises:
-        UsageError: there is no such page, or none of them has the word.
-    """
+    """Returns the lines of pages that hold a word, as `page: line`. Upper case does not matter."""
     lines = [(page, line.strip()) for page in pages for line in page_text(page).splitlines()]
     held = [f"{page}: {line}" for page, line in lines if word.strip().lower() in line.lower()]
     if not held:

@@ -28,7 +28,6 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
 
     Raises:
         SentinelError: a check failed.
-        RlgenError: the parts cannot be opened.
     """
     launch, load = Launch.of(os.environ), partial(load_recipe, path, overrides)
     if launch.world == 1:
@@ -56,7 +55,7 @@ def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool)
 
 
 def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, processes: "Processes") -> None:
-    """Runs the checks, compares the results with the stored baseline, and prints both. Raises as `doctor_command` does."""
+    """Runs the checks, compares the results with the stored baseline, and prints both."""
     from rlgen.models.tiny import cache_dir
     from rlgen.run.baseline import Baselines
     from rlgen.sentinel.verdict import failed
@@ -82,7 +81,7 @@ def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, pr
 
 
 def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tuple[Mapping[str, str], list[Rung]]":
-    """Opens trainer and engine as a run does, runs the checks, and prints each result. Returns the versions and the results."""
+    """Opens trainer and engine as a run does, and prints the result of each check. Returns the versions and the results."""
     from rlgen.run.manifest import check_model_files
     from rlgen.sentinel.ladder import climb
     from rlgen.setup.data import open_data
@@ -101,10 +100,8 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
         rungs, probe = [], probe_of(recipe, pair)
         for rung in climb(probe, toy_gradient(recipe, pair, probe)):
             rungs.append(rung)
-            say(
-                f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}  {numbers(rung)}".rstrip()
-                + f"\n   {rung.sentence}"
-            )
+            say(f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}  {numbers(rung)}".rstrip())
+            say(f"   {rung.sentence}")
     return versions, rungs
 
 
@@ -115,7 +112,7 @@ def numbers(rung: "Rung") -> str:
 
 
 def versions_of(engine: str, runner: str | None) -> Mapping[str, str]:
-    """Returns the versions and the device that a baseline depends on: engine, its model runner, torch, transformers, device."""
+    """Returns the versions and the device that a baseline depends on."""
     import torch
     import transformers
 

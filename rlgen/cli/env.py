@@ -23,7 +23,9 @@ GIB = 1 << 30
 
 def env_command(as_json: bool) -> None:
     """Prints versions, machine and variables without secrets. Where a value cannot be found, the reason stands in its place."""
-    facts = {**software(), **machine(), "variables": variables()}
+    names = sorted(name for name in os.environ if name.upper().startswith(VARIABLES))
+    shown = {name: REDACTED if SECRET_VARIABLE.fullmatch(name) else redacted(os.environ[name]) for name in names}
+    facts = {**software(), **machine(), "variables": shown}
     if as_json:
         echo(json.dumps(facts))
         return
@@ -32,12 +34,11 @@ def env_command(as_json: bool) -> None:
         rows |= facts[part]
     width = max(map(len, rows))
     for name, value in rows.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-        echo(f"{name:<{width}}  {'none' if shown in (None, '') else shown}")
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        echo(f"{name:<{width}}  {'none' if text in (None, '') else text}")
 
 
 def machine() -> dict[str, Any]:
-    """Returns processor, memory, GPUs and driver."""
     found = {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / GIB, 1), "driver": driver()}
     try:
         return found | hardware()
@@ -55,9 +56,3 @@ def driver() -> str | None:
     except (OSError, subprocess.SubprocessError) as error:
         return f"not known: {error}"
     return said.split("\n", 1)[0].strip() or None
-
-
-def variables() -> dict[str, str]:
-    """Returns the environment variables that matter, sorted, without secrets."""
-    names = sorted(name for name in os.environ if name.upper().startswith(VARIABLES))
-    return {name: REDACTED if SECRET_VARIABLE.fullmatch(name) else redacted(os.environ[name]) for name in names}

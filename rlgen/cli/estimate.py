@@ -10,7 +10,7 @@ from rlgen.cli.output import echo
 from rlgen.cli.validate import can_open
 from rlgen.errors import SetupError
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.recipe.models import ColocatedEngineRecipe, EngineRecipe, ModelRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.models import ColocatedEngineRecipe, EngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import PolicyRecipe
 from rlgen.run.console import Terminal
 
@@ -25,34 +25,22 @@ def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as
     """Prints the table, whether it fits, and which settings to change.
 
     The prompts' true lengths are used if tokenizer and data are on this machine.
-
-    Raises:
-        RecipeError: the recipe is wrong.
-        DataError: the rows of the data cannot be prompts.
-        SetupError: the model's config cannot be read.
     """
     recipe = load_recipe(path, overrides).recipe
-    if can_open(recipe) and has_tokenizer(recipe):
+    import torch
+
+    from rlgen.models.load import locate
+
+    # A config alone is enough for an estimate.
+    if can_open(recipe) and (Path(locate(recipe.model.path)) / "tokenizer_config.json").exists():
         from rlgen.setup.data import open_data
 
         recipe = open_data(recipe).recipe
-    device = int(gpu_gib * GIB) if gpu_gib else memory_of_gpu()
+    device = int(gpu_gib * GIB) if gpu_gib else None
+    if device is None and torch.cuda.is_available():
+        device = torch.cuda.mem_get_info(0)[1]
     report = estimate(recipe, device)
     echo(json.dumps(report, indent=2)) if as_json else show(report)
-
-
-def has_tokenizer(recipe: Recipe) -> bool:
-    """Returns whether the model's folder has a tokenizer: a config alone is enough for an estimate."""
-    from rlgen.models.load import locate
-
-    return (Path(locate(recipe.model.path)) / "tokenizer_config.json").exists()
-
-
-def memory_of_gpu() -> int | None:
-    """Returns the bytes of this machine's first GPU; None if there is no GPU."""
-    import torch
-
-    return torch.cuda.mem_get_info(0)[1] if torch.cuda.is_available() else None
 
 
 def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
@@ -73,18 +61,14 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
     counts = counted(plan.rows)
     phases = needs(counts, plan)
     phase, most = peak(phases)
-    can = {
-        "shards": "processes" in Recipe.model_fields,
-        "adapters": "lora" in ModelRecipe.model_fields,
-        "no reference": isinstance(recipe.trainer, PolicyRecipe),  # online_dpo always needs its reference
-    }
-    offers = frozenset(name for name, offered in can.items() if offered)
+    # online_dpo always needs its reference
+    offers = frozenset(["shards", "adapters", *(["no reference"] if isinstance(recipe.trainer, PolicyRecipe) else [])])
     found = hints(counts, counted(plan.rows // 2) if plan.rows > 1 else None, plan, offers)
     held = engine_parts(counts, plan).get("KV cache", 0)
     engine = recipe.engine
     launched = engine if isinstance(engine, ServerEngineRecipe) and engine.launch and plan.engine == "elsewhere" else None
     a_gpu = replace(plan, engine="beside", **cache_of(engine, device))
-    full = replace(plan, sequences=1)
+    sequence = cache_needed(counts, replace(plan, sequences=1))  # the KV cache of one sequence of full length
     return {
         "model": recipe.model.path,
         "parameters": counts.parameters,
@@ -92,29 +76,22 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
         "device": device,
         "phases": phases,
         "peak": {"phase": phase, "bytes": most},
-        "fits": None if device is None else fits(most, held, cache_needed(counts, full), plan),
+        "fits": None if device is None else most <= device and (plan.engine == "elsewhere" or held >= sequence),
         "servers": launched and {"count": launched.servers, "gpus": list(launched.gpus), "a_gpu": engine_parts(counts, a_gpu)},
-        "sequences": {"decoded_together": plan.sequences, "cache_holds": held // max(1, cache_needed(counts, full))},
+        "sequences": {"decoded_together": plan.sequences, "cache_holds": held // max(1, sequence)},
         "hints": [asdict(hint) for hint in found],
         "how": {part: HOW[part] for parts in phases.values() for part in parts},
     }
 
 
-def fits(most: int, cache: int, sequence: int, plan: "Plan") -> bool:
-    """Returns whether the peak fits into the GPU, and one sequence of full length into the engine's KV cache."""
-    assert plan.device is not None  # `estimate` calls this only if the device is known
-    return most <= plan.device and (plan.engine == "elsewhere" or cache >= sequence)
-
-
 def plan_of(recipe: Recipe, device: int | None) -> "Plan":
-    """Returns the numbers that the memory depends on, from the recipe."""
     import torch
 
     from rlgen.algorithms.registry import build_algorithm
     from rlgen.models.memory import ADAMW, ADAMW_8BIT, Plan
 
     engine = recipe.engine
-    processes, strategy = processes_of(recipe)
+    processes = recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1"))  # without a number in the recipe, the launcher's
     servers = engine.servers if isinstance(engine, ServerEngineRecipe) else 1
     rows, length = micro_batch(recipe, -(-recipe.samples_per_step // processes), device)
     return Plan(
@@ -127,7 +104,7 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         adapter_rank=recipe.model.lora.rank if recipe.model.lora else None,
         processes=processes,
         moment_bytes=ADAMW_8BIT if recipe.optim.kind == "adamw_8bit" else ADAMW,
-        sharded=strategy == "fsdp",
+        sharded=recipe.processes.strategy == "fsdp",
         shard=recipe.processes.shard,
         defer_sync=recipe.processes.defer_sync,
         streams=recipe.rollout.stream,
@@ -180,13 +157,7 @@ def cache_of(engine: EngineRecipe, device: int | None) -> "dict[str, Any]":
     }
 
 
-def processes_of(recipe: Recipe) -> tuple[int, str]:
-    """Returns the number of processes and the strategy. If the recipe sets no number, the launcher's counts."""
-    return recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1")), recipe.processes.strategy
-
-
 def show(report: dict[str, Any]) -> None:
-    """Prints the report as a table."""
     from rich.table import Table
 
     phases: dict[str, Parts] = report["phases"]

@@ -3,9 +3,8 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlgen.cli.export import find
 from rlgen.cli.output import echo
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
 WIDTH = 24  # characters of the column of names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What is evaluated. Target(model=ModelRecipe(path="/runs/mine/checkpoints/step_000040", ...), step=40, adapter=None)"""
+class Target(NamedTuple):
+    """What is evaluated."""
 
     model: ModelRecipe
     step: int  # of a checkpoint; 0 for a model
@@ -34,13 +32,7 @@ class Target:
 
 
 def eval_command(name: Path, path: Path, overrides: list[str], step: str | None, out: Path | None, as_json: bool) -> None:
-    """Evaluates, and prints a table or one JSON object.
-
-    Raises:
-        UsageError: the recipe has no `eval` section, or nothing of that name can be evaluated.
-        ProcessError: a launcher started several processes.
-        RlgenError: the parts cannot be opened, or engine and trainer differ.
-    """
+    """Evaluates, and prints a table or one JSON object."""
     target, found = evaluated(name, path, overrides, step, out, Terminal(quiet=as_json).say)
     held_out = found.data.held_out
     assert held_out is not None
@@ -56,7 +48,7 @@ def eval_command(name: Path, path: Path, overrides: list[str], step: str | None,
 def evaluated(
     name: Path, path: Path, overrides: Sequence[str], step: str | None, out: Path | None, say: Callable[[str], None]
 ) -> "tuple[Target, Evaluated]":
-    """Evaluates. Returns what was evaluated, and the result. Raises as `eval_command` does."""
+    """Evaluates. Returns what was evaluated, and the result."""
     recipe = load_recipe(path, overrides).recipe
     if recipe.eval is None:
         raise UsageError(f"{path} has no section `eval`; add one, such as --set 'eval={{source: heldout.jsonl}}'")
@@ -75,11 +67,7 @@ def evaluated(
 
 
 def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
-    """Returns what is to be evaluated: a run's checkpoint, one checkpoint, or a model.
-
-    Raises:
-        UsageError: there is no such run, folder or checkpoint.
-    """
+    """Returns what is to be evaluated: a run's checkpoint, one checkpoint, or a model. Raises UsageError if there is none."""
     place = name.expanduser()
     if holds_run(place) or holds_run(RUNS / name):
         return checkpoint_of(recipe, find(find_run(place), step))
@@ -98,11 +86,7 @@ def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
 
 
 def checkpoint_of(recipe: Recipe, checkpoint: Path) -> Target:
-    """Returns a checkpoint as what is to be evaluated. An adapter needs the model section of its run, which names its base.
-
-    Raises:
-        UsageError: it is an adapter, and its run is missing.
-    """
+    """Returns a checkpoint as what is to be evaluated. An adapter needs the model section of its run, which names its base."""
     step = read_manifest(checkpoint).step
     if (checkpoint / "config.json").is_file():
         return Target(model=whole_model(recipe, str(checkpoint)), step=step, adapter=None)

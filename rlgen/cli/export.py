@@ -5,6 +5,7 @@ name, and sends it to the hub if asked: `rlgen export`.
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,12 +31,7 @@ def export_command(
 
     Args:
         step: as `find` takes it.
-        repo: repository of the hub to send the written folder to; None: send nothing.
-
-    Raises:
-        UsageError: `source` holds no checkpoint, `out` exists, or `repo` cannot be a name of the hub.
-        CheckpointError: it is damaged, cannot be read or written, or the written model differs from the trained policy.
-        SetupError: the hub does not take it; the folder stays.
+        repo: repository of the hub to send the written folder to, which stays if the hub does not take it; None: send nothing.
     """
     checkpoint = find(source, step)
     out = out.expanduser().resolve()
@@ -58,7 +54,7 @@ def export_command(
     report = {"out": str(out), "checkpoint": str(checkpoint), "dtype": dtype, **report}
     if not as_json:
         echo(summary(report))
-    report["pushed"] = None if api is None or repo is None else push(api, out, repo, f"Step {report['step']}, by rlgen")
+    report["pushed"] = None if api is None or repo is None else push(api, out, repo, report["step"])
     if as_json:
         echo(json.dumps(report))
     elif repo is not None:
@@ -66,7 +62,6 @@ def export_command(
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Returns what was written, in lines for people."""
     merged = "the adapter merged into its base" if report["adapter"] else "all weights"
     rounding = f"; rounding to {report['dtype']} moves them by {report['rounding_mean_delta']:.1e} on average"
     return (
@@ -83,17 +78,15 @@ def write_card(checkpoint: Path, folder: Path, dtype: str) -> str | None:
     from rlgen.analysis.run import read_run
 
     run = checkpoint.parent.parent
-    if not holds_run(run):
-        return None
-    try:
-        write_text(folder / CARD, model_card(read_run(run), step_of(checkpoint), dtype))
-    except RecipeError:  # a run of another version of rlgen; the model is complete without a card
-        return None
-    return CARD
+    with suppress(RecipeError):  # a run of another version of rlgen; the model is complete without a card
+        if holds_run(run):
+            write_text(folder / CARD, model_card(read_run(run), step_of(checkpoint), dtype))
+            return CARD
+    return None
 
 
 def hub(repo: str) -> "HfApi":
-    """Returns the client of the hub. Raises UsageError if `repo` cannot be a name there."""
+    """Returns the client of the hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -104,17 +97,13 @@ def hub(repo: str) -> "HfApi":
     return HfApi()
 
 
-def push(api: "HfApi", folder: Path, repo: str, message: str) -> str:
-    """Sends a folder to a repository of the hub, and creates it as a private one if it does not exist. Returns its URL.
-
-    Raises:
-        SetupError: the hub does not take it.
-    """
+def push(api: "HfApi", folder: Path, repo: str, step: int) -> str:
+    """Sends a folder to a repository of the hub, and creates it as a private one if it does not exist. Returns its URL."""
     from rlgen.models.load import bottom
 
     try:
         url = api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Step {step}, by rlgen")
     except Exception as error:  # whatever the client's HTTP library raises
         raise SetupError(
             f"--push-to-hub: {repo} was not sent: {bottom(error)}; log in with `hf auth login`, check name and network, and send"
@@ -124,7 +113,6 @@ def push(api: "HfApi", folder: Path, repo: str, message: str) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the step of a checkpoint."""
     step: int = read_json(checkpoint / "state" / "state.json")["step"]
     return step
 
@@ -134,9 +122,6 @@ def find(source: Path, step: str | None) -> Path:
 
     Args:
         step: of the run's checkpoint: a number, "best" (by evaluation) or "last"; None: the last one.
-
-    Raises:
-        UsageError: there is none.
     """
     source = source.expanduser()
     named = not os.path.exists(source) or holds_run(RUNS / source)  # a folder of that name may be no run
@@ -155,7 +140,6 @@ def find(source: Path, step: str | None) -> Path:
 
 
 def number_of(run: Path, step: str) -> int:
-    """Returns the number of the step that `--step` names: a number, or "best". Raises UsageError if it names none."""
     if step.isdecimal():
         return int(step)
     if step != "best":
@@ -193,7 +177,11 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
         ids = likely_ids(policy)
         trained = log_probs(policy, ids)
         gap = compare("the merged model", trained, log_probs(model, ids))
-        rounded = log_probs(rounded_to(getattr(torch, dtype), model), ids)
+        # The model still computes in float32, whose noise is far smaller than the rounding.
+        with torch.no_grad():
+            for tensor in own_tensors(model).values():
+                tensor.copy_(tensor.to(getattr(torch, dtype)))
+        rounded = log_probs(model, ids)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         tokenizer = load_tokenizer(str(checkpoint), None)
         if reads_images(model.config):
@@ -202,7 +190,11 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
         again = load_model(str(folder), None, torch.float32, "sdpa", device)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint} cannot be exported: {error!r}") from error
-    compare_tensors(own_tensors(model.float()), own_tensors(again))
+    written, found = own_tensors(model.float()), own_tensors(again)
+    if other := sorted(set(written) ^ set(found)):
+        raise CheckpointError(f"the written model, opened again, has other tensors than before, among them {other[0]}")
+    if other := [name for name, tensor in written.items() if not tensor.equal(found[name])]:
+        raise CheckpointError(f"the written model, opened again, has other values in {other[0]} than before")
     compare("the written model, opened again,", rounded, log_probs(again, ids))
     if load_tokenizer(str(folder), None).get_vocab() != tokenizer.get_vocab():
         raise CheckpointError("the written tokenizer, opened again, has another vocabulary")
@@ -217,12 +209,7 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
 
 
 def adapted_and_merged(checkpoint: Path, device: Any) -> tuple[Any, Any]:
-    """Returns the policy of an adapter's checkpoint, and a plain model with its merged weights; the plain model is float32.
-
-    Raises:
-        SetupError: the base cannot be loaded.
-        CheckpointError: the base is not the one that was trained on.
-    """
+    """Returns the policy of an adapter's checkpoint, and a plain model with its merged weights; the plain model is float32."""
     import torch
     from peft import LoraConfig
 
@@ -242,20 +229,6 @@ def adapted_and_merged(checkpoint: Path, device: Any) -> tuple[Any, Any]:
         for name, tensor in model_tensors(model, checkpoint_tensors(policy)):
             own[name].copy_(tensor)
     return (policy if facts["quantization"] else policy.float()), model
-
-
-def rounded_to(dtype: Any, model: Any) -> Any:
-    """Rounds the weights of `model` to `dtype` in place, and returns it. It still computes in its own dtype, whose noise is far
-    smaller.
-    """
-    import torch
-
-    from rlgen.models.weights import own_tensors
-
-    with torch.no_grad():
-        for tensor in own_tensors(model).values():
-            tensor.copy_(tensor.to(dtype))
-    return model
 
 
 def likely_ids(model: Any) -> Any:
@@ -280,15 +253,6 @@ def log_probs(model: Any, ids: Any) -> Any:
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[:, PREFIX - 1 : -1]
     return logits.double().log_softmax(-1).gather(-1, ids[:, PREFIX:, None])[..., 0].cpu()
-
-
-def compare_tensors(written: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raises CheckpointError unless both hold the same tensors, bit for bit."""
-    if other := sorted(set(written) ^ set(found)):
-        raise CheckpointError(f"the written model, opened again, has other tensors than before, among them {other[0]}")
-    for name, tensor in written.items():
-        if not tensor.equal(found[name]):
-            raise CheckpointError(f"the written model, opened again, has other values in {name} than before")
 
 
 def compare(what: str, expected: Any, found: Any) -> Any:

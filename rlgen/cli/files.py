@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlgen.errors import DataError, Problem, RewardError, ToolError
+from rlgen.errors import DataError, Problem, RecipeError, RewardError, ToolError
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
@@ -21,6 +21,20 @@ HUB = "name a folder that save_pretrained wrote; a model of the hub is written a
 
 if TYPE_CHECKING:
     from rlgen.worker_pool.source import FunctionFacts
+
+
+def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
+    """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards and tools, in a
+    process of their own, unless `imports` is false. Raises RecipeError for a file, a column or a function that cannot be used.
+    """
+    problems = missing_files(loaded)
+    columns = known_columns(loaded.recipe)
+    problems = problems or [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]
+    if imports:
+        problems = problems or [*unusable_rewards(loaded), *unusable_tools(loaded)]
+    if problems:
+        raise RecipeError(problems)
+    return columns
 
 
 def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
@@ -45,31 +59,31 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
     file does not define.
     """
     problems: list[Problem] = []
-    model, source = loaded.recipe.model.path, loaded.recipe.data.source
+    recipe, origins = loaded.recipe, loaded.origins
+    model, source = recipe.model.path, recipe.data.source
     if is_local_model(model) and not Path(model).is_dir():
-        made = f"`rlgen recipes warm-start {loaded.path}` makes a small one" if loaded.recipe.task else None
+        made = f"`rlgen recipes warm-start {loaded.path}` makes a small one" if recipe.task else None
         is_file = Path(model).is_file()
         what = f"model.path: {model} is a file" if is_file else f"model.path: there is no folder {model}"
-        problems.append(Problem(loaded.origins["model.path"], what, HUB if is_file else like(model) or made or HUB))
+        problems.append(Problem(origins["model.path"], what, HUB if is_file else like(model) or made or HUB))
     if is_local_source(source) and not glob.glob(source, recursive=True):
-        problems.append(Problem(loaded.origins["data.source"], f"data.source: {source} does not exist", like(source)))
-    template = loaded.recipe.data.chat_template
-    if template is not None and not Path(template).is_file():
+        problems.append(Problem(origins["data.source"], f"data.source: {source} does not exist", like(source)))
+    if (template := recipe.data.chat_template) is not None and not Path(template).is_file():
         what = f"data.chat_template: {template} does not exist"
         reason = like(template) or "it is a file with a template (Jinja); without the key the tokenizer's own is used"
-        problems.append(Problem(loaded.origins["data.chat_template"], what, reason))
+        problems.append(Problem(origins["data.chat_template"], what, reason))
     problems += unusable_models(loaded)
-    functions = {f"rewards.{index}.use": reward.use for index, reward in enumerate(loaded.recipe.rewards)}
-    functions |= {f"tools.{index}.use": tool.use for index, tool in enumerate(loaded.recipe.tools)}
-    if loaded.recipe.rollout.use is not None:
-        functions["rollout.use"] = loaded.recipe.rollout.use
-    if loaded.recipe.environment is not None:
-        functions["environment.use"] = loaded.recipe.environment.use
+    functions = {f"rewards.{index}.use": reward.use for index, reward in enumerate(recipe.rewards)}
+    functions |= {f"tools.{index}.use": tool.use for index, tool in enumerate(recipe.tools)}
+    if recipe.rollout.use is not None:
+        functions["rollout.use"] = recipe.rollout.use
+    if recipe.environment is not None:
+        functions["environment.use"] = recipe.environment.use
     for key, use in functions.items():
         file, _, function = use.rpartition(":")
         if not file.endswith(".py"):
             continue
-        where = loaded.origins[key]
+        where = origins[key]
         try:
             tree = ast.parse(Path(file).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
@@ -81,54 +95,51 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
             close = get_close_matches(function, names, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"it defines {', '.join(names) or 'nothing'}"
             problems.append(Problem(where, f"{file} defines no `{function}`", hint))
-        elif key.startswith("rewards.") and returns_nothing(tree, function):
-            problems.append(Problem(where, f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
+        elif key.startswith("rewards.") and (node := plain_function(tree, function)) is not None:
+            raises = any(isinstance(part, ast.Raise) for part in node.body)  # a stub that raises reports itself when it is called
+            if not raises and not any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
+                problems.append(Problem(where, f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
     return problems
 
 
-def returns_nothing(tree: ast.Module, function: str) -> bool:
-    """Returns whether a function that a file defines plainly has no `return` with a value."""
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]
-    if not found or found[-1].decorator_list:
-        return False
-    body = [inner for statement in found[-1].body for inner in ast.walk(statement)]
-    ends = any(isinstance(node, ast.Raise) for node in found[-1].body)  # a stub that raises reports itself when it is called
-    return not ends and not any(isinstance(node, ast.Return) and node.value is not None for node in body)
+def plain_function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Returns a function that a file defines at its top level. None: it is decorated, imported or computed."""
+    nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name]
+    return nodes[-1] if nodes and not nodes[-1].decorator_list else None
 
 
 def unusable_models(loaded: LoadedRecipe) -> list[Problem]:
     """Returns a problem for each reward that asks a model and names a folder or a file that cannot be used. Loads no weights."""
     problems: list[Problem] = []
     for index, reward in enumerate(loaded.recipe.rewards):
-        settings, start = settings_of(reward), f"rewards.{index}.args."
+        settings, key, file, why = settings_of(reward), "", "", None
         if isinstance(settings, RewardModelArgs) and Path(settings.path).is_absolute():
-            if (why := not_a_reward_model(Path(settings.path))) is not None:
-                where = loaded.origins.get(f"{start}path", loaded.origins[f"rewards.{index}.use"])
-                problems.append(Problem(where, f"{start}path: {settings.path} {why}", like(settings.path)))
+            key, file, why = f"rewards.{index}.args.path", settings.path, not_a_reward_model(Path(settings.path))
         elif isinstance(settings, JudgeArgs) and settings.prompt_file is not None:
+            key, file = f"rewards.{index}.args.prompt_file", settings.prompt_file
             try:
-                settings.check_question(Path(settings.prompt_file).read_text(encoding="utf-8"))
+                settings.check_question(Path(file).read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
-                where = loaded.origins.get(f"{start}prompt_file", loaded.origins[f"rewards.{index}.use"])
-                problems.append(
-                    Problem(where, f"{start}prompt_file: {settings.prompt_file}: {error}", like(settings.prompt_file))
-                )
+                why = f": {error}"
+        if why is not None:
+            where = loaded.origins.get(key, loaded.origins[f"rewards.{index}.use"])
+            problems.append(Problem(where, f"{key}: {file}{why}", like(file)))
     return problems
 
 
 def not_a_reward_model(folder: Path) -> str | None:
-    """Returns why a folder holds no model with one score, as far as its config says; None: it may."""
+    """Returns what its config says against a folder that should hold a model with one score; None: nothing."""
     if not folder.is_dir():
-        return "is not a folder"
+        return " is not a folder"
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kinds = [str(name) for name in config.get("architectures") or ()]
         labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # two is the default of transformers
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        return f"has no config.json that can be read: {error}"
+        return f" has no config.json that can be read: {error}"
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        return f"is a {' '.join(kinds) or 'model of an unknown kind'}, but a reward model is one for sequence classification"
-    return None if labels == 1 else f"has {labels} labels; a reward model has one, which is its score"
+        return f" is a {' '.join(kinds) or 'model of an unknown kind'}, but a reward model is one for sequence classification"
+    return None if labels == 1 else f" has {labels} labels; a reward model has one, which is its score"
 
 
 def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
@@ -221,18 +232,14 @@ def known_columns(recipe: Recipe) -> set[str] | None:
 
 
 def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
-    """Returns a problem for each reward with a parameter that nothing fills, as far as it is known without running user code.
-
-    Args:
-        columns: of the data; None: not known.
-    """
+    """Returns a problem for each reward with a parameter that nothing fills, as far as it is known without running user code."""
     from rlgen.rewards.builtin import BUILTIN
     from rlgen.rewards.load import RewardSource, facts_of_model
     from rlgen.rewards.resolve import MESSAGES, resolve
 
-    problems: list[Problem] = []
     if columns is None:
-        return problems
+        return []
+    problems: list[Problem] = []
     columns = columns if loaded.recipe.data.columns.answer is None else {*columns, "answer"}
     columns = columns | ({MESSAGES} if loaded.recipe.talks else set()) | ({SEED_COLUMN} if loaded.recipe.environment else set())
     for index, reward in enumerate(loaded.recipe.rewards):
@@ -241,7 +248,8 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
         if (settings := settings_of(reward)) is not None:
             facts = facts_of_model(settings)
         if file.endswith(".py"):
-            facts = facts_of_source(Path(file).read_text(encoding="utf-8"), function)
+            node = plain_function(ast.parse(Path(file).read_text(encoding="utf-8")), function)
+            facts = None if node is None else facts_of(node)
         try:
             if facts is not None:
                 resolve(reward, facts, columns)
@@ -250,21 +258,14 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     return problems
 
 
-def facts_of_source(source: str, function: str) -> "FunctionFacts | None":
-    """Returns the facts of a function that a file defines at its top level. None: it is decorated, imported or computed."""
+def facts_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":
+    """Returns the facts of a function that is not decorated."""
     from rlgen.worker_pool.source import FunctionFacts
 
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    node = next((node for node in reversed(nodes) if node.name == function), None)
-    if node is None or node.decorator_list:
-        return None
     given = node.args
     first = len(given.posonlyargs) + len(given.args) - len(given.defaults)
-    kinds = ["POSITIONAL_ONLY"] * len(given.posonlyargs) + ["POSITIONAL_OR_KEYWORD"] * len(given.args)
-    parameters = [
-        (one.arg, kind, place < first)
-        for place, (one, kind) in enumerate(zip([*given.posonlyargs, *given.args], kinds, strict=True))
-    ]
+    kinds = [(one, "POSITIONAL_ONLY") for one in given.posonlyargs] + [(one, "POSITIONAL_OR_KEYWORD") for one in given.args]
+    parameters = [(one.arg, kind, place < first) for place, (one, kind) in enumerate(kinds)]
     parameters += [
         (one.arg, "KEYWORD_ONLY", default is None) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
     ]
@@ -273,7 +274,6 @@ def facts_of_source(source: str, function: str) -> "FunctionFacts | None":
 
 
 def defined(node: ast.stmt) -> list[str]:
-    """Returns the names that a top-level statement of a module defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):

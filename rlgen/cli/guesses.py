@@ -46,8 +46,7 @@ VALUE = re.compile(r"(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?:=(.*))?", re.DOTALL)  #
 def understood(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments of rlgen with a guess replaced by the command that it means.
 
-    Raises:
-        UsageError: a guess that must not run unasked; the message names the command to type.
+    A guess that must not run unasked is a UsageError, which names the command to type.
     """
     if not arguments:
         return []

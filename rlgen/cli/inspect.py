@@ -1,13 +1,18 @@
-"""Answers quick questions about recipes, without torch: `rlgen show`, `rlgen schema`, `rlgen recipes list` and `copy`."""
+"""Shows recipes and writes what to start from: `rlgen show`, `schema`, `init`, `rlgen recipes list`, `copy`, `warm-start`.
+
+Quick answers import no torch.
+"""
 
 import json
 import re
+import shlex
+import shutil
 import textwrap
 from pathlib import Path
 
 import rlgen
 from rlgen.cli.output import echo
-from rlgen.errors import UsageError
+from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import write_text
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
 from rlgen.recipe.keys import sentences
@@ -18,6 +23,8 @@ from rlgen.recipe.yaml import by_key
 
 COLUMNS = 80
 OF_CHECKOUT, OF_COPY = "../runs/", "runs/"  # folder of runs, as a shipped recipe sees it and as its copy does
+STARTER = Path(__file__).parent / "starter"  # recipe, rewards with their test, data, README
+SCHEMA = "recipe.schema.json"  # as the first line of that recipe names it
 
 
 def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool) -> None:
@@ -26,11 +33,14 @@ def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool
     if resolved:
         echo(dump_recipe(loaded.recipe), nl=False, exact=True)
         return
-    values = values_of(loaded.recipe)
+    values = by_key(loaded.recipe.model_dump(mode="json"))
     if as_json:
         echo(json.dumps({key: {"value": values[key], "origin": loaded.origins[key]} for key in values}))
         return
-    said = sentences_of(loaded.recipe)
+    said = sentences(loaded.recipe)
+    if loaded.recipe.task is not None:
+        options = TASKS[loaded.recipe.task].model_validate(loaded.recipe.data.options or {})
+        said |= sentences(options, "data.options.")
     shown: set[str] = set()  # sections
     for key, value in values.items():
         parts = key.split(".")
@@ -49,22 +59,8 @@ def folded(text: str, first: str, rest: str) -> str:
     return wrapper.fill(text)
 
 
-def sentences_of(recipe: Recipe) -> dict[str, str]:
-    """Returns the description of every key by its dotted path, with the options of a `task:` source."""
-    found = sentences(recipe)
-    if recipe.task is not None:
-        options = TASKS[recipe.task].model_validate(recipe.data.options or {})
-        found |= sentences(options, "data.options.")
-    return found
-
-
 def schema_command(out: Path | None) -> None:
-    """Prints the JSON Schema of recipes, or writes it into a file.
-
-    Raises:
-        UsageError: the file does not end in .json, and may be the recipe.
-        CheckpointError: it cannot be written.
-    """
+    """Prints the JSON Schema of recipes, or writes it into a file."""
     if out is None:
         echo(schema_text(), nl=False, exact=True)
         return
@@ -79,40 +75,27 @@ def schema_text() -> str:
     return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-def values_of(recipe: Recipe) -> dict[str, object]:
-    """Returns the values by dotted key: {"run.name": "demo", ...}."""
-    return by_key(recipe.model_dump(mode="json"))
-
-
-def recipes_folder() -> Path:
-    """Returns the folder of the shipped recipes: in the package if rlgen is installed, beside it in a checkout."""
+def recipes() -> dict[str, Path]:
+    """Returns the shipped recipes by name: in the package if rlgen is installed, beside it in a checkout."""
     package = Path(rlgen.__file__).parent
     installed = package / "_recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
+    folder = installed if installed.is_dir() else package.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def list_command(as_json: bool) -> None:
     """Lists the shipped recipes with their first comment, what each needs and how long it takes."""
-    found = {path.stem: first_comment(path) for path in sorted(recipes_folder().glob("*.yaml"))}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
+    found = {name: text.split("\n", 1)[0].lstrip("# ") for name, text in texts.items()}
     if as_json:
         echo(json.dumps(found))
         return
-    width = max(map(len, found), default=0)
+    width = max(map(len, found), default=0) + 2
     for name, what in found.items():
-        echo(folded(f"{name:<{width}}  {what}", "", " " * (width + 2)))
-        needs, time = (said_of(recipes_folder() / f"{name}.yaml", key) for key in ("Needs", "Time"))
-        echo(folded(f"needs {re.split('[;:.] ', needs)[0]}; time: {time}", " " * (width + 2), " " * (width + 2)))
-
-
-def said_of(path: Path, key: str) -> str:
-    """Returns what the comments at the top of a recipe say after `key`; "not said" if nothing."""
-    found = re.search(rf"^# {key}: *(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else "not said"
-
-
-def first_comment(path: Path) -> str:
-    """Returns the first line of a file without its `#`."""
-    return path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
+        echo(folded(f"{name:<{width}}{what}", "", " " * width))
+        said = dict(re.findall(r"^# (Needs|Time): *(.+)$", texts[name], re.MULTILINE))
+        needs = re.split("[;:.] ", said.get("Needs", "not said"))[0]
+        echo(folded(f"needs {needs}; time: {said.get('Time', 'not said')}", " " * width, " " * width))
 
 
 def copy_command(name: str, path: Path | None) -> None:
@@ -121,10 +104,9 @@ def copy_command(name: str, path: Path | None) -> None:
 
     A path into the checkout's folder of runs becomes one beside the copy.
     """
-    source = recipes_folder() / f"{name.removesuffix('.yaml')}.yaml"
-    if not source.is_file():
-        known = ", ".join(file.stem for file in sorted(recipes_folder().glob("*.yaml")))
-        raise UsageError(f"there is no recipe {name}; there are {known}")
+    source = recipes().get(name.removesuffix(".yaml"))
+    if source is None:
+        raise UsageError(f"there is no recipe {name}; there are {', '.join(recipes())}")
     target = path or Path(source.name)
     target = target / source.name if target.is_dir() else target
     texts = {target: source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY)}
@@ -150,3 +132,50 @@ def named_files(recipe: Recipe) -> list[Path]:
     places = [use.rpartition(":")[0] for use in uses]
     template = [] if recipe.data.chat_template is None else [recipe.data.chat_template]
     return [Path(place) for place in (*dict.fromkeys(place for place in places if place.endswith(".py")), *template)]
+
+
+def init_command(folder: Path) -> None:
+    """Writes recipe, rewards, data and the schema of recipes into a folder, which is new or empty."""
+    names = sorted(path.name for path in STARTER.iterdir() if path.is_file())
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file; name a folder")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty; name a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(STARTER / name, folder / name)
+        (folder / SCHEMA).write_text(schema_text(), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}; name another folder") from error
+    echo(f"{folder} written: {', '.join([*names, SCHEMA])}")
+    goes = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
+    echo(f"next: {goes}rlgen recipes warm-start recipe.yaml")
+
+
+def warm_start_command(path: Path, model: str, out: Path | None, accuracy: float) -> None:
+    """Trains a small model on the answers of the recipe's data, and writes it where the recipe's `model.path` is.
+
+    Args:
+        model: the model to start from.
+        out: another folder to write.
+        accuracy: share of sampled answers that are right at the end.
+    """
+    recipe = load_recipe(path).recipe
+    if recipe.task is None and recipe.data.columns.answer is None:
+        raise UsageError(f"{path}: data.columns.answer names no column of answers to learn from; add `answer: COLUMN`")
+    if out is None and not is_local_model(recipe.model.path):
+        raise UsageError(f"{path}: model.path {recipe.model.path} is not a folder that can be written; name one with --out")
+    folder = (out or Path(recipe.model.path)).expanduser().resolve()
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; name another folder with --out")
+    started = load_recipe(path, [f"model.path={model}"]).recipe
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlgen.setup.warm import warm_start
+
+    disable_progress_bar()
+    right = warm_start(started, folder, accuracy, echo)
+    elsewhere = "" if folder == Path(recipe.model.path) else f" --set model.path={shlex.quote(str(folder))}"
+    echo(f"{folder} written: {right:.0%} of its sampled answers are right; next: rlgen train {shlex.quote(str(path))}{elsewhere}")

@@ -6,8 +6,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rlgen.redact import printable
 
@@ -37,9 +38,15 @@ def echo(text: str, err: bool = False, nl: bool = True, exact: bool = False) -> 
     import typer
 
     stream = sys.stderr if err else sys.stdout
-    shown = text if exact and stream is not None and not stream.isatty() else printable(text)
+    with hushed(stream):
+        typer.echo(text if exact and not stream.isatty() else printable(text), err=err, nl=nl)
+
+
+@contextmanager
+def hushed(stream: TextIO) -> Iterator[None]:
+    """Runs a block that writes to a stream. If it cannot be written, what is still to be written to it is discarded."""
     try:
-        typer.echo(shown, err=err, nl=nl)
+        yield
     except OSError:
         from rlgen.run.console import hush
 
@@ -77,9 +84,5 @@ def echo_styled(page: "Console") -> None:
         with suppress(OSError):
             subprocess.run(pager, input=text.encode(errors="backslashreplace"), env={"LESS": "FRX", **os.environ})
         return
-    try:
+    with hushed(sys.stdout):
         sys.stdout.write(text)
-    except OSError:
-        from rlgen.run.console import hush
-
-        hush(sys.stdout)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +25,12 @@ POLL = 0.002  # seconds between two reads of the journal
 TRIES = 3
 PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+# Why two runs of a recipe may differ.
+IN_FLIGHT = "With engine.in_flight (or rollout.ahead above 1) the weights change during sampling, when depends on timing."
+NOISE = (
+    "If a reward or a GPU kernel is not deterministic, undisturbed runs differ too: train two with different --run-dir and"
+    " compare them."
+)
 SLOWER, LEAST = 10.0, 60.0  # timeout of the killed run: SLOWER times the undisturbed run, at least LEAST seconds
 
 
@@ -32,10 +39,6 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
 
     It leaves no process behind, however it ends. The folder with both runs remains if they differ, if one fails, or if this
     process is killed.
-
-    Raises:
-        UsageError: there are too few steps, or the recipe needs a launcher.
-        CheckpointError: the two runs differ, or one of them failed.
     """
     loaded = load_recipe(recipe, overrides)
     steps = STEPS if max_steps is None else max_steps
@@ -46,7 +49,9 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
         raise UsageError("--prove-resume starts one process: add --set processes.count=1")
     beside = (run_dir or loaded.recipe.run_path).expanduser().resolve()
     beside.parent.mkdir(parents=True, exist_ok=True)
-    settings = [*overrides, f"checkpoint.every={every}", *fitted(loaded, steps)]
+    settings = [*overrides, f"checkpoint.every={every}"]
+    if loaded.recipe.optim.warmup_steps >= steps:
+        settings.append(f"optim.warmup_steps={steps - 1}")
     with stoppable():
         folder = Path(tempfile.mkdtemp(prefix=f"{beside.name}.prove-resume-", dir=beside.parent))
         try:
@@ -72,20 +77,15 @@ def prove(loaded: LoadedRecipe, recipe: Path, settings: Sequence[str], steps: in
     difference = first_difference(folder / "undisturbed", folder / "killed")
     if difference is not None:
         raise CheckpointError(
-            f"resume is not exact here: {difference} (undisturbed and resumed). {likely(loaded)} Both runs are in {folder}"
+            f"resume is not exact here: {difference} (undisturbed and resumed). {IN_FLIGHT if loaded.recipe.in_flight else NOISE}"
+            f" Both runs are in {folder}"
         )
     return killed
 
 
 def command(recipe: Path, settings: Sequence[str], steps: int, directory: Path) -> list[str]:
-    """Returns the command line of a run."""
     words = [sys.executable, "-m", "rlgen", "train", str(recipe), "--run-dir", str(directory), "--max-steps", str(steps)]
     return [*words, *(word for setting in settings for word in ("--set", setting))]
-
-
-def fitted(loaded: LoadedRecipe, steps: int) -> list[str]:
-    """Returns overrides for settings that do not fit into a run this short."""
-    return [f"optim.warmup_steps={steps - 1}"] if loaded.recipe.optim.warmup_steps >= steps else []
 
 
 def run(words: Sequence[str], log: Path) -> None:
@@ -101,7 +101,8 @@ def run(words: Sequence[str], log: Path) -> None:
 
 @contextmanager
 def started(words: Sequence[str], log: IO[str]) -> "Iterator[subprocess.Popen[bytes]]":
-    """Starts a process that is killed when the block ends, and when this process ends, however it does."""
+    """Starts a process that is killed when the block ends and, on Linux, when this process ends, however it does."""
+    end_with_parent = None if prctl is None else partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
     process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent)
     try:
         yield process
@@ -110,18 +111,9 @@ def started(words: Sequence[str], log: IO[str]) -> "Iterator[subprocess.Popen[by
         process.wait()
 
 
-def end_with_parent() -> None:
-    """Asks the kernel to kill this child process when its parent ends. Runs in the child, on Linux only."""
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path, patience: float) -> str:
-    """Starts a run and kills it before its last checkpoint, as soon as the journal has an answer of that step; returns a
-    description.
-
-    Raises:
-        CheckpointError: the run ended before it could be killed, or did not reach that step within `patience` seconds.
+    """Starts a run and kills it before its last checkpoint, as soon as the journal has an answer of that step. Returns when it
+    was killed, in words. Raises CheckpointError if it could not be killed, or did not get there within `patience` seconds.
     """
     step = every * (steps // every) if steps // every > 1 else steps
     for attempt in range(1, TRIES + 1):
@@ -147,15 +139,4 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
 
 
 def answers(journal: Path) -> int:
-    """Returns the number of answers in the journal of a step."""
     return sum(isinstance(record, Answer) for record in read_frames(journal).records)
-
-
-def likely(loaded: LoadedRecipe) -> str:
-    """Returns the likely reason why two runs of this recipe differ."""
-    if loaded.recipe.in_flight:
-        return "With engine.in_flight (or rollout.ahead above 1) the weights change during sampling, when depends on timing."
-    return (
-        "If a reward or a GPU kernel is not deterministic, undisturbed runs differ too: train two with different --run-dir and"
-        " compare them."
-    )

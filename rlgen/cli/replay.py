@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from rlgen.run.find import find_run
 from rlgen.run.launch import Launch
 
 if TYPE_CHECKING:
-    from rlgen.processes import Processes
     from rlgen.setup.replay import Replay
 
 Changes = dict[str, tuple[Any, Any]]
@@ -25,11 +25,6 @@ def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -
     """Computes the step, with `overrides` also with these settings, and prints both. Messages go to standard error.
 
     Each process that a launcher started calls it.
-
-    Raises:
-        UsageError: no run is there, it has not trained the step, the step cannot be replayed, or a key cannot be changed.
-        RecipeError: a changed value is wrong.
-        RlgenError: the model, the data or the checkpoint cannot be opened.
     """
     launched = Launch.of(os.environ).world > 1
     if not launched:
@@ -37,46 +32,34 @@ def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -
     from transformers.utils.logging import disable_progress_bar
 
     from rlgen.processes import Processes
-
-    disable_progress_bar()
-    if not launched:
-        replay_and_print(name, step, overrides, as_json, Processes.alone())
-        return
-    processes = Processes.open(ProcessesRecipe().timeout)
-    with processes.reporting_once():
-        replay_and_print(name, step, overrides, as_json, processes)
-    processes.close()
-
-
-def replay_and_print(name: Path, step: int, overrides: list[str], as_json: bool, processes: "Processes") -> None:
-    """Computes the step in all processes, and prints in the main one. Raises errors as `replay_command` does."""
     from rlgen.setup.change import with_changes
     from rlgen.setup.replay import Past, replay
 
-    run = processes.run_all(lambda: read_run(find_run(name)))
-    past = processes.run_all(lambda: Past.of(run.path, run.recipe, run.attempts, run.metrics))
-    recipe, changes = processes.run_all(
-        lambda: with_changes(run.path / "resolved.yaml", past.recipe, overrides) if overrides else (None, {})
-    )
-    found = replay(past, step, recipe, lambda text: echo(text, err=True) if processes.is_main else None, processes)
-    if not processes.is_main:
-        return
-    if as_json:
-        echo(json.dumps(finite(as_object(run.path, found, changes))))
-    else:
-        show(run.path, found, changes)
+    disable_progress_bar()
+    processes = Processes.open(ProcessesRecipe().timeout) if launched else Processes.alone()
+    with processes.reporting_once():
+        run = processes.run_all(lambda: read_run(find_run(name)))
+        past = processes.run_all(lambda: Past.of(run.path, run.recipe, run.attempts, run.metrics))
+        recipe, changes = processes.run_all(
+            lambda: with_changes(run.path / "resolved.yaml", past.recipe, overrides) if overrides else (None, {})
+        )
+        found = replay(past, step, recipe, lambda text: echo(text, err=True) if processes.is_main else None, processes)
+        if processes.is_main and as_json:
+            echo(json.dumps(finite(as_object(run.path, found, changes))))
+        elif processes.is_main:
+            show(run.path, found, changes)
+    processes.close()
 
 
 def as_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:
-    """Returns what `--json` prints."""
-    said = {
+    said: dict[str, Any] = {
         "run": str(run),
         "step": found.step,
         "from_step": found.start,
         "loss": found.metrics[Metric.LOSS],
         "grad_norm": found.metrics[Metric.GRAD_NORM],
         "same": not found.differences,
-        "differences": {key: {"recorded": was, "replayed": now} for key, (was, now) in found.differences.items()},
+        "differences": pairs("replayed", found.differences),
         "first_step_that_differs": found.first_off,
         "other": list(found.other),
         "metrics": dict(found.metrics),
@@ -86,11 +69,11 @@ def as_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:
         return said
     return said | {
         "changed": {
-            "set": {key: {"recorded": was, "changed": now} for key, (was, now) in changes.items()},
+            "set": pairs("changed", changes),
             "loss": change.metrics[Metric.LOSS],
             "grad_norm": change.metrics[Metric.GRAD_NORM],
             "metrics": dict(change.metrics),
-            "differences": {key: {"recorded": was, "changed": now} for key, (was, now) in change.metrics_changed.items()},
+            "differences": pairs("changed", change.metrics_changed),
             "advantages": {
                 "rows": change.rows,
                 "trained": {"recorded": change.rows_trained[0], "changed": change.rows_trained[1]},
@@ -98,7 +81,7 @@ def as_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:
                 "other_sign": change.advantages_flipped,
                 "largest_change": change.advantages_largest_change,
             },
-            "ratio": {key: {"recorded": was, "changed": now} for key, (was, now) in change.ratio.items()},
+            "ratio": pairs("changed", change.ratio),
             "gradient": {
                 "cosine": change.cosine,
                 "cosine_first_update": change.cosine_first,
@@ -108,6 +91,10 @@ def as_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:
     }
 
 
+def pairs(second: str, values: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    return {key: {"recorded": was, second: now} for key, (was, now) in values.items()}
+
+
 def show(run: Path, found: "Replay", changes: Changes) -> None:
     """Prints the numbers for people, within 80 columns."""
     console = Terminal(quiet=False)
@@ -115,8 +102,8 @@ def show(run: Path, found: "Replay", changes: Changes) -> None:
     console.say(f"{run}, step {found.step}, from {start}")
     if found.differences or found.change is None:
         keys = [str(key) for key in dict.fromkeys([Metric.LOSS, Metric.GRAD_NORM, *found.differences])]
-        pairs = {key: found.differences.get(key, (found.metrics[key], found.metrics[key])) for key in keys}
-        print_table(console, ("recorded", "replayed"), [(key, exact(was), exact(now)) for key, (was, now) in pairs.items()])
+        rows = {key: found.differences.get(key, (found.metrics[key], found.metrics[key])) for key in keys}
+        print_table(console, ("recorded", "replayed"), [(key, exact(was), exact(now)) for key, (was, now) in rows.items()])
     for line in verdict(found):
         console.say(line)
     if (change := found.change) is None:
@@ -124,16 +111,15 @@ def show(run: Path, found: "Replay", changes: Changes) -> None:
     console.say("")
     for key, (was, now) in changes.items():
         console.say(f"{key}: {as_yaml(was)} -> {as_yaml(now)}")
-    pairs = {str(key): (found.metrics[key], change.metrics[key]) for key in (Metric.LOSS, Metric.GRAD_NORM)}
-    pairs |= change.metrics_changed
-    pairs |= {"rows trained": change.rows_trained, **{f"ratio, {key}": pair for key, pair in change.ratio.items()}}
-    print_table(console, ("as it was", "changed"), [(key, short(was), short(now)) for key, (was, now) in pairs.items()])
+    rows = {str(key): (found.metrics[key], change.metrics[key]) for key in (Metric.LOSS, Metric.GRAD_NORM)}
+    rows |= change.metrics_changed
+    rows |= {"rows trained": change.rows_trained, **{f"ratio, {key}": pair for key, pair in change.ratio.items()}}
+    print_table(console, ("as it was", "changed"), [(key, short(was), short(now)) for key, (was, now) in rows.items()])
     for line in effect(found):
         console.say(line)
 
 
 def print_table(console: Terminal, heads: tuple[str, str], rows: list[tuple[str, str, str]]) -> None:
-    """Prints a table of names and pairs of numbers."""
     from rich.table import Table
 
     table = Table("", box=None, pad_edge=False)
@@ -148,10 +134,9 @@ def verdict(found: "Replay") -> list[str]:
     """Returns the lines that say whether the replay is what was recorded."""
     if not found.differences:
         return [f"the same to the last bit: all {len(found.metrics)} numbers of the update in metrics.jsonl"]
-    lines = []
     numbers = [(was, now) for was, now in found.differences.values() if isinstance(was, float) and isinstance(now, float)]
     most = max((abs(now - was) / max(abs(was), 1e-300) for was, now in numbers), default=0.0)
-    lines.append(f"{len(found.differences)} of {len(found.metrics)} numbers differ, by {most:.1e} of their size at most")
+    lines = [f"{len(found.differences)} of {len(found.metrics)} numbers differ, by {most:.1e} of their size at most"]
     if found.first_off is not None:
         lines.append(f"the first replayed step that differs is step {found.first_off}")
     if found.other:
@@ -177,15 +162,12 @@ def effect(found: "Replay") -> list[str]:
 
 
 def as_yaml(value: Any) -> str:
-    """Returns the value of a setting as a recipe would say it."""
     return "none" if value is None else json.dumps(value)
 
 
 def exact(value: Any) -> str:
-    """Returns a number with all its digits."""
     return "–" if value is None else repr(value)
 
 
 def short(value: Any) -> str:
-    """Returns a number with six digits."""
     return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

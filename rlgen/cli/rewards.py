@@ -3,7 +3,6 @@
 import json
 import random
 import string
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -47,8 +46,7 @@ class Row:
 def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: bool) -> None:
     """Scores answers to `count` rows of the data, and prints a table.
 
-    Raises:
-        RewardError: a reward fails or hangs on one of them, or gives right answers what it gives to wrong ones.
+    A reward that fails or hangs, or gives right answers what it gives to wrong ones, is a RewardError.
     """
     recipe = load_recipe(path, overrides).recipe
     from rlgen.data.prompts import with_answer
@@ -71,9 +69,10 @@ def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: 
     scorer = open_scorer(entries, columns, longest, recipe.scoring, turns=turns, group_size=len(KINDS))
     with closing(scorer):
         groups = [group_of(prompt, recipe) for prompt in prompts]
-        table, unsteady = tried(scorer, groups), list[str]()
+        table, unsteady = tried(scorer, groups), dict[str, None]()  # labels, in order
         if not any(row.failed for row in table.values()):
-            unsteady = changing(tried(scorer, groups[:1]), tried(scorer, groups[:1]))
+            once, again = tried(scorer, groups[:1]), tried(scorer, groups[:1])
+            unsteady = dict.fromkeys(label for (label, kind), row in once.items() if row.values != again[label, kind].values)
     problems, warnings = judged(scorer.rewards, table)
     warnings += [
         f"reward {label} gave the same answers other scores the second time: a resumed run will not be exact"
@@ -139,11 +138,9 @@ def group_of(prompt: Prompt, recipe: Recipe) -> Group:
 
 def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]:
     """Runs the rewards, and returns their results by the reward's label and the kind of answer."""
-    table: dict[tuple[str, str], Row] = {}
-    kinds = [kind for index, kind in enumerate(KINDS) if any(s.sample_index == index for s in groups[0].samples)]
-    for reward in scorer.rewards:
-        for kind in kinds:
-            table[reward.label, kind] = Row(reward=reward.label, answers=kind)
+    kinds = [KINDS[sample.sample_index] for sample in groups[0].samples]
+    labels = [reward.label for reward in scorer.rewards]
+    table = {(label, kind): Row(reward=label, answers=kind) for label in labels for kind in kinds}
     asks: list[Ask] = []
     calls: list[WorkerCall] = []
     for group in groups:
@@ -166,34 +163,24 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]
     return table
 
 
-def changing(once: Mapping[tuple[str, str], Row], again: Mapping[tuple[str, str], Row]) -> list[str]:
-    """Returns the labels of rewards that gave other values the second time."""
-    return list(dict.fromkeys(label for (label, kind), row in once.items() if row.values != again[label, kind].values))
-
-
 def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Row]) -> tuple[list[str], list[str]]:
     """Returns what is certainly wrong with the rewards (problems), and what may be wrong (warnings)."""
     problems: list[str] = []
     warnings: list[str] = []
-    rows: dict[str, list[Row]] = defaultdict(list)
-    for (label, _), row in table.items():
-        rows[label].append(row)
     for reward in rewards:
-        own = rows[reward.label]
-        failed = [(row.answers, row.failed) for row in own if row.failed]
-        problems += [f"{texts[0]} ({len(texts)} of the {kind} answers failed)" for kind, texts in failed]
-        values = {value for row in own for value in row.values}
-        if failed:
+        own = {kind: row for (label, kind), row in table.items() if label == reward.label}
+        if failed := [row for row in own.values() if row.failed]:
+            problems += [f"{row.failed[0]} ({len(row.failed)} of the {row.answers} answers failed)" for row in failed]
             continue
+        values = {value for row in own.values() for value in row.values}
+        # A reward of only the layout does not know the right answer.
+        knows = reward.names is not None and "answer" in reward.names and "gold" in own
         if len(values) < 2:
             given = f"gives {values.pop():g} to every answer" if values else "returns None for each answer"
-            # A reward of only the layout may rightly do so: the data's answers have no layout.
-            knows = reward.names is not None and "answer" in reward.names and any(row.answers == "gold" for row in own)
             (problems if knows else warnings).append(f"reward {reward.label} {given}, right or wrong")
             continue
-        gold = next((row.values for row in own if row.answers == "gold"), [])
-        garbage = next(row.values for row in own if row.answers == "garbage")
-        if gold and garbage and reward.names is not None and "answer" in reward.names and fmean(gold) <= fmean(garbage):
+        gold, garbage = own["gold"].values if knows else [], own["garbage"].values
+        if gold and garbage and fmean(gold) <= fmean(garbage):
             warnings.append(
                 f"reward {reward.label} gives the data's own answers {fmean(gold):g} on average, garbage {fmean(garbage):g}"
             )
@@ -201,7 +188,6 @@ def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Ro
 
 
 def show(rows: Sequence[Row], prompts: int) -> None:
-    """Prints the results as a table."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -213,8 +199,7 @@ def show(rows: Sequence[Row], prompts: int) -> None:
         table.add_column(name, justify=side, no_wrap=name != "reward", overflow="fold")
     before = ""
     for row in rows:
-        numbers = [fmean(row.values), min(row.values), max(row.values)] if row.values else []
-        cells = [f"{number:.3g}" for number in numbers] or ["–"] * 3
+        cells = [f"{number:.3g}" for number in (fmean(row.values), min(row.values), max(row.values))] if row.values else ["–"] * 3
         times = [f"{fmean(row.seconds) * 1000:.1f}", f"{max(row.seconds) * 1000:.1f}"]
         label = row.reward if row.reward != before else ""
         table.add_row(Text(label), row.answers, *cells, str(row.not_applicable), str(len(row.failed)), *times)

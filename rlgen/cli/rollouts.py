@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from rlgen.analysis.rows import Found, Query, find, gap, read_rows
+from rlgen.analysis.rows import Query, find, gap, read_rows
 from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.errors import UsageError
 from rlgen.redact import printable, printable_json
@@ -19,11 +19,7 @@ LINES, CHARACTERS = 6, 600  # of a text that is not shown in full
 
 
 def rollouts_command(name: Path, query: Query, limit: int, page: int, full: bool, as_json: bool) -> None:
-    """Prints a page of the rollouts that match, or one JSON object with them.
-
-    Raises:
-        UsageError: no run is there, it has no rollouts, or there is no such page.
-    """
+    """Prints a page of the rollouts that match, or one JSON object with them."""
     run = find_run(name)
     found = find(run, query)
     pages = max(1, math.ceil(len(found) / limit))
@@ -31,21 +27,18 @@ def rollouts_command(name: Path, query: Query, limit: int, page: int, full: bool
         raise UsageError(f"--page {page}: {len(found)} rollouts match; the last page of {limit} (--limit) is {pages}")
     rows = read_rows(run, found, slice((page - 1) * limit, page * limit))
     if as_json:
-        echo(printable_json(json.dumps(as_object(run, found, page, pages, rows))), exact=True)
+        said = {"run": str(run), "total": found.total, "matched": len(found), "page": page, "pages": pages}
+        echo(printable_json(json.dumps({**said, "rollouts": [finite(row) for row in rows]})), exact=True)
         return
-    show(run, found, page, pages, limit, rows, full)
-
-
-def as_object(run: Path, found: Found, page: int, pages: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what `--json` prints."""
-    return {
-        "run": str(run),
-        "total": found.total,
-        "matched": len(found),
-        "page": page,
-        "pages": pages,
-        "rollouts": [finite(row) for row in rows],
-    }
+    lines = page_for_terminal(whole_lines=True)
+    first = (page - 1) * limit + 1
+    which = f", {first} to {first + len(rows) - 1} shown" if pages > 1 else ""
+    lines.print(Text(printable(f"{run}: {len(found)} of {found.total} rollouts{which}"), style="bold"))
+    for row in rows:
+        lines.print(Text("\n").append_text(block(row, full)))
+    if page < pages:
+        lines.print(Text(f"\npage {page} of {pages}; next: --page {page + 1}", style="dim"))
+    echo_styled(lines)
 
 
 def finite(value: Any) -> Any:
@@ -59,21 +52,7 @@ def finite(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def show(run: Path, found: Found, page: int, pages: int, limit: int, rows: list[dict[str, Any]], full: bool) -> None:
-    """Prints the rows for people."""
-    lines = page_for_terminal(whole_lines=True)
-    first = (page - 1) * limit + 1
-    which = f", {first} to {first + len(rows) - 1} shown" if pages > 1 else ""
-    lines.print(Text(printable(f"{run}: {len(found)} of {found.total} rollouts{which}"), style="bold"))
-    for row in rows:
-        lines.print(Text("\n").append_text(block(row, full)))
-    if page < pages:
-        lines.print(Text(f"\npage {page} of {pages}; next: --page {page + 1}", style="dim"))
-    echo_styled(lines)
-
-
 def block(row: dict[str, Any], full: bool) -> Text:
-    """Returns the lines of one rollout."""
     text = Text()
     text.append(f"step {row['step']}  group {row['group_id']}.{row['sample_index']}", style="bold")
     text.append("  reward ")
@@ -100,9 +79,9 @@ def block(row: dict[str, Any], full: bool) -> Text:
 def spoken(messages: list[dict[str, Any]]) -> dict[str, str]:
     """Returns the messages of a conversation without its last turn, by place and role: {"2: tool, not trained on": "4", ...}"""
     shown = {}
-    last = end_of_talk(messages) - 1
+    last = end_of_talk(messages)
     for place, message in enumerate(messages, 1):
-        if place == last + 1:
+        if place == last:
             continue
         calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", ())]
         parts = [message.get("reasoning_content"), message.get("content"), *calls]

@@ -24,12 +24,7 @@ HOST, PORT = "127.0.0.1", 8000  # defaults
 
 
 def serve_command(path: Path, overrides: list[str], host: str | None, port: int | None) -> None:
-    """Serves until it is asked to stop.
-
-    Raises:
-        EngineError: the server did not start, or died.
-        KeyboardInterrupt: it was asked to stop before it was ready.
-    """
+    """Serves until it is asked to stop. Raises EngineError if the server did not start, or died."""
     recipe = load_recipe(path, overrides).recipe
     settings = server_settings(recipe, host, port)
     if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.servers > 1:
@@ -57,8 +52,8 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
         server = ServerProcess.start(plan, token, log)
         try:
             seconds = server.wait_ready(settings.start_timeout)
-            train = shlex.join(["rlgen", "train", str(path), *command_line([*overrides, connection(settings, server.url)])])
-            echo(f"ready after {seconds:.0f} s at {server.url}; {shown} {train}")
+            sets = (word for override in (*overrides, connection(settings, server.url)) for word in ("--set", override))
+            echo(f"ready after {seconds:.0f} s at {server.url}; {shown} {shlex.join(['rlgen', 'train', str(path), *sets])}")
             watch(server)
         finally:
             server.stop()
@@ -67,9 +62,6 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
 def with_sizes(recipe: Recipe) -> Recipe:
     """Returns the recipe with the length of its longest row, which the server must hold. Reads the data unless the recipe sets
     data.max_prompt_tokens, rollout.max_completion_tokens and, with evaluations, eval.max_prompt_tokens.
-
-    Raises:
-        DataError: the data cannot be read on this machine.
     """
     needed = ["data.max_prompt_tokens", "rollout.max_completion_tokens", *(["eval.max_prompt_tokens"] if recipe.eval else [])]
     if all(is_written(recipe, path) for path in needed):
@@ -80,18 +72,15 @@ def with_sizes(recipe: Recipe) -> Recipe:
 
 
 def server_settings(recipe: Recipe, host: str | None, port: int | None) -> ServerEngineRecipe:
-    """Returns the settings of the server to start, from the recipe's engine. Host and port of the command line take precedence.
-
-    Raises:
-        UsageError: the recipe's engine is not a vLLM engine.
-    """
+    """Returns the settings of the server to start, from the recipe's engine. Host and port as given take precedence."""
     engine = recipe.engine
     if not isinstance(engine, VllmRecipe):
         raise UsageError(
             f"rlgen serve: engine.kind {engine.kind} has no server; add --set engine='{{kind: server, launch: true}}'"
         )
     launched = isinstance(engine, ServerEngineRecipe) and engine.launch
-    server = engine if isinstance(engine, ServerEngineRecipe) else ServerEngineRecipe(kind="server", **shared(engine))
+    shared = {name: getattr(engine, name) for name in VllmRecipe.model_fields}
+    server = engine if isinstance(engine, ServerEngineRecipe) else ServerEngineRecipe(kind="server", **shared)
     changes = {
         "url": None,
         "launch": True,
@@ -105,23 +94,9 @@ def server_settings(recipe: Recipe, host: str | None, port: int | None) -> Serve
 
 def connection(settings: ServerEngineRecipe, url: str) -> str:
     """Returns the `--set` override that makes a run use the server at `url`."""
-    said = {name: value for name in ("dtype", "token_env", "transfer") if (value := getattr(settings, name)) != default_of(name)}
-    return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {value}" for name, value in said.items())}}}'
-
-
-def default_of(name: str) -> object:
-    """Returns the default of a server setting."""
-    return ServerEngineRecipe.model_fields[name].default
-
-
-def command_line(overrides: list[str]) -> list[str]:
-    """Returns the overrides as `--set` arguments."""
-    return [part for override in overrides for part in ("--set", override)]
-
-
-def shared(engine: VllmRecipe) -> dict[str, object]:
-    """Returns the settings that all vLLM engines have."""
-    return {name: getattr(engine, name) for name in VllmRecipe.model_fields}
+    said = {name: getattr(settings, name) for name in ("dtype", "token_env", "transfer")}
+    changed = {name: value for name, value in said.items() if value != ServerEngineRecipe.model_fields[name].default}
+    return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {value}" for name, value in changed.items())}}}'
 
 
 def watch(server: "ServerProcess") -> None:
@@ -142,8 +117,7 @@ def token_of(variable: str, path: Path) -> Iterator[tuple[str, str]]:
     """
     from rlgen.engines.launch import new_token
 
-    token = os.environ.get(variable)
-    if token:
+    if token := os.environ.get(variable):
         yield token, f"with the same {variable}:"
         return
     token = new_token()

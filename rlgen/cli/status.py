@@ -1,4 +1,4 @@
-"""Prints the state of a run: `rlgen status`."""
+"""Prints the state of a run, or of all runs of a folder: `rlgen status`, `rlgen runs`."""
 
 import fcntl
 import json
@@ -9,13 +9,14 @@ from typing import Any
 
 from rlgen.analysis.run import number as number_of
 from rlgen.analysis.run import tenth
-from rlgen.cli.output import echo
+from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.errors import EXIT_CODES, UsageError
 from rlgen.metrics import Family, Metric
+from rlgen.redact import printable
 from rlgen.run.clock import as_clock, remaining
 from rlgen.run.console import evaluation_line, number, step_line
 from rlgen.run.directory import RunDirectory, json_line, pinned_step, read_records
-from rlgen.run.find import find_run
+from rlgen.run.find import find_run, holds_run, names_of_runs
 
 FOLLOWS = 0.5  # seconds between two looks at a run that is followed
 BEFORE_THE_END = ("starting", "running")
@@ -33,6 +34,7 @@ SHOWN = (
     ),
     (Metric.SAMPLER_DELTA_MEAN, Metric.SAMPLER_KL, Metric.IS_ESS_RAW),
 )
+UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def status_command(name: Path, as_json: bool, follow: bool = False) -> None:
@@ -79,7 +81,6 @@ def follow_steps(path: Path, as_json: bool) -> None:
 
 
 def print_status(path: Path, found: Mapping[str, Any]) -> None:
-    """Prints the state of a run in words."""
     said = f"exit code {found['exit_code']}" if found["exit_code"] is not None else f"process {found['pid']}"
     ago = f"{time.time() - found['time']:.0f} s ago" if found["time"] is not None else "at an unknown time"
     left = "" if found["remaining"] is None else f", {as_clock(found['remaining'])} left"
@@ -113,9 +114,6 @@ def status_of(path: Path) -> dict[str, Any]:
     - `rewards`: the last mean of each reward by name
 
     A killed run cannot write how it ended, but the kernel releases its lock: `state` is then "killed".
-
-    Raises:
-        UsageError: no run is there.
     """
     if not (path / "resolved.yaml").is_file():
         raise UsageError(f"{path} holds no run; name the folder of a run, run.dir/run.name of its recipe")
@@ -129,22 +127,17 @@ def status_of(path: Path) -> dict[str, Any]:
     evaluated = [record for record in records if Metric.EVAL_REWARD_MEAN in record]
     steps = [record for record in records if record[Metric.STEP]]
     rewards = [number_of(record, Metric.REWARD_MEAN) for record in steps]
+    newest = steps[-1] if steps else {}
     return {
         **found,
         "alive": alive,
-        "last": last_metrics(path / "metrics.jsonl"),
+        "last": records[-1] if records else None,
         "evaluation": evaluated[-1] if evaluated else None,
         "best_checkpoint": pinned_step(path),
         "remaining": remaining(seconds_of(records), found["steps"] - found["step"]) if alive else None,
         "trend": {"first": tenth(rewards, last=False), "last": tenth(rewards, last=True)},
-        "rewards": rewards_by_name(steps[-1]) if steps else {},
+        "rewards": {key.split("/", 1)[1].removesuffix("/mean"): newest[key] for key in Family.REWARD_MEAN.keys(newest)},
     }
-
-
-def rewards_by_name(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the mean of each reward in a record of the metrics."""
-    before, after = Family.REWARD_MEAN.value.split("<name>")
-    return {key.removeprefix(before).removesuffix(after): record[key] for key in Family.REWARD_MEAN.keys(record)}
 
 
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -173,13 +166,43 @@ def in_use(path: Path) -> bool:
     return False
 
 
-def last_metrics(file: Path) -> dict[str, Any] | None:
-    """Returns the last complete record of a metrics file; None if there is none."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    for line in reversed(lines):
-        try:
-            record: dict[str, Any] = json.loads(line)
-            return record
-        except ValueError:  # incomplete: the process was killed while writing
-            continue
-    return None
+def runs_command(folder: Path, as_json: bool) -> None:
+    """Prints a line for each run in a folder, newest first: state, step, reward, evaluation, age."""
+    if holds_run(folder):
+        raise UsageError(f"{folder} is a run; `rlgen status {folder}` prints its state")
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}; name the one that holds the runs, run.dir of their recipes")
+    found = {name: status_of(folder / name) for name in names_of_runs(folder)}
+    if as_json:
+        echo(json.dumps([{"name": name, **one} for name, one in found.items()], indent=2))
+        return
+    if not found:
+        echo(f"{folder} holds no run; next: rlgen recipes list")
+        return
+    from rich.table import Table
+
+    table = Table("run", "state", box=None, pad_edge=False)
+    for head in ("step", "reward first", "last", "evaluation", "age"):
+        table.add_column(head, justify="right")
+    for name, one in found.items():
+        table.add_row(*map(printable, (name, one["state"], *columns(one))))
+    page = page_for_terminal(whole_lines=True)
+    page.print(table)
+    echo_styled(page)
+
+
+def columns(found: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the columns after the state: step of steps, mean reward of the first and last tenth, last evaluation, age."""
+    trend, evaluation = found["trend"], found["evaluation"] or {}
+    values = (trend["first"], trend["last"], evaluation.get(Metric.EVAL_REWARD_MEAN))
+    return (
+        f"{found['step']}/{found['steps']}",
+        *("" if value is None else f"{value:.3f}" for value in values),
+        "" if found["time"] is None else age(time.time() - found["time"]),
+    )
+
+
+def age(seconds: float) -> str:
+    """90 -> `1 min`"""
+    unit, size = next((one for one in UNITS if seconds >= one[1]), UNITS[-1])
+    return f"{seconds // size:.0f} {unit}"

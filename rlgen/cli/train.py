@@ -27,11 +27,7 @@ def train_command(
     clean: bool = False,
     progress: "Progress" = "auto",
 ) -> None:
-    """Trains, or with `dry_run` only writes the resolved recipe. Each process that a launcher started calls it.
-
-    Raises:
-        RlgenError: with its exit code, which `status.json` holds too.
-    """
+    """Trains, or with `dry_run` only writes the resolved recipe. Each process that a launcher started calls it."""
     began, launch = time.monotonic(), Launch.of(os.environ)
 
     def say(text: str) -> None:
@@ -72,13 +68,7 @@ def train_command(
 
 
 def ending(path: Path, seconds: float, resumes: str | None = None) -> list[str]:
-    """Returns what to know at the end of a run, and what to do next.
-
-    Args:
-        path: the run's folder.
-        seconds: since the command.
-        resumes: the command that goes on; None: the run is done.
-    """
+    """Returns what to know at the end of a run, and what to do next. `resumes`: the command that goes on; None: it is done."""
     from rlgen.analysis.ending import ending_of
     from rlgen.analysis.run import read_run
     from rlgen.run.find import RUNS, holds_run

@@ -5,43 +5,26 @@ first prompts are shown as the model will see them.
 """
 
 import json
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlgen.cli.files import (
-    known_columns,
-    missing_files,
-    of_evaluation,
-    unfilled_parameters,
-    unknown_columns,
-    unusable_rewards,
-    unusable_tools,
-)
+from rlgen.cli.files import looked_up, of_evaluation
 from rlgen.cli.output import echo
-from rlgen.errors import RecipeError
-from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
+from rlgen.errors import Problem, RecipeError
+from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.evaluation import data_of
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 from rlgen.run.sinks.open import check_libraries
 
 if TYPE_CHECKING:
-    from rlgen.setup.data import Data, HeldOut
+    from rlgen.setup.data import Data
+    from rlgen.types import Prompt
 
 IDS_SHOWN = 24  # ids of a prompt that are shown from its start; the last ones follow
 LAST_IDS = 4
 NEEDED = ("torch", "transformers", "datasets")  # packages without which prompts cannot be rendered
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """One prompt as the model sees it."""
-
-    row: int
-    text: str
-    ids: list[int]
 
 
 def validate_command(path: Path, overrides: list[str], as_json: bool, count: int) -> None:
@@ -49,17 +32,15 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
 
     Args:
         count: prompts to show; with 0 neither model nor data are opened.
-
-    Raises:
-        RecipeError: with everything that is wrong with the recipe and with the files that it names.
-        DataError: the rows of the data cannot be prompts.
-        SetupError: the library of a sink is not installed; the model's tokenizer, config or chat template cannot be used.
     """
     loaded = load_recipe(path, overrides)
     check_libraries(loaded.recipe)
     columns = looked_up(loaded)
     if (held := of_evaluation(loaded)) is not None:
-        look_at_evaluation(held, imports=loaded.recipe.eval is not None and loaded.recipe.eval.rewards is not None)
+        try:
+            looked_up(held, imports=loaded.recipe.eval is not None and loaded.recipe.eval.rewards is not None)
+        except RecipeError as error:  # about keys of `data`, which are here those of `eval`
+            raise RecipeError([of_eval(problem) for problem in error.problems]) from None
     recipe, warnings = loaded.recipe, list(loaded.warnings)
     notices = [*loaded.notices, *unread(recipe, columns, path.resolve().parent)]
     if not as_json:
@@ -67,12 +48,19 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
             for line in lines:
                 echo(f"{kind}: {line}")
         echo(plan(recipe))
-    data = opened(recipe) if count and can_open(recipe) else None
+    data = None
+    if count and can_open(recipe):
+        try:
+            from rlgen.setup.data import open_data
+        except ImportError as error:
+            echo(f"note: prompts are not shown: {error}")
+        else:
+            data = open_data(recipe)
     if data is not None and recipe.tools:
         from rlgen.setup.dialogue import open_turns
 
         open_turns(recipe, data.tokenizer, data.stop_ids, None).close()
-    shown = [] if data is None else rendered(data, count)
+    shown = [] if data is None else list(data.prompts.take(0, min(count, len(data.prompts))))
     if as_json:
         report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": plan(recipe)}
         echo(json.dumps(report | of_data(data, shown)))
@@ -84,38 +72,10 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     echo(f"{path}: valid")
 
 
-def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
-    """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards and tools, in a
-    process of their own, unless `imports` is false.
-
-    Raises:
-        RecipeError: a file, a column or a function is not there, or a reward cannot be imported.
-    """
-    if problems := missing_files(loaded):
-        raise RecipeError(problems)
-    columns = known_columns(loaded.recipe)
-    if problems := [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]:
-        raise RecipeError(problems)
-    if imports and (problems := [*unusable_rewards(loaded), *unusable_tools(loaded)]):
-        raise RecipeError(problems)
-    return columns
-
-
-def look_at_evaluation(held: LoadedRecipe, imports: bool) -> None:
-    """Checks the data and the rewards of the evaluations, as `of_evaluation` returns them. Raises RecipeError as `looked_up`."""
-    try:
-        looked_up(held, imports)
-    except RecipeError as error:
-        problems = [
-            replace(problem, what=of_eval(problem.what), hint=problem.hint and of_eval(problem.hint))
-            for problem in error.problems
-        ]
-        raise RecipeError(problems) from None
-
-
-def of_eval(text: str) -> str:
+def of_eval(problem: Problem) -> Problem:
     """Returns a message about a key of `data` as one about that key of `eval`."""
-    return text.replace("data.", "eval.", 1)
+    what, hint = (text and text.replace("data.", "eval.", 1) for text in (problem.what, problem.hint))
+    return Problem(problem.where, what or "", hint)
 
 
 def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> list[str]:
@@ -133,7 +93,6 @@ def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> list[str]:
 
 
 def is_here(path: str) -> bool:
-    """Returns whether a model is a local folder or a tiny model."""
     return path.startswith("tiny:") or is_local_model(path) or Path(path).is_absolute()
 
 
@@ -144,40 +103,20 @@ def can_open(recipe: Recipe) -> bool:
     return local and is_here(recipe.model.path) and all(find_spec(name) for name in NEEDED)
 
 
-def opened(recipe: Recipe) -> "Data | None":
-    """Returns data and tokenizer as a run opens them; None where their packages cannot be imported."""
-    try:
-        from rlgen.setup.data import open_data
-    except ImportError as error:
-        echo(f"note: prompts are not shown: {error}")
-        return None
-    return open_data(recipe)
-
-
-def rendered(data: "Data", count: int) -> list[Rendered]:
-    """Returns the first prompts in the order of training."""
-    prompts = data.prompts.take(0, min(count, len(data.prompts)))
-    return [Rendered(prompt.row, prompt.text, prompt.prompt_ids.tolist()) for prompt in prompts]
-
-
-def of_data(data: "Data | None", shown: list[Rendered]) -> dict[str, Any]:
+def of_data(data: "Data | None", shown: "list[Prompt]") -> dict[str, Any]:
     """Returns what was found in the data, for JSON."""
     if data is None:
         return {"data": None}
-    prompts = [{"row": prompt.row, "text": prompt.text, "ids": prompt.ids} for prompt in shown]
+    prompts = [{"row": prompt.row, "text": prompt.text, "ids": prompt.prompt_ids.tolist()} for prompt in shown]
     found = {"counts": dict(data.prompts.counts), "longest": data.prompts.longest, "warnings": list(data.warnings)}
-    return {"data": found | {"notices": list(data.notices), "prompts": prompts}, "eval": of_held_out(data.held_out)}
+    held = None
+    if data.held_out is not None:
+        rows = data.held_out.prompts
+        held = {"counts": dict(rows.counts), "longest": rows.longest, "trained_on_too": data.held_out.overlap}
+    return {"data": found | {"notices": list(data.notices), "prompts": prompts}, "eval": held}
 
 
-def of_held_out(held_out: "HeldOut | None") -> dict[str, Any] | None:
-    """Returns what was found in the data of evaluations, for JSON; None if nothing is evaluated."""
-    if held_out is None:
-        return None
-    prompts = held_out.prompts
-    return {"counts": dict(prompts.counts), "longest": prompts.longest, "trained_on_too": held_out.overlap}
-
-
-def show(data: "Data", shown: list[Rendered]) -> None:
+def show(data: "Data", shown: "list[Prompt]") -> None:
     """Prints what was found in the data, and the first prompts as text and ids."""
     from rlgen.data import listed
 
@@ -190,17 +129,12 @@ def show(data: "Data", shown: list[Rendered]) -> None:
     for line in data.warnings:
         echo(f"warning: {line}")
     for prompt in shown:
-        echo(f"prompt of row {prompt.row}, {len(prompt.ids)} tokens:")
+        ids = [str(one) for one in prompt.prompt_ids]
+        echo(f"prompt of row {prompt.row}, {len(ids)} tokens:")
         for line in prompt.text.split("\n"):
             echo(f"  | {line}")
-        echo(f"  {ids_shown(prompt.ids)}")
-
-
-def ids_shown(ids: list[int]) -> str:
-    """Returns the ids of a prompt as text; of a long one the first and the last."""
-    if len(ids) <= IDS_SHOWN + LAST_IDS:
-        return " ".join(map(str, ids))
-    return f"{' '.join(map(str, ids[:IDS_SHOWN]))} … {' '.join(map(str, ids[-LAST_IDS:]))}"
+        whole = len(ids) <= IDS_SHOWN + LAST_IDS
+        echo(f"  {' '.join(ids if whole else [*ids[:IDS_SHOWN], '…', *ids[-LAST_IDS:]])}")
 
 
 def plan(recipe: Recipe) -> str:

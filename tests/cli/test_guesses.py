@@ -11,7 +11,7 @@ from helpers.runs import bare_run
 from rlgen.cli.app import app
 from rlgen.cli.docs import docs_command
 from rlgen.cli.guesses import DONE, NAMED, OPTIONS, TAKES_A_RECIPE, TAKES_A_RUN, understood
-from rlgen.cli.runs import age, runs_command
+from rlgen.cli.status import age, runs_command
 from rlgen.errors import UsageError
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]

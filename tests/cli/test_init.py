@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import read_jsonl
 
-from rlgen.cli.init import init_command
+from rlgen.cli.inspect import init_command
 from rlgen.cli.rewards import rewards_test_command
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import read_json

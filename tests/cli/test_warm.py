@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE, read_jsonl
 
-from rlgen.cli.inspect import copy_command
-from rlgen.cli.warm import warm_start_command
+from rlgen.cli.inspect import copy_command, warm_start_command
 from rlgen.errors import SetupError, UsageError
 from rlgen.setup.attempt import train
 from rlgen.setup.options import TrainOptions

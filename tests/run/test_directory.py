@@ -18,11 +18,10 @@ import pytest
 from conftest import read_jsonl
 from helpers.waiting import HANGS
 
-from rlgen.cli.status import last_metrics
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import appears, private_files, read_json, write_json, write_text
 from rlgen.run import directory as module
-from rlgen.run.directory import RunDirectory
+from rlgen.run.directory import RunDirectory, read_records
 
 Proof = Callable[[str], None]
 
@@ -175,7 +174,7 @@ def test_a_line_that_was_cut_within_a_character_is_no_step(run: RunDirectory) ->
     run.write_metrics({"step": 1, "reward/größe/mean": 0.5})
     whole = run.metrics.read_bytes()
     run.metrics.write_bytes(whole + whole[: whole.index("ö".encode()) + 1])
-    assert last_metrics(run.metrics) == {"step": 1, "reward/größe/mean": 0.5}
+    assert read_records(run.metrics)[-1] == {"step": 1, "reward/größe/mean": 0.5}
     run.cut(1)
     assert run.metrics.read_bytes() == whole and len(run.read_metrics()) == 1
 
