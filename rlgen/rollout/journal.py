@@ -190,8 +190,12 @@ class Journal:
     def answers(self, step: int, wanted: frozenset[Place]) -> dict[Place, list[Answer]]:
         """Returns the stored answers for the `wanted` (group id, sample index) pairs, oldest first."""
         answers: dict[Place, list[Answer]] = {}
-        stored = (answer for samples, stamp in self.tables(step) for answer in answers_in(samples, stamp, wanted))
-        for record in (*stored, *self.records(step)):
+        for samples, stamp in self.tables(step):
+            places = zip(samples.group_id.tolist(), samples.sample_index.tolist(), strict=True)
+            for row, at in enumerate(places):
+                if at in wanted:
+                    answers.setdefault(at, []).append(answer_of(samples[row], stamp))
+        for record in self.records(step):
             if isinstance(record, Answer) and (at := (record.group_id, record.sample_index)) in wanted:
                 answers.setdefault(at, []).append(record)
         return answers
@@ -202,7 +206,7 @@ class Journal:
             if not name.endswith(".parquet"):
                 found = read_frames(self.folder / name)
                 if found.damaged:
-                    self.say_once(name, f"{found.damaged} records of {name} are ignored: damaged, or of another version of rlgen")
+                    self.say_once(name, f"{found.damaged} records of {name} are ignored")
                 yield from found.records
 
     def tables(self, step: int) -> Iterator[tuple[Samples, Stamp]]:
@@ -212,7 +216,7 @@ class Journal:
                 found = read_part(part)
                 if found is None:
                     file = str(part.relative_to(self.folder))
-                    self.say_once(file, f"{file} is ignored: damaged, or of another version of rlgen")
+                    self.say_once(file, f"{file} is ignored")
                 else:
                     yield found
 
@@ -220,7 +224,7 @@ class Journal:
         """Reports a problem with a file the first time the file is read, and not again."""
         if file not in self.told:
             self.told.add(file)
-            self.say(f"journal: {what}")
+            self.say(f"journal: {what}: damaged, or of another version of rlgen")
 
     def differs(self, answer: Answer, asked: str, oldest: int) -> str | None:
         """Returns why a stored answer cannot be reused for the present request; None if it can."""
@@ -245,7 +249,11 @@ class Journal:
             return [known[group.group_id] for group in groups]
         fresh = scorer(list(groups))
         records = [
-            Rewards(group_id=group.group_id, of=self.digest_of(group), samples=list(map(rewards_of, scored.samples)))
+            Rewards(
+                group_id=group.group_id,
+                of=digest_of(self.judge, group, group.samples),
+                samples=list(map(rewards_of, scored.samples)),
+            )
             for group, scored in zip(groups, fresh, strict=True)
         ]
         self.append(step, *records)
@@ -254,12 +262,15 @@ class Journal:
     def scored(self, step: int, groups: Sequence[Group]) -> dict[int, Group]:
         """Returns the groups that earlier attempts have scored, by group id; groups without samples count as scored."""
         by_id = {group.group_id: group for group in groups}
-        of = {group_id: self.digest_of(group) for group_id, group in by_id.items()}
+        of = {group_id: digest_of(self.judge, group, group.samples) for group_id, group in by_id.items()}
         known: dict[int, Sequence[Mapping[str, Any]]] = {group.group_id: () for group in groups if not group.samples}
         stored: dict[int, list[Sample]] = {}
         for samples, stamp in self.tables(step):
-            for sample in samples_in(samples, stamp, self.judge, by_id):
-                stored.setdefault(sample.group_id, []).append(sample)
+            columns = stamp["columns"] if stamp["judge"] == self.judge else {}
+            same = {one for one, group in by_id.items() if columns.get(str(one)) == columns_digest(group.prompt)}
+            for row, group_id in enumerate(samples.group_id.tolist()):
+                if group_id in same:
+                    stored.setdefault(group_id, []).append(samples[row])
         for group_id, found in stored.items():
             found.sort(key=lambda sample: sample.sample_index)
             if digest_of(self.judge, by_id[group_id], found) == of[group_id]:
@@ -267,17 +278,11 @@ class Journal:
         for record in self.records(step):
             if isinstance(record, Rewards) and of.get(record.group_id) == record.of:
                 known[record.group_id] = record.samples
-        return {
-            group_id: replace(
-                by_id[group_id],
-                samples=tuple(replace(sample, **got) for sample, got in zip(by_id[group_id].samples, rewards, strict=True)),
-            )
-            for group_id, rewards in known.items()
-        }
-
-    def digest_of(self, group: Group) -> str:
-        """Returns the digest of all that a group's rewards depend on; includes all samples, as rewards may compare them."""
-        return digest_of(self.judge, group, group.samples)
+        scored = {}
+        for group_id, rewards in known.items():
+            pairs = zip(by_id[group_id].samples, rewards, strict=True)
+            scored[group_id] = replace(by_id[group_id], samples=tuple(replace(sample, **got) for sample, got in pairs))
+        return scored
 
     def append(self, step: int, *records: Record) -> None:
         """Appends records to this process's file of `step`; does nothing once the journal is closed. Raises CheckpointError."""
@@ -376,35 +381,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def answers_in(samples: Samples, stamp: Stamp, wanted: frozenset[Place]) -> Iterator[Answer]:
-    """Reads the answers for the `wanted` (group id, sample index) pairs from the rollouts of a step."""
-    places = zip(samples.group_id.tolist(), samples.sample_index.tolist(), strict=True)
-    for row in [row for row, at in enumerate(places) if at in wanted]:
-        sample = samples[row]
-        yield Answer(
-            group_id=sample.group_id,
-            sample_index=sample.sample_index,
-            asked=asked_digest(sample.prompt_ids, sample.seed, stamp["sampling"]),
-            engine=stamp["engine"],
-            weights={span.version: stamp["weights"].get(str(span.version)) for span in sample.spans},
-            token_ids=sample.completion_ids.tobytes(),
-            logp=sample.sampler_logp.tobytes(),
-            finish_reason=sample.finish_reason,
-            spans=[(span.start, span.stop, span.version) for span in sample.spans],
-            cached_tokens=sample.cached_tokens,
-            messages=sample.messages,
-            counts=dict(sample.counts),
-        )
-
-
-def samples_in(samples: Samples, stamp: Stamp, judge: str, groups: Mapping[int, Group]) -> Iterator[Sample]:
-    """Reads the samples of `groups` from the rollouts of a step; skips groups whose rewards or data columns have changed."""
-    if stamp["judge"] != judge:
-        return
-    same = {one for one, group in groups.items() if stamp["columns"].get(str(one)) == columns_digest(group.prompt)}
-    for row, group_id in enumerate(samples.group_id.tolist()):
-        if group_id in same:
-            yield samples[row]
+def answer_of(sample: Sample, stamp: Stamp) -> Answer:
+    """Returns a sample of the rollouts as the answer that it was."""
+    return Answer(
+        group_id=sample.group_id,
+        sample_index=sample.sample_index,
+        asked=asked_digest(sample.prompt_ids, sample.seed, stamp["sampling"]),
+        engine=stamp["engine"],
+        weights={span.version: stamp["weights"].get(str(span.version)) for span in sample.spans},
+        token_ids=sample.completion_ids.tobytes(),
+        logp=sample.sampler_logp.tobytes(),
+        finish_reason=sample.finish_reason,
+        spans=[(span.start, span.stop, span.version) for span in sample.spans],
+        cached_tokens=sample.cached_tokens,
+        messages=sample.messages,
+        counts=dict(sample.counts),
+    )
 
 
 def rewards_of(sample: Sample) -> dict[str, Any]:

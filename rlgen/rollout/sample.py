@@ -90,26 +90,29 @@ def groups_of(
                 f"the engine says that completion {index} of prompt {prompt.position} has ended, but neither a stop token nor a"
                 " text of rollout.stop is at its end; make the engine keep all ids",
             )
-        samples[prompt.position].append(
-            Sample(
-                group_id=prompt.position,
-                sample_index=index,
-                prompt_ids=request.prompt_ids,
-                completion_ids=completion.token_ids,
-                sampler_logp=completion.logp,
-                spans=completion.spans,
-                finish_reason=completion.finish_reason,
-                seed=request.seed,
-                completion=text,
-                rewards={},
-                reward=None,
-                cached_tokens=completion.cached_tokens,
-                messages=completion.messages,
-                counts=completion.counts,
-                images=request.images,
-            )
-        )
+        samples[prompt.position].append(sample_of(prompt, index, request.seed, completion, text))
     return [Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples[prompt.position])) for prompt in prompts]
+
+
+def sample_of(prompt: Prompt, index: int, seed: int, completion: Completion, text: str) -> Sample:
+    """Returns a completion of a prompt as a sample without rewards."""
+    return Sample(
+        group_id=prompt.position,
+        sample_index=index,
+        prompt_ids=prompt.prompt_ids,
+        completion_ids=completion.token_ids,
+        sampler_logp=completion.logp,
+        spans=completion.spans,
+        finish_reason=completion.finish_reason,
+        seed=seed,
+        completion=text,
+        rewards={},
+        reward=None,
+        cached_tokens=completion.cached_tokens,
+        messages=completion.messages,
+        counts=completion.counts,
+        images=prompt.images,
+    )
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop_ids: Sequence[int]) -> str:
