@@ -28,9 +28,21 @@ from typing import Any
 from rlgen.engines.base import EngineInfo
 from rlgen.files import append_text, flush, unwritable, written
 from rlgen.processes import Processes
-from rlgen.rollout.digests import asked_digest, columns_digest, digest, digest_of
-from rlgen.rollout.frames import Answer, Record, Rewards, append_frames, read_frames
-from rlgen.rollout.lines import Line, mend, sealed, sound_lines
+from rlgen.rollout.frames import (
+    Answer,
+    Line,
+    Record,
+    Rewards,
+    append_frames,
+    asked_digest,
+    columns_digest,
+    digest,
+    digest_of,
+    mend,
+    read_frames,
+    sealed,
+    sound_lines,
+)
 from rlgen.rollout.parquet import Rollout, Stamp, parts_of, read_part, read_stamp
 from rlgen.types import Completion, Group, Request, Sample, Samples, Sampling
 

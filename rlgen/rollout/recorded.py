@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlgen.rollout.digests import asked_digest, digest
-from rlgen.rollout.frames import Answer
+from rlgen.rollout.frames import Answer, asked_digest, digest
 from rlgen.rollout.journal import Journal, answer_of, is_start, rewards_of, step_of
 from rlgen.rollout.parquet import parts_of, read_part
 from rlgen.rollout.sample import sample_of, sample_seed

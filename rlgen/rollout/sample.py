@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -50,9 +49,7 @@ def rollout(
     else:
         places = [(prompt, index) for prompt in prompts for index in range(group_size)]
         talks = Conversations(dialogue, places, requests, sampling, version, version)
-        with closing(talks):
-            engine.generate(requests, sampling, talks.finished, talks.further)
-        completions = talks.result()
+        completions = talks.sampled(lambda: engine.generate(requests, sampling, talks.finished, talks.further))
     check_answers(requests, completions, sampling, version, joined=dialogue is not None)
     return groups_of(prompts, requests, completions, sampling, tokenizer)
 
