@@ -9,7 +9,7 @@ follow it; `Suffixes.open` refuses others.
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -138,7 +138,7 @@ class Suffixes:
     def turn(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[int]:
         """Returns the ids of a turn that makes calls and says nothing, as the template writes it, without its stop token."""
         before = self._render([ASKED], True)
-        text = self._render([ASKED, {"role": "assistant", "content": "", "tool_calls": calls_of(calls, False)}], False)
+        text = self._render([ASKED, {"role": "assistant", "content": "", "tool_calls": calls_of(dict(enumerate(calls)))}], False)
         at = max(text.rfind(end) for end in self.ends.values())
         return self.encode(text[len(before) : at if at > len(before) else len(text)])
 
@@ -301,14 +301,17 @@ def turn(names: Sequence[str], kind: str, as_text: bool) -> dict[str, Any]:
     if kind == "thinking in the text":
         message["content"] = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
     if kind != "plain":
-        message["tool_calls"] = calls_of([(name, {"value": VALUE}) for name in names], as_text)
+        message["tool_calls"] = calls_of({place: (name, {"value": VALUE}) for place, name in enumerate(names)}, as_text)
     return message
 
 
-def calls_of(calls: Iterable[tuple[str, Mapping[str, Any]]], as_text: bool = False) -> list[dict[str, Any]]:
-    """Returns calls as messages have them. `as_text`: arguments are JSON text instead of an object."""
-    functions = [{"name": name, "arguments": json.dumps(given) if as_text else dict(given)} for name, given in calls]
-    return [{"type": "function", "id": identifier(place), "function": one} for place, one in enumerate(functions)]
+def calls_of(calls: Mapping[int, tuple[str, Mapping[str, Any]]], as_text: bool = False) -> list[dict[str, Any]]:
+    """Returns calls, by their place in a turn, as messages have them. `as_text`: arguments are JSON text, not an object."""
+    form: Callable[[Mapping[str, Any]], Any] = json.dumps if as_text else dict
+    return [
+        {"type": "function", "id": identifier(place), "function": {"name": name, "arguments": form(given)}}
+        for place, (name, given) in calls.items()
+    ]
 
 
 def told(names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:

@@ -49,11 +49,7 @@ class EnvironmentTurns:
         return {f"environment/{self.arena.settings.use.rpartition(':')[2]}": self.arena.pools[0].facts()[0].sha256}
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
-        """Passes a turn on. `answer` gets a Reply, which ends the conversation if the environment is done or has failed.
-
-        Args:
-            room: tokens that the completion may still take.
-        """
+        """Passes a turn on. `answer` gets a Reply, which ends the conversation if the environment is done or has failed."""
         thought, _, said = self.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=True).rpartition("</think>")
         turn = {"role": "assistant", "content": said.strip() if thought else said}
         if thought:
@@ -100,8 +96,7 @@ class EnvironmentTurns:
     def demonstrated(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[int]]]:
         """Returns for each prompt the ids of a good first message, and of the environment's answer to it.
 
-        Raises:
-            ToolError: the environment has no method `demonstrate`, or fails.
+        Raises ToolError if the environment has no method `demonstrate`, or fails.
         """
         rows = [begin_of(prompt.columns, self.column) for prompt in prompts]
         stop, found = int(self.tokenizer.eos_token_id), []

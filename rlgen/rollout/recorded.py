@@ -23,7 +23,7 @@ Rewarded = Sequence[Mapping[str, Any]]  # of the samples of a group, as `rewards
 
 def is_recorded(run: Path, step: int) -> bool:
     """Returns whether files of a step are there; whether they are complete shows only when they are read."""
-    return bool(parts_of(rollouts_of(run, step)) or journal_of(run, step))
+    return bool(processes_of(run, step) or journal_of(run, step))
 
 
 def rollouts_of(run: Path, step: int) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.data.suffix import Suffixes, identifier, told
+from rlgen.data.suffix import Suffixes, calls_of, told
 from rlgen.errors import RlgenError
 from rlgen.recipe.models import ToolFormat
 from rlgen.rollout.turns import Answer, ConversationState, Reply
@@ -54,11 +54,7 @@ class ToolTurns:
         return {f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.pool.facts(), strict=True)}
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
-        """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered.
-
-        Args:
-            room: tokens that the completion may still take.
-        """
+        """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered."""
         text = self.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=False)
         turn = read_turn(self.format, text, self.opened, self.box.schemas)
         if not turn.calls:
@@ -72,16 +68,15 @@ class ToolTurns:
     def answered(
         self, talk: ConversationState, room: int, turn: Turn, answer: Answer, answers: Sequence[ToolAnswer] | RlgenError
     ) -> None:
-        """Passes on what follows a turn whose tools have answered.
-
-        Args:
-            answers: to the calls that are not malformed, in order.
-        """
+        """Passes on what follows a turn whose tools have answered the calls that are not malformed, in their order."""
         if isinstance(answers, RlgenError):
             answer(answers)
             return
         came = iter(answers)
-        every = [malformed(call) if isinstance(call, Malformed) else next(came) for call in turn.calls]
+        every = [
+            ToolAnswer(f"Error: the call cannot be read: {call.why}") if isinstance(call, Malformed) else next(came)
+            for call in turn.calls
+        ]
         limits = {entry.label: entry.max_output_tokens for entry in self.box.entries}
         default = self.box.entries[0].label
         names = [call.name if isinstance(call, ToolCall) and call.name in limits else default for call in turn.calls]
@@ -131,19 +126,10 @@ class ToolTurns:
         self.box.close()
 
 
-def malformed(call: Malformed) -> ToolAnswer:
-    """Returns the answer to a call that cannot be read."""
-    return ToolAnswer(f"Error: the call cannot be read: {call.why}")
-
-
 def assistant(turn: Turn) -> Mapping[str, Any]:
     """Returns a turn of the model as a message."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.thinking:
         message["reasoning_content"] = turn.thinking
-    calls = [
-        {"type": "function", "id": identifier(place), "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for place, call in enumerate(turn.calls)
-        if isinstance(call, ToolCall)
-    ]
+    calls = calls_of({place: (one.name, one.arguments) for place, one in enumerate(turn.calls) if isinstance(one, ToolCall)})
     return {**message, "tool_calls": calls} if calls else message
