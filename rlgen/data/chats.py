@@ -14,8 +14,7 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any]] | None:
     """Returns the messages of a prompt; None for a text that is used without a template.
 
-    Raises:
-        DataError: the prompt is neither a text nor a list of valid messages that ends before the assistant's turn.
+    Raises DataError for what is neither a text nor a list of valid messages that ends before the assistant's turn.
     """
     system = [{"role": "system", "content": data.system}] if data.system else []
     if isinstance(prompt, str):

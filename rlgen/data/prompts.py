@@ -126,8 +126,7 @@ def build_prompts(
         images: how images stand in prompts; None: prompts have none.
 
     Raises:
-        DataError: a row is not a valid prompt, a prompt is too long and the recipe refuses those, too many rows have no answer,
-            or no row is left.
+        DataError: a row is no valid prompt, a prompt is too long, too many rows have no answer, or no row is left.
         SetupError: the cache is not writable.
     """
     limit = limit or PromptLimit(data.max_prompt_tokens, f"data.max_prompt_tokens is {data.max_prompt_tokens}")
@@ -180,11 +179,7 @@ def too_long(over_long: Sequence[int], limit: PromptLimit) -> str:
 
 
 def warnings_of(data: DataRecipe, prompts: PromptStream, has_template: bool) -> list[str]:
-    """Returns what may be wrong with prompts that can be used: rows that were left out, equal prompts, no chat template.
-
-    Args:
-        has_template: the tokenizer has a chat template.
-    """
+    """Returns what may be wrong with prompts that can be used: rows that were left out, equal prompts, an unused template."""
     counts, said = prompts.counts, []
     if counts["over_long"]:
         said.append(f"{counts['over_long']} of {counts['read']} rows are left out{too_long(prompts.over_long, prompts.limit)}")

@@ -105,11 +105,7 @@ class PromptWriter:
     digest: Any = field(default_factory=hashlib.sha256)  # of the ids of all prompts
 
     def all(self, write: Write) -> dict[str, Any]:
-        """Writes the prompts, and returns what is known of them.
-
-        Raises:
-            DataError: a row is not a valid prompt, or a prompt is too long and the recipe refuses those.
-        """
+        """Writes the prompts, and returns what is known of them. Raises DataError for an invalid one, or one that is too long."""
         columns, rows = self.data.columns, self.rows
         named = [columns.prompt, *([] if columns.answer is None else [columns.answer])]
         if columns.answer is not None:

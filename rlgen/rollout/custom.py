@@ -129,8 +129,7 @@ class Handle:
     def proved(self, rolled: Rolled, where: str) -> Completion:
         """Checks that the engine sampled each token that is marked as sampled after the ids before it. Returns the completion.
 
-        Raises:
-            SentinelError: the engine did not sample such a token there, or with another log-prob; or no token was sampled.
+        Raises SentinelError if it did not sample one there, or with another log-prob, or if no token was sampled.
         """
         ids, logp = ids_of(rolled.ids), np.array(rolled.logp, dtype=np.float32)  # None becomes NaN
         if len(logp) != len(ids):
@@ -192,12 +191,7 @@ class CustomRollout:
         version: int,
         finished: Finished,
     ) -> list[Completion]:
-        """Returns the completions of all requests, in their order.
-
-        Args:
-            requests: of the completions, those of one prompt side by side.
-            version: of the weights that must have sampled.
-            finished: called for each completion, with its index into `requests`.
+        """Returns the completions of all requests, in their order, and passes each to `finished`.
 
         Raises:
             ToolError: the function raised, or did not return one Rolled for each sample.

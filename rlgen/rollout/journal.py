@@ -20,6 +20,7 @@ import errno
 import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -84,17 +85,14 @@ class Journal:
     ) -> "Journal":
         """Lists the journal files of steps after `done` and reads the start records, in the main process for all.
 
+        Raises CheckpointError if the folder cannot be created, or one of its files is a symbolic link.
+
         Args:
-            folder: the journal's folder; created if missing.
             done: last step that the checkpoint contains.
             engine: facts that decide log-probs; `max_model_len` and `cache_block` are left out of the digest.
             judge: values that decide the rewards.
-            say: prints one line to the user.
             beside: values that decide the answers, other than the engine's facts and the trained weights.
             versions: how many versions before the present one may sample for a step (`rollout.ahead`), at least 1.
-
-        Raises:
-            CheckpointError: the folder cannot be created, or one of its files is a symbolic link.
         """
 
         def look() -> tuple[dict[int, list[str]], list[Line]]:
@@ -123,11 +121,7 @@ class Journal:
         )
 
     def starts_from(self, version: int, weights: str) -> None:
-        """Records the weights that step `version` + 1 starts from; only the main process writes the record.
-
-        Args:
-            weights: digest of the weights, see `models.weights.bits`.
-        """
+        """Records the digest of the weights that step `version` + 1 starts from; only the main process writes the record."""
         if version - 1 not in self.weights:  # the first start of this attempt
             for line in self.starts:
                 if (line["version"], line["weights"]) == (version, weights):
@@ -170,12 +164,9 @@ class Journal:
         """Returns the reusable answers, keyed by index into `requests`; all are of weights from version `oldest` on.
 
         Says how many stored answers were refused, and why.
-
-        Args:
-            places: (group id, sample index) of each request.
         """
         found: dict[int, Completion] = {}
-        refused: dict[str, int] = {}
+        refused: Counter[str] = Counter()
         answers = self.answers(step, frozenset(places)) if step in self.files else {}
         with_these = digest(sampling)
         for place, (at, request) in enumerate(zip(places, requests, strict=True)):
@@ -186,7 +177,7 @@ class Journal:
                     found[place] = answer.completion(request.prompt_ids)
                     break
             if why is not None:
-                refused[why] = refused.get(why, 0) + 1
+                refused[why] += 1
         for why, count in refused.items():
             self.say(f"journal: {count} of {len(requests)} answers of step {step} are sampled again: they are {why}")
         return found
@@ -340,7 +331,7 @@ class Journal:
         stamps = [read_stamp(part) for part in parts_of(rollouts)]
         if any(stamp is None or stamp["kept"] for stamp in stamps):
             return
-        own = {f"step_{step:06d}.bin"} | {f"step_{step:06d}.rank{rank}.bin" for rank in range(1, len(stamps))}
+        own = {self.path(step, rank).name for rank in range(max(1, len(stamps)))}
         with self.lock, written(self.folder):
             self.path(step).unlink(missing_ok=True)
             self.begun.discard(step)
@@ -351,8 +342,7 @@ class Journal:
     def invalidate(self, step: int) -> None:
         """Removes the records of all processes from `step` on, because the sentinel found a fault in the engine that made them.
 
-        Call it in the main process after all processes have closed their journals. The last start record is kept. Raises
-        CheckpointError.
+        Call it in the main process after all processes have closed their journals. The last start record is kept.
         """
         self.drop(step, sys.maxsize, kept=self.start_path(self.started))
 
@@ -364,9 +354,10 @@ class Journal:
                 if step is not None and first <= step <= last and path != kept:
                     remove(path)
 
-    def path(self, step: int) -> Path:
-        """Returns the file to which this process writes the records of a step."""
-        return self.folder / (f"step_{step:06d}.rank{self.rank}.bin" if self.rank else f"step_{step:06d}.bin")
+    def path(self, step: int, rank: int | None = None) -> Path:
+        """Returns the file to which a process, this one by default, writes the records of a step."""
+        rank = self.rank if rank is None else rank
+        return self.folder / (f"step_{step:06d}.rank{rank}.bin" if rank else f"step_{step:06d}.bin")
 
     def start_path(self, step: int) -> Path:
         """Returns the file to which the main process writes the start record of a step."""

@@ -36,12 +36,7 @@ def rollout(
         version: of the weights that must have sampled.
         dialogue: how conversations of several turns are led; None: a completion is one turn.
 
-    Returns:
-        One group per prompt, in the order of the prompts; samples carry the prompt's position as `group_id`.
-
-    Raises:
-        EngineError: as `Engine.generate` raises it.
-        SentinelError: an answer does not match its request.
+    Raises as `Engine.generate` and `check_answers`.
     """
     requests = requests_for(prompts, group_size, run_seed)
     if dialogue is None:
@@ -72,8 +67,7 @@ def groups_of(
 ) -> list[Group]:
     """Builds one group per prompt from checked completions, which must be in the order of `requests_for`.
 
-    Raises:
-        SentinelError: nothing ended a completion of which the engine says so.
+    Raises SentinelError if nothing ended a completion of which the engine says so.
     """
     group_size = len(requests) // max(1, len(prompts))
     places = [(prompt, index) for prompt in prompts for index in range(group_size)]

@@ -76,12 +76,10 @@ class Sampler:
     def groups(self, step: int, prompts: Sequence[Prompt] | None = None) -> tuple[list[Group], int]:
         """Returns the groups of `step`, trained from weights of version `step` - 1, and the number of samples dropped as too old.
 
+        Raises as `Engine.generate` and `check_answers`.
+
         Args:
             prompts: of this engine; None: `prompts_of` the step.
-
-        Raises:
-            EngineError: as `Engine.generate` raises it.
-            SentinelError: an answer does not match its request.
         """
         prompts, version = self.prompts_of(step) if prompts is None else prompts, step - 1
         if self.submit_to is None:
