@@ -6,6 +6,7 @@ id that the model sampled is ever decoded and tokenised again. This works with t
 follow it; `Suffixes.open` refuses others.
 """
 
+import hashlib
 import itertools
 import json
 import re
@@ -102,6 +103,11 @@ class Suffixes:
         )
         made._check()
         return replace(made, verbatim=made._shown((made._name(),), 0, ODD) == ODD)
+
+    def digest(self, *others: str) -> str:
+        """Returns the digest of the chat template, and of what decides replies besides."""
+        decides = [*others, str(self.tokenizer.chat_template), dict(self.data.template_args)]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def opens_thinking(self) -> bool:

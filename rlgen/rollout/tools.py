@@ -1,15 +1,11 @@
 """Answers the turns of a model that call tools: reads the calls, runs them, and appends what the tools answer."""
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from rlgen.data.suffix import Suffixes, calls_of, told
 from rlgen.errors import RlgenError
@@ -30,23 +26,18 @@ COUNTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ToolTurns:
     """Answers the model with tools. Implements `Turns`."""
 
     box: ToolBox
     suffixes: Suffixes
-    tokenizer: PreTrainedTokenizerBase
     format: ToolFormat
-    digest: str
-    opened: bool  # the chat template begins a turn with <think>
 
-    @classmethod
-    def of(cls, box: ToolBox, suffixes: Suffixes, tokenizer: PreTrainedTokenizerBase, form: ToolFormat) -> "ToolTurns":
-        """Puts the parts together."""
-        decides = [box.digest, form, str(tokenizer.chat_template), dict(suffixes.data.template_args)]
-        digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-        return cls(box=box, suffixes=suffixes, tokenizer=tokenizer, format=form, digest=digest, opened=suffixes.opens_thinking)
+    @property
+    def digest(self) -> str:
+        """Returns the digest of the tools, their calls' format and the chat template."""
+        return self.suffixes.digest(self.box.digest, self.format)
 
     @property
     def code(self) -> Mapping[str, str | None]:
@@ -55,8 +46,8 @@ class ToolTurns:
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered."""
-        text = self.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=False)
-        turn = read_turn(self.format, text, self.opened, self.box.schemas)
+        text = self.suffixes.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=False)
+        turn = read_turn(self.format, text, self.suffixes.opens_thinking, self.box.schemas)
         if not turn.calls:
             answer(None)
         elif talk.last:
@@ -109,7 +100,7 @@ class ToolTurns:
         told = answers.result()
         if isinstance(told, RlgenError):
             raise told
-        stop = int(self.tokenizer.eos_token_id)
+        stop = int(self.suffixes.tokenizer.eos_token_id)
         return [
             (
                 [*self.suffixes.turn([(call.name, call.arguments)]), stop],
