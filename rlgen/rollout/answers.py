@@ -22,16 +22,13 @@ def check_answers(
     joined: bool = False,
     free: bool = False,
 ) -> None:
-    """Checks count, prompts, order, ids, log-probs, stop tokens and weight versions of the answers against the requests.
+    """Checks count, prompts, order, ids, log-probs, stop tokens and weight versions of the answers. Raises SentinelError.
 
     Args:
         version: of the weights that the trainer holds.
         oldest: oldest version that may have sampled. None: `version` alone.
         joined: answers may be conversations, with ids between their turns that were not sampled.
         free: ids that were not sampled may stand anywhere: the answers come from rollout code of the user.
-
-    Raises:
-        SentinelError: an answer does not match its request, or lacks what training needs.
     """
     if flattened(requests, answers, sampling):
         raise SentinelError(

@@ -290,10 +290,9 @@ class Journal:
     def append(self, step: int, *records: Record) -> None:
         """Appends records to this process's file of `step`; does nothing once the journal is closed. Raises CheckpointError."""
         with self.lock:
-            if self.closed:
-                return
-            append_frames(self.path(step), records, begun=step in self.begun)
-            self.begun.add(step)
+            if not self.closed:
+                append_frames(self.path(step), records, begun=step in self.begun)
+                self.begun.add(step)
 
     def flush(self, step: int) -> None:
         """Waits until all that this process has written for `step` is on disk. Raises CheckpointError."""

@@ -21,14 +21,11 @@ def rollout_steps(folder: Path) -> list[int]:
 def read_rollouts(place: Path, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
     """Returns the samples of a step, ordered by group and by sample within a group.
 
-    If the run was killed, rows of some processes may be missing: the table has those that were written.
+    If the run was killed, rows of some processes may be missing. Raises CheckpointError if there are none, or a file is damaged.
 
     Args:
         place: a run's folder; or, without a step, the file or folder of one step.
         columns: names of the columns to read, as far as the files have them; None: all.
-
-    Raises:
-        CheckpointError: there are no rollouts, or a file is damaged.
     """
     path = place if step is None else place / "rollouts" / f"step_{step:06d}.parquet"
     tables = []
