@@ -41,11 +41,6 @@ class Cached:
     facts: Mapping[str, Any]
 
 
-def cache_folder() -> Path:
-    """Returns the folder of the cached files."""
-    return Path(datasets.config.HF_DATASETS_CACHE) / "rlgen"
-
-
 def key_of(parts: Mapping[str, Any]) -> str:
     """Returns the key of a table: a digest of `parts`, of the source code of this folder, and of the versions of `LIBRARIES`."""
     code = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
@@ -54,21 +49,18 @@ def key_of(parts: Mapping[str, Any]) -> str:
 
 
 def cached(kind: str, key: str | None, schema: pyarrow.Schema, make: Make) -> Cached:
-    """Returns the table of `key`, which `make` writes if no intact file has it.
+    """Returns the table of `key`, which `make` writes if no intact file has it. Raises SetupError: the folder is not writable.
 
     Args:
         kind: "rows" or "prompts": the first part of the file's name.
         key: None: the table is small, or its key cannot be determined; it is made in memory and not stored.
         make: writes batches of `schema` and returns facts that can be stored as JSON.
-
-    Raises:
-        SetupError: the folder is not writable.
     """
     if key is None:
         sink = pyarrow.BufferOutputStream()
         fill(sink, schema, make)
         return opened(pyarrow.BufferReader(sink.getvalue()))
-    folder = cache_folder()
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "rlgen"
     found = find(folder, kind, key)
     if found is not None:
         return found

@@ -14,8 +14,7 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any]] | None:
     """Returns the messages of a prompt; None for a text that is used without a template.
 
-    Raises:
-        DataError: the prompt is neither a text nor a list of valid messages that ends before the assistant's turn.
+    Raises DataError for what is neither a text nor a list of valid messages that ends before the assistant's turn.
     """
     system = [{"role": "system", "content": data.system}] if data.system else []
     if isinstance(prompt, str):
@@ -27,15 +26,15 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
             raise DataError(f"{where}: a message must have one of the roles {', '.join(ROLES)}: {str(message)[:80]}")
         if message.get("tool_calls"):
             raise DataError(f"{where}: a message calls tools, which a prompt must not; remove it from the data")
-        if isinstance(message.get("content"), list) and data.columns.images is not None:
-            check_parts(message, where)
-            continue
-        if isinstance(message.get("content"), list):
+        content = message.get("content")
+        if isinstance(content, list) and data.columns.images is None:
             raise DataError(
                 f"{where}: the content of the {message['role']}'s message is a list of parts, but prompts are texts;"
                 " write the text itself, or name the column of images in data.columns.images"
             )
-        if not isinstance(message.get("content"), str) or not message["content"].strip():
+        if isinstance(content, list):
+            check_parts(message, where)
+        elif not isinstance(content, str) or not content.strip():
             raise DataError(f"{where}: the message of the {message['role']} has no text")
     if prompt[-1]["role"] == "assistant":
         raise DataError(
@@ -49,7 +48,8 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
 
 def check_parts(message: Mapping[str, Any], where: str) -> None:
     """Raises DataError unless the content of a message is a list of texts and places of images, and not empty."""
-    kinds = []
+    if not message["content"]:
+        raise DataError(f"{where}: the message of the {message['role']} is empty")
     for part in message["content"]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "image") or (kind == "text" and not isinstance(part.get("text"), str)):
@@ -57,9 +57,6 @@ def check_parts(message: Mapping[str, Any], where: str) -> None:
                 f"{where}: a part of a message must be {{type: text, text: ...}}, or {{type: image}} with the image in the"
                 f" column that data.columns.images names: {str(part)[:80]}"
             )
-        kinds.append(kind)
-    if not kinds:
-        raise DataError(f"{where}: the message of the {message['role']} is empty")
 
 
 def render(
@@ -69,26 +66,16 @@ def render(
     where: str,
     tools: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """Returns the text of a chat up to the start of the assistant's turn.
-
-    Args:
-        tools: schemas, which the template shows to the model.
-
-    Raises:
-        DataError: the tokenizer has no chat template, or its template rejects the messages.
-    """
+    """Returns the text of a chat up to the start of the assistant's turn. Raises DataError if the template refuses it."""
     if not tokenizer.chat_template:
         raise DataError(
             "data.chat: the tokenizer of model.path has no chat template; take an instruction-tuned model, or use texts as"
             " prompts, with `chat: false` and no `system`"
         )
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **data.template_args
-        )
+        return str(templated(tokenizer, messages, data, tools, tokenize=False))
     except Exception as error:  # a template is a program and may raise anything
         raise DataError(f"{where}: the chat template refuses {str(messages)[:200]}: {error}") from error
-    return str(text)
 
 
 def compare(
@@ -99,16 +86,20 @@ def compare(
     tools: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Raises DataError if the tokenizer gives the messages other ids than it gives the text of their template."""
-    direct = tokenizer.apply_chat_template(
-        messages,
-        tools=list(tools) or None,
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=False,
-        **data.template_args,
-    )
-    if tuple(direct) != tuple(ids):
+    if tuple(templated(tokenizer, messages, data, tools, tokenize=True)) != tuple(ids):
         raise DataError(
             f"data.chat: {type(tokenizer).__name__} gives a chat other ids than the text of its template, so the text"
             " would not be what the model sees; take the fast tokenizer of the model"
         )
+
+
+def templated(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    data: DataRecipe,
+    tools: Sequence[dict[str, Any]],
+    tokenize: bool,
+) -> Any:
+    """Returns text or ids of a chat. The template shows `tools`, which are schemas, to the model."""
+    settings = {"tools": list(tools) or None, "add_generation_prompt": True, "return_dict": False, **data.template_args}
+    return tokenizer.apply_chat_template(messages, tokenize=tokenize, **settings)

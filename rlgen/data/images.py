@@ -39,15 +39,11 @@ class Encoded:
 
 
 def encoded(value: Any, rows: Rows, where: str) -> list[Encoded]:
-    """Returns the images of a row.
+    """Returns the images of a row, which `where` names in messages. Raises DataError if one cannot be read.
 
     Args:
         value: a path, relative to the file of the row; a data URI; bytes; {"bytes": ..., "path": ...}, as data sets of the hub
             have it; a list of these; or None.
-        where: names the row in messages.
-
-    Raises:
-        DataError: it is something else, or a file cannot be read.
     """
     every = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     return [one(image, rows, f"{where}: image {place}") for place, image in enumerate(every)]
@@ -55,10 +51,8 @@ def encoded(value: Any, rows: Rows, where: str) -> list[Encoded]:
 
 def one(value: Any, rows: Rows, where: str) -> Encoded:
     """Returns a single image, as `encoded` does."""
-    if isinstance(value, Mapping) and value.get("bytes"):
-        value = value["bytes"]
-    elif isinstance(value, Mapping):
-        value = value.get("path")
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and value.startswith(URI):
         try:
             value = base64.b64decode(value.partition(",")[2], validate=True)
@@ -86,13 +80,8 @@ def one(value: Any, rows: Rows, where: str) -> Encoded:
 def with_parts(messages: Sequence[Mapping[str, Any]] | None, count: int, where: str) -> list[dict[str, Any]] | None:
     """Returns messages whose contents are lists of parts, as chat templates of vision-language models read them.
 
-    Images stand before the text of the first message of the user, unless the messages have places for them.
-
-    Args:
-        count: images of the row.
-
-    Raises:
-        DataError: the messages have another number of places.
+    The row's images, `count`, stand before the text of the first message of the user, unless the messages have places for them.
+    Raises DataError if they have another number of places.
     """
     if messages is None:
         return None
@@ -133,11 +122,10 @@ def expanded(
 ) -> tuple[list[int], list[Image]]:
     """Returns ids with each placeholder replaced by the ids of its image, and the images' places, without their bytes.
 
+    Raises DataError if the ids have another number of placeholders.
+
     Args:
         images: SHA-256 and ids of each image, in their order.
-
-    Raises:
-        DataError: the ids have another number of placeholders.
     """
     made: list[int] = []
     placed: list[Image] = []

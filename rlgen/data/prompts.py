@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlgen.data.cache import cached
 from rlgen.data.chats import as_messages
 from rlgen.data.images import Encoded, Placeholder, encoded, with_parts
 from rlgen.data.source import Rows
-from rlgen.data.tokens import PROMPTS, WITH_IMAGES, place, prompts_key, write_prompts
+from rlgen.data.tokens import PROMPTS, WITH_IMAGES, PromptWriter, place, prompts_key
 from rlgen.errors import DataError
 from rlgen.recipe.models import DataRecipe
 from rlgen.recipe.sizes import PromptLimit
@@ -55,48 +55,39 @@ class PromptStream:
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Returns the prompts at positions `start` to `start + count - 1`: take(0, 2) + take(2, 3) == take(0, 5)."""
+        own = self.data.columns
         places = [self.place(position) for position in range(start, start + count)]
         numbers, texts, ids = (self.table.column(name) for name in PROMPTS.names)
-        columns = self.rows.at([numbers[place].as_py() for place in places])
-        read = [self.encoded(row, columns[index]) for index, row in enumerate(places)]
-        return [
-            Prompt(
-                position=start + index,
-                row=row,
-                text=texts[row].as_py(),
-                prompt_ids=ids[row].values.to_numpy().copy(),  # a copy, because the mapped bytes are read-only
-                columns=self.for_rewards(columns[index], read[index]),
-                messages=self.messages(columns[index], read[index], place(self.rows.source, row)),
-                images=self.images(row, read[index]),
+        prompts = []
+        for position, (row, columns) in enumerate(
+            zip(places, self.rows.at([numbers[row].as_py() for row in places]), strict=True), start
+        ):
+            where = place(self.rows.source, row)
+            messages, for_rewards = as_messages(columns[own.prompt], self.data, where), with_answer(columns, own.answer)
+            images: tuple[Image, ...] = ()
+            if own.images is not None:
+                read = encoded(columns[own.images], self.rows, where)
+                messages, images = with_parts(messages, len(read), where), self.images(row, read, where)
+                for_rewards[own.images] = [image.reference for image in read]
+            prompts.append(
+                Prompt(
+                    position=position,
+                    row=row,
+                    text=texts[row].as_py(),
+                    prompt_ids=ids[row].values.to_numpy().copy(),  # a copy, because the mapped bytes are read-only
+                    columns=for_rewards,
+                    messages=messages,
+                    images=images,
+                )
             )
-            for index, row in enumerate(places)
-        ]
+        return prompts
 
-    def encoded(self, row: int, columns: Mapping[str, Any]) -> list[Encoded] | None:
-        """Returns the images of a row of the table; None: prompts have none."""
-        column = self.data.columns.images
-        return None if column is None else encoded(columns[column], self.rows, place(self.rows.source, row))
-
-    def for_rewards(self, columns: Mapping[str, Any], images: Sequence[Encoded] | None) -> dict[str, Any]:
-        """Returns the columns of a row for rewards: in place of an image its path and SHA-256."""
-        row = with_answer(columns, self.data.columns.answer)
-        if images is not None and self.data.columns.images is not None:
-            row[self.data.columns.images] = [image.reference for image in images]
-        return row
-
-    def messages(self, columns: Mapping[str, Any], images: Sequence[Encoded] | None, where: str) -> list[dict[str, Any]] | None:
-        """Returns the messages of a row as the chat template gets them; None: its prompt is a text."""
-        messages = as_messages(columns[self.data.columns.prompt], self.data, where)
-        return messages if images is None else with_parts(messages, len(images), where)
-
-    def images(self, row: int, images: Sequence[Encoded] | None) -> tuple[Image, ...]:
+    def images(self, row: int, images: Sequence[Encoded], where: str) -> tuple[Image, ...]:
         """Returns the images of a row of the table with their places. Raises DataError if one has changed meanwhile."""
-        if images is None:
-            return ()
         placed = self.table.column("images")[row].as_py()
         if [one["sha256"] for one in placed] != [image.sha256 for image in images]:
             named = ", ".join(image.path or image.sha256 for image in images)
-            raise DataError(f"{place(self.rows.source, row)}: {named} changed during the run; restore it, and resume")
+            raise DataError(f"{where}: {named} changed during the run; restore it, and resume")
         return tuple(Image(data=image.data, **one) for one, image in zip(placed, images, strict=True))
 
     def at(self, position: int) -> Prompt:
@@ -135,15 +126,14 @@ def build_prompts(
         images: how images stand in prompts; None: prompts have none.
 
     Raises:
-        DataError: a row is not a valid prompt, a prompt is too long and the recipe refuses those, too many rows have no answer,
-            or no row is left.
+        DataError: a row is no valid prompt, a prompt is too long, too many rows have no answer, or no row is left.
         SetupError: the cache is not writable.
     """
     limit = limit or PromptLimit(data.max_prompt_tokens, f"data.max_prompt_tokens is {data.max_prompt_tokens}")
-    make = partial(write_prompts, data, rows, tokenizer, limit, tools, images)
     # With images there is no key: their files may change although those of the rows do not.
     key = prompts_key(data, rows, tokenizer, limit, tools) if images is None else None
-    made = cached("prompts", key, PROMPTS if images is None else WITH_IMAGES, make)
+    writer = PromptWriter(data=data, rows=rows, tokenizer=tokenizer, limit=limit, tools=tools, images=images)
+    made = cached("prompts", key, PROMPTS if images is None else WITH_IMAGES, writer.all)
     counts, over_long = made.facts["counts"], tuple(made.facts["over_long"])
     refuse(data, rows, counts, made.facts["chats"], made.facts["usual"])
     if not counts["used"]:
@@ -189,11 +179,7 @@ def too_long(over_long: Sequence[int], limit: PromptLimit) -> str:
 
 
 def warnings_of(data: DataRecipe, prompts: PromptStream, has_template: bool) -> list[str]:
-    """Returns what may be wrong with prompts that can be used: rows that were left out, equal prompts, no chat template.
-
-    Args:
-        has_template: the tokenizer has a chat template.
-    """
+    """Returns what may be wrong with prompts that can be used: rows that were left out, equal prompts, an unused template."""
     counts, said = prompts.counts, []
     if counts["over_long"]:
         said.append(f"{counts['over_long']} of {counts['read']} rows are left out{too_long(prompts.over_long, prompts.limit)}")
@@ -212,22 +198,17 @@ def warnings_of(data: DataRecipe, prompts: PromptStream, has_template: bool) -> 
 
 def overlap(prompts: PromptStream, others: PromptStream) -> int:
     """Returns how many of the prompts are among the others, too, compared by the text that the model sees."""
-    if prompts.data.columns.images is not None or others.data.columns.images is not None:
-        both = [
-            [(str(text), str(seen)) for text, seen in zip(*pair, strict=True)] for pair in map(seen_by_model, (prompts, others))
-        ]
-        known = set(both[1])
-        return sum(one in known for one in both[0])
-    own, theirs = (stream.table.column("text") for stream in (prompts, others))
-    return int(pyarrow.compute.sum(pyarrow.compute.is_in(own, value_set=theirs.combine_chunks())).as_py() or 0)
+    if prompts.data.columns.images is None and others.data.columns.images is None:
+        own, theirs = (stream.table.column("text") for stream in (prompts, others))
+        return int(pyarrow.compute.sum(pyarrow.compute.is_in(own, value_set=theirs.combine_chunks())).as_py() or 0)
+    known = set(seen_by_model(others))
+    return sum(one in known for one in seen_by_model(prompts))
 
 
-def seen_by_model(prompts: PromptStream) -> tuple[list[Any], list[Any]]:
-    """Returns the texts of all prompts, and the digests of each one's images."""
-    texts = prompts.table.column("text").to_pylist()
-    if "images" not in prompts.table.column_names:
-        return texts, [[]] * len(texts)
-    return texts, [[image["sha256"] for image in images] for images in prompts.table.column("images").to_pylist()]
+def seen_by_model(prompts: PromptStream) -> list[tuple[str, ...]]:
+    """Returns for each prompt its text and the digests of its images."""
+    rows = prompts.table.select([name for name in ("text", "images") if name in prompts.table.column_names]).to_pylist()
+    return [(row["text"], *(image["sha256"] for image in row.get("images", ()))) for row in rows]
 
 
 def listed(counts: Mapping[str, int]) -> str:

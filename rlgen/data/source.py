@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import datasets
 import pyarrow
@@ -51,11 +51,10 @@ class Rows:
 
     def at(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
         """Returns the rows at `indices`, in that order."""
-        if isinstance(self.rows, datasets.Dataset):
-            return [
-                dict(zip(self.columns, values, strict=True)) for values in zip(*self.values(indices, self.columns), strict=True)
-            ]
-        return [self.rows[index] for index in indices]
+        if not isinstance(self.rows, datasets.Dataset):
+            return [self.rows[index] for index in indices]
+        rows = zip(*self.values(indices, self.columns), strict=True)
+        return [dict(zip(self.columns, row, strict=True)) for row in rows]
 
     def values(self, indices: Sequence[int], columns: Sequence[str]) -> list[list[Any]]:
         """Returns one list of values per column of `columns`, of the rows at `indices`."""
@@ -83,11 +82,7 @@ class TextRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.texts)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: Any) -> Any:
         """Returns a row with every column, None where the file has no value; for a slice, a list of rows."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
@@ -99,7 +94,7 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
     """Reads the data set that `data` names; checks that it has rows, and the columns that `data` names.
 
     Args:
-        data: the recipe's data section; the path of a local source must be absolute.
+        data: the path of a local source must be absolute.
         seed: of the run; the rows of a built-in task follow from it.
 
     Raises:
@@ -173,11 +168,7 @@ def file_rows(data: DataRecipe) -> Rows:
 
 
 def text_rows(data: DataRecipe, files: Sequence[Path], digest: str) -> TextRows:
-    """Returns the rows of JSON and CSV files; large files are read once and then taken from the cache.
-
-    Raises:
-        DataError: a file cannot be read, or changes while it is read.
-    """
+    """Returns the rows of JSON and CSV files; large files are read once and then taken from the cache. Raises DataError."""
     formats = [file.suffix.lower() for file in files]
     large = sum(file.stat().st_size for file in files) >= CACHED_BYTES
     key = key_of({"files": digest, "formats": formats}) if large else None
@@ -188,11 +179,10 @@ def text_rows(data: DataRecipe, files: Sequence[Path], digest: str) -> TextRows:
 
 def write_texts(source: str, files: Sequence[Path], digest: str, write: Write) -> dict[str, Any]:
     """Writes each row of the files as JSON, and returns the names of all their columns. Raises DataError."""
-    columns: dict[str, None] = {}
+    columns: dict[str, None] = {}  # in the order of their first rows
     rows = chain.from_iterable(TEXT_READERS[file.suffix.lower()](file) for file in files)
     while batch := list(islice(rows, BATCH)):
-        for row in batch:
-            columns.update(dict.fromkeys(row))
+        columns |= dict.fromkeys(chain.from_iterable(batch))
         try:
             texts = list(map(json.dumps, batch))
         except RecursionError as error:
@@ -227,11 +217,7 @@ def digest_of(files: Sequence[Path]) -> str:
 
 
 def find_files(source: str) -> list[Path]:
-    """Returns the files of a path, a folder or a glob, sorted by name.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Returns the files of a path, a folder or a glob, sorted by name. Raises DataError if there is none."""
     path = Path(source).expanduser()
     if path.is_dir():
         known = (*TEXT_READERS, *TABLE_FORMATS)
@@ -267,20 +253,12 @@ def hub_rows(data: DataRecipe) -> Rows:
         raise SetupError(f"data.source: {name} cannot be loaded without running its code: {error}") from error
     except (ValueError, datasets.exceptions.DatasetsError) as error:  # subset, split, damaged files
         raise DataError(f"data.source: {name}: {error.__cause__ or error}") from error
-    return Rows(
-        rows=head(table, data.limit),
-        columns=tuple(table.column_names),
-        kind="hub",
-        source=data.source,
-        fingerprint=builder.hash,
-    )
+    rows, columns = head(table, data.limit), tuple(table.column_names)
+    return Rows(rows=rows, columns=columns, kind="hub", source=data.source, fingerprint=builder.hash)
 
 
 def cached_rows(rows: Rows, revision: str | None) -> str | None:
-    """Returns a message that hub data comes from the cache, if the network is disabled (HF_DATASETS_OFFLINE, HF_HUB_OFFLINE).
-
-    Returns None otherwise.
-    """
+    """Returns a message that hub data comes from the cache, if the network is off (HF_DATASETS_OFFLINE, HF_HUB_OFFLINE)."""
     if rows.kind != "hub" or not datasets.config.HF_HUB_OFFLINE:
         return None
     # `datasets` takes the revision it read last, ignoring the requested one.

@@ -6,9 +6,11 @@ id that the model sampled is ever decoded and tokenised again. This works with t
 follow it; `Suffixes.open` refuses others.
 """
 
+import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from rlgen.types import Ids, ids_of
 
 # Words of the conversation that stands for the real one. They are letters, which no template escapes or trims.
 USER, SAID, THOUGHT, VALUE, HOLE = "rlgenuser", "rlgensaid", "rlgenthought", "rlgenvalue", "rlgenhole"
+ASKED: dict[str, Any] = {"role": "user", "content": USER}
 ODD = 'a "b" \\ c\n{"d": [1, "é"]}'  # an answer that templates may escape
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 KINDS = ("call", "plain", "thinking", "thinking in the text")
@@ -55,7 +58,9 @@ class Suffixes:
     tools: tuple[dict[str, Any], ...]
     ends: Mapping[int, str]  # stop ids, with their texts
     special: Mapping[int, str]  # all ids that a text can stand for, by the names of tokens
-    role: Literal["tool", "user"] = "tool"  # of the messages that answer
+    role: Literal["tool", "user"]  # of the messages that answer
+    kinds: tuple[str, ...]  # of turns that are answered, the usual one first
+    who: str  # answers, in the words of messages
     verbatim: bool = True  # the template shows answers as they are
     _known: dict[tuple[str, ...], Between] = field(default_factory=dict)
     _specials: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -91,24 +96,28 @@ class Suffixes:
             data=data,
             tools=tuple(tools),
             role=role,
+            kinds=KINDS if tools else KINDS[1:],
+            who="a tool" if tools else "the environment",
             ends={one: tokenizer.convert_ids_to_tokens(one) for one in stop_ids},
             special={one: token.content for one, token in tokenizer.added_tokens_decoder.items()},
         )
         made._check()
-        first = made._name(0)
-        shown = made._shown((first,), 0, ODD)
-        return replace(made, verbatim=shown == ODD)
+        return replace(made, verbatim=made._shown((made._name(),), 0, ODD) == ODD)
+
+    def digest(self, *others: str) -> str:
+        """Returns the digest of the chat template, and of what decides replies besides."""
+        decides = [*others, str(self.tokenizer.chat_template), dict(self.data.template_args)]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def opens_thinking(self) -> bool:
         """Returns whether the template begins a turn of the model with <think>."""
-        return self._between((self._name(0),)).pieces[-1].rstrip().endswith("<think>")
+        return self._between((self._name(),)).pieces[-1].rstrip().endswith("<think>")
 
     @property
     def shows_tools(self) -> bool:
         """Returns whether the template shows the schemas of tools to the model."""
-        user = [{"role": "user", "content": USER}]
-        return self._render(user, True) != self._render(user, True, with_tools=False)
+        return self._render([ASKED], True) != self._render([ASKED], True, with_tools=False)
 
     def ids(self, names: Sequence[str], answers: Sequence[str], stop_id: int) -> Ids:
         """Returns the ids that follow a turn.
@@ -122,9 +131,10 @@ class Suffixes:
         shown = [answer if self.verbatim else self._shown(tuple(names), place, answer) for place, answer in enumerate(answers)]
         front = self.ends[stop_id]
         pieces = [front + ("" if between.own or front == between.end else between.end) + between.pieces[0], *between.pieces[1:]]
-        holes = [f"{HOLE}{place}" for place in range(len(answers))]
         found = self.encode(woven(pieces, shown))
-        if self.special_of(found) != self._expected(woven(pieces, holes)):  # an answer has the text of a special token in it
+        if self.special_of(found) != self._expected(
+            woven(pieces, holes_of(answers))
+        ):  # an answer has the text of a special token in it
             parts = zip(pieces, [*map(self.as_plain, shown), []], strict=True)
             found = [one for piece, answer in parts for one in (*self.encode(piece), *answer)]
         if found[0] != stop_id:  # the tokenizer does not recognize it before a text
@@ -133,9 +143,8 @@ class Suffixes:
 
     def turn(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[int]:
         """Returns the ids of a turn that makes calls and says nothing, as the template writes it, without its stop token."""
-        user = {"role": "user", "content": USER}
-        before = self._render([user], True)
-        text = self._render([user, {"role": "assistant", "content": "", "tool_calls": list(calls_of(calls, False))}], False)
+        before = self._render([ASKED], True)
+        text = self._render([ASKED, {"role": "assistant", "content": "", "tool_calls": calls_of(dict(enumerate(calls)))}], False)
         at = max(text.rfind(end) for end in self.ends.values())
         return self.encode(text[len(before) : at if at > len(before) else len(text)])
 
@@ -178,82 +187,62 @@ class Suffixes:
             self._specials[text] = self.special_of(self.encode(text))
         return self._specials[text]
 
-    def _name(self, place: int) -> str:
-        """Returns the name of a tool, or what an environment is called in its place."""
-        if not self.tools:
-            return "environment"
-        return str(self.tools[place % len(self.tools)]["function"]["name"])
+    def _name(self) -> str:
+        """Returns the name of the first tool, or what an environment is called in its place."""
+        return str(self.tools[0]["function"]["name"]) if self.tools else "environment"
 
     def _render(self, messages: list[dict[str, Any]], ongoing: bool, with_tools: bool = True) -> str:
         """Returns the text of a conversation. Raises Refused if the template raises anything."""
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=list(self.tools) if with_tools else None,
-                    tokenize=False,
-                    add_generation_prompt=ongoing,
-                    **self.data.template_args,
-                )
-            )
+            tools, settings = list(self.tools) if with_tools else None, {"tokenize": False, **self.data.template_args}
+            return str(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=ongoing, **settings))
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"{type(error).__name__}: {error}") from error
 
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        """Returns the kinds of turns that are answered, the usual one first."""
-        return KINDS if self.tools else KINDS[1:]
-
-    def _told(self, names: Sequence[str], answers: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yields the messages that answer a turn."""
+    def _told(self, names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns the messages that answer a turn."""
         if self.role == "tool":
-            yield from told(names, answers)
-        else:
-            yield from ({"role": self.role, "content": answer} for answer in answers)
+            return told(names, answers)
+        return [{"role": self.role, "content": answer} for answer in answers]
 
     def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str = "", ongoing: bool = True) -> str:
         """Returns the text of a question, a turn of a kind, and answers. Some templates accept arguments only as text, and
         some at most one call in a turn.
         """
-        tried: Refused | None = None
-        for calls in (names, names[:1]):
-            for as_text in (False, True):
-                said = turn(calls, kind or self._kinds[0], as_text)
-                talk = [{"role": "user", "content": USER}, said, *self._told(names, answers)]
-                try:
-                    return self._render(talk, ongoing)
-                except Refused as error:
-                    tried = tried or error
-        assert tried is not None
-        raise tried
+        tried: list[Refused] = []
+        for calls, as_text in itertools.product((names, names[:1]), (False, True)):
+            said = turn(calls, kind or self.kinds[0], as_text)
+            try:
+                return self._render([ASKED, said, *self._told(names, answers)], ongoing)
+            except Refused as error:
+                tried.append(error)
+        raise tried[0]
 
     def _between(self, names: tuple[str, ...], kind: str = "") -> Between:
         """Returns what stands around the answers of these tools. Raises Refused where the template does not show it."""
-        if kind in ("", self._kinds[0]) and names in self._known:
+        usual = kind in ("", self.kinds[0])
+        if usual and names in self._known:
             return self._known[names]
-        holes = [f"{HOLE}{place}" for place in range(len(names))]
+        holes = holes_of(names)
         text = self._whole(names, holes, kind)
         places = [text.find(hole) for hole in holes]
         if min(places) < 0 or places != sorted(places) or any(text.count(hole) != 1 for hole in holes):
-            raise Refused(f"it does not show what {self._who} answers")
+            raise Refused(f"it does not show what {self.who} answers")
         said = end_of_turn(text[: places[0]])
         stops = [(at, -len(token), token) for token in self.ends.values() if (at := text.find(token, said, places[0])) >= 0]
         if said < 0 or not stops:
-            raise Refused(f"no stop token ({', '.join(self.ends.values())}) stands between a turn and what {self._who} answers")
+            raise Refused(f"no stop token ({', '.join(self.ends.values())}) stands between a turn and what {self.who} answers")
         at, _, end = min(stops)
-        rest, pieces = text[at + len(end) :], []
-        for hole in holes:
-            piece, _, rest = rest.partition(hole)
-            pieces.append(piece)
+        pieces = re.split("|".join(holes), text[at + len(end) :])
         alone = self._whole(names, [], kind, ongoing=False)
-        found = Between((*pieces, rest), end, own=alone.find(end, max(0, end_of_turn(alone))) >= 0)
-        if kind in ("", self._kinds[0]):
+        found = Between(tuple(pieces), end, own=alone.find(end, max(0, end_of_turn(alone))) >= 0)
+        if usual:
             self._known[names] = found
         return found
 
     def _shown(self, names: tuple[str, ...], place: int, answer: str) -> str:
         """Returns an answer as the template shows it, escaped or trimmed; the answer itself if the text cannot be found."""
-        holes = [f"{HOLE}{number}" for number in range(len(names))]
+        holes = holes_of(names)
         before, _, after = self._whole(names, holes).partition(holes[place])
         text = self._whole(names, [*holes[:place], answer, *holes[place + 1 :]])
         whole = text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after)
@@ -261,41 +250,33 @@ class Suffixes:
 
     def _check(self) -> None:
         """Raises SetupError if the template changes earlier turns as a conversation goes on."""
-        names = (self._name(0),)
-        section = "tools" if self.tools else "environment"
+        names = (self._name(),)
+        section, those = ("tools", "tools") if self.tools else ("environment", "an environment")
         where = f"{section}: the chat template of {self.data.chat_template or self.tokenizer.name_or_path}"
         try:
             usual = self._between(names)
         except Refused as error:
-            those = "tools" if self.tools else "an environment"
             raise SetupError(f"{where} cannot be used with {those}: {error}; {REMEDY}") from error
-        for kind in self._kinds:
+        for kind in self.kinds:
             try:
                 found = self._between(names, kind)
-                whole = self._whole(names, [f"{HOLE}0"], kind)
-                longer = self._render(
-                    [{"role": "user", "content": USER}, *self._round(names, kind, 0), *self._round(names, kind, 1)], True
-                )
+                whole = self._whole(names, holes_of(names), kind)
+                longer = self._render([ASKED, *self._round(names, kind, 0), *self._round(names, kind, 1)], True)
                 alone = self._whole(names, [], kind, ongoing=False)
             except Refused:
                 continue  # it takes no such turn
             if found != usual and (kind != "plain" or not self.tools):  # without a call no tool answers
                 raise SetupError(f"{where} continues one kind of turn ({kind}) differently from the others; {REMEDY}")
-            for later, when in ((whole, f"once {self._who} has answered"), (longer, "once the model has gone on")):
+            for later, when in ((whole, f"once {self.who} has answered"), (longer, "once the model has gone on")):
                 self._same_start(where, alone, later, kind, when)
             if kind.endswith("text") and SAID in whole and THOUGHT not in whole:
                 raise SetupError(f"{where} leaves out the thinking of the model, but the sampled ids have it; {REMEDY}")
-
-    @property
-    def _who(self) -> str:
-        """Returns who answers, in the words of messages."""
-        return "a tool" if self.tools else "the environment"
 
     def _round(self, names: tuple[str, ...], kind: str, number: int) -> list[dict[str, Any]]:
         """Returns a turn and an answer."""
         for as_text in (False, True):
             try:
-                self._render([{"role": "user", "content": USER}, turn(names, kind, as_text)], False)
+                self._render([ASKED, turn(names, kind, as_text)], False)
             except Refused:
                 continue
             break
@@ -320,33 +301,41 @@ def woven(pieces: Sequence[str], answers: Sequence[str]) -> str:
 
 def turn(names: Sequence[str], kind: str, as_text: bool) -> dict[str, Any]:
     """Returns a turn of the model. `as_text`: arguments are JSON text instead of an object."""
-    given = {"value": VALUE}
     message: dict[str, Any] = {"role": "assistant", "content": SAID}
     if kind == "thinking":
         message["reasoning_content"] = THOUGHT
     if kind == "thinking in the text":
         message["content"] = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
     if kind != "plain":
-        message["tool_calls"] = list(calls_of([(name, given) for name in names], as_text))
+        message["tool_calls"] = calls_of({place: (name, {"value": VALUE}) for place, name in enumerate(names)}, as_text)
     return message
 
 
-def calls_of(calls: Sequence[tuple[str, Mapping[str, Any]]], as_text: bool) -> Iterator[dict[str, Any]]:
-    """Yields calls as messages have them. `as_text`: arguments are JSON text instead of an object."""
-    for place, (name, given) in enumerate(calls):
-        arguments: Any = json.dumps(given) if as_text else dict(given)
-        yield {"type": "function", "id": identifier(place), "function": {"name": name, "arguments": arguments}}
+def calls_of(calls: Mapping[int, tuple[str, Mapping[str, Any]]], as_text: bool = False) -> list[dict[str, Any]]:
+    """Returns calls, by their place in a turn, as messages have them. `as_text`: arguments are JSON text, not an object."""
+    form: Callable[[Mapping[str, Any]], Any] = json.dumps if as_text else dict
+    return [
+        {"type": "function", "id": identifier(place), "function": {"name": name, "arguments": form(given)}}
+        for place, (name, given) in calls.items()
+    ]
 
 
-def told(names: Sequence[str], answers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the messages of tools."""
-    for place, answer in enumerate(answers):
-        yield {"role": "tool", "name": names[place], "tool_call_id": identifier(place), "content": answer}
+def told(names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the messages of tools."""
+    return [
+        {"role": "tool", "name": names[place], "tool_call_id": identifier(place), "content": answer}
+        for place, answer in enumerate(answers)
+    ]
 
 
 def identifier(place: int) -> str:
     """Returns the id of a call within a turn: nine characters, as Mistral's templates demand."""
     return f"call{place:05d}"
+
+
+def holes_of(answers: Sequence[str]) -> list[str]:
+    """Returns what stands for answers; none is a part of another."""
+    return [f"{HOLE}{place}end" for place in range(len(answers))]
 
 
 def end_of_turn(text: str) -> int:

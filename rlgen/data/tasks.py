@@ -59,16 +59,10 @@ TWO_STEPS = (
 
 def generate(name: str, options: Any, seed: int) -> list[Row]:
     """Returns the rows of task `name`, with text columns `prompt` and `answer`; countdown adds `numbers` and `target`, colours
-    adds `images`.
+    adds `images`. Raises as `gym`.
 
     Args:
-        name: a key of TASKS, or gym.
         options: the task's option model, from the recipe.
-        seed: the run's seed.
-
-    Raises:
-        DataError: reasoning-gym has no such data set, or refuses its settings.
-        SetupError: reasoning-gym is not installed.
     """
     if isinstance(options, GymOptions):
         return gym(options, seed)
@@ -78,12 +72,11 @@ def generate(name: str, options: Any, seed: int) -> list[Row]:
     exhausted = False
     for index in range(options.size):
         rng = Random(f"{name}/{seed}/{index}")
-        row = draw(rng, options)
-        if not exhausted:
-            draws = 1
-            while asked(row) in seen and draws < MAX_DRAWS:
-                row, draws = draw(rng, options), draws + 1
-            exhausted = asked(row) in seen
+        for _ in range(1 if exhausted else MAX_DRAWS):
+            row = draw(rng, options)
+            if asked(row) not in seen:
+                break
+        exhausted = exhausted or asked(row) in seen
         seen.add(asked(row))
         rows.append(row)
     return rows
@@ -193,9 +186,7 @@ def word_problems(rng: Random, options: WordProblemsOptions) -> Row:
 def gym(options: GymOptions, seed: int) -> list[Row]:
     """Returns rows of a data set of reasoning-gym, with its facts for the scorer in the column `metadata`, as JSON text.
 
-    Raises:
-        DataError: there is no such data set, or it refuses its settings.
-        SetupError: the package is not installed.
+    Raises DataError if it refuses its settings, and SetupError if the package is not installed.
     """
     try:
         from reasoning_gym.factory import DATASETS, create_dataset

@@ -1,8 +1,13 @@
-"""Turns rows into tokens, in batches. Only this module applies the chat template and tokenises prompts, once for each row."""
+"""Turns rows into tokens, in batches. Only this module applies the chat template and tokenises prompts, once for each row.
+
+It also classifies how the answers of a data set are written: a mixture usually means that a reward would be wrong.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain
@@ -12,7 +17,6 @@ import numpy
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.data.answers import kind_of, usual_kinds
 from rlgen.data.cache import BATCH, Write, key_of
 from rlgen.data.chats import as_messages, compare, render
 from rlgen.data.images import Encoded, Placeholder, check_text, encoded, expanded, with_parts
@@ -32,6 +36,9 @@ WITH_IMAGES = PROMPTS.append(pyarrow.field("images", pyarrow.large_list(IMAGE)))
 IMAGE_ROWS = 32  # rows whose images are in memory at a time
 CACHED_ROWS = 2000  # rows from which on the prompts of a data set are cached
 CHATS_COMPARED = 8
+FINAL = re.compile(r"####\s*\S+\s*$")  # the final answer at the end of a text, in GSM8K and data made like it
+A_TEXT, A_FINAL_TEXT = "a text", "a text that ends in #### and the final answer"
+MOST = 0.9  # if at least this share of the texts ends in a final answer, all of them must
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +49,6 @@ class Templated:
     text: str
     messages: list[dict[str, Any]] | None  # None: the prompt is a text, used as it is
     images: tuple[tuple[str, tuple[int, ...]], ...] = ()  # SHA-256 and ids of each image
-
-
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """Counts and digests gathered over all rows."""
-
-    counts: dict[str, int]
-    chats: int = 0
-    longest: int = 0  # tokens of a prompt that is used
-    over_long: list[int] = field(default_factory=list)  # fewest and most tokens of the prompts that are too long
-    seen: set[bytes] = field(default_factory=set)  # digests of the ids of each prompt
-    digest: Any = field(default_factory=hashlib.sha256)  # of the ids of all prompts
 
 
 def prompts_key(
@@ -91,90 +86,115 @@ def tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
-def write_prompts(
-    data: DataRecipe,
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: PromptLimit,
-    tools: Sequence[dict[str, Any]],
-    images: Placeholder | None,
-    write: Write,
-) -> dict[str, Any]:
-    """Writes the prompts of all rows that are used, and returns counts and digest of the rows.
+@dataclass(slots=True, kw_only=True, eq=False)
+class PromptWriter:
+    """Writes the prompts of all rows that are used, and gathers counts and digests on the way."""
 
-    Args:
-        tools: schemas that the chat template shows to the model.
-        images: how images stand in prompts; None: prompts have none.
+    data: DataRecipe
+    rows: Rows
+    tokenizer: PreTrainedTokenizerBase
+    limit: PromptLimit
+    tools: Sequence[dict[str, Any]]  # schemas that the chat template shows to the model
+    images: Placeholder | None  # how images stand in prompts; None: prompts have none
+    usual: Sequence[str] = ()  # kinds of answers that most rows have
+    counts: Counter[str] = field(default_factory=Counter)
+    chats: int = 0
+    longest: int = 0  # tokens of a prompt that is used
+    over_long: list[int] = field(default_factory=list)  # fewest and most tokens of the prompts that are too long
+    seen: set[bytes] = field(default_factory=set)  # digests of the ids of each prompt
+    digest: Any = field(default_factory=hashlib.sha256)  # of the ids of all prompts
 
-    Raises:
-        DataError: a row is not a valid prompt, or a prompt is too long and the recipe refuses those.
-    """
-    answer = data.columns.answer
-    usual = [] if answer is None else usual_kinds(value for _, (batch,) in rows.batches([answer]) for value in batch)
-    names = ("empty", "no_answer", "odd_answer", "over_long", "duplicates", "used")
-    tally = Tally(counts={"read": len(rows.rows), **dict.fromkeys(names, 0)})
-    columns = [data.columns.prompt, *([] if answer is None else [answer])]
-    with_images = [] if images is None or data.columns.images is None else [data.columns.images]
-    for indices, values in rows.batches([*with_images, *columns], IMAGE_ROWS if with_images else BATCH):
-        own = values.pop(0) if with_images else [None] * len(indices)
-        templated = list(template(data, rows, tokenizer, indices, values, usual, tools, images, own, tally))
-        write_batch(data, rows.source, tokenizer, templated, tools, images, tally, limit, write)
-    return {
-        "counts": tally.counts,
-        "chats": tally.chats,
-        "usual": usual,
-        "longest": tally.longest,
-        "over_long": tally.over_long,
-        "prompt_ids": tally.digest.hexdigest()[:16],
-    }
+    def all(self, write: Write) -> dict[str, Any]:
+        """Writes the prompts, and returns what is known of them. Raises DataError for an invalid one, or one that is too long."""
+        columns, rows = self.data.columns, self.rows
+        named = [columns.prompt, *([] if columns.answer is None else [columns.answer])]
+        if columns.answer is not None:
+            self.usual = usual_kinds(value for _, (batch,) in rows.batches([columns.answer]) for value in batch)
+        pictured = [] if self.images is None or columns.images is None else [columns.images]
+        for indices, values in rows.batches([*pictured, *named], IMAGE_ROWS if pictured else BATCH):
+            pictures = values.pop(0) if pictured else [None] * len(indices)
+            write(self.batch([*self.templated(indices, pictures, values)]))
+        names = ("empty", "no_answer", "odd_answer", "over_long", "duplicates", "used")
+        return {
+            "counts": {"read": len(rows.rows), **{name: self.counts[name] for name in names}},
+            "chats": self.chats,
+            "usual": self.usual,
+            "longest": self.longest,
+            "over_long": self.over_long,
+            "prompt_ids": self.digest.hexdigest()[:16],
+        }
 
+    def templated(self, indices: range, pictures: Sequence[Any], values: Sequence[Sequence[Any]]) -> Iterator[Templated]:
+        """Yields the rows of a batch that have a prompt and an answer, as texts; counts the others.
 
-def template(
-    data: DataRecipe,
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    indices: range,
-    values: Sequence[Sequence[Any]],
-    usual: Sequence[str],
-    tools: Sequence[dict[str, Any]],
-    images: Placeholder | None,
-    values_of_images: Sequence[Any],
-    tally: Tally,
-) -> Iterator[Templated]:
-    """Yields the rows of a batch that have a prompt and an answer, as texts; counts the others.
+        Args:
+            values: of the prompt column, and of the answer column if there is one.
+        """
+        for row, pictured, prompt, *answer in zip(indices, pictures, *values, strict=True):
+            if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
+                self.counts["empty"] += 1
+                continue
+            if answer and (kind := kind_of(answer[0])) not in self.usual:
+                self.counts["no_answer" if kind is None else "odd_answer"] += 1
+                continue
+            where = place(self.rows.source, row)
+            messages = as_messages(prompt, self.data, where)
+            seen: tuple[tuple[str, tuple[int, ...]], ...] = ()
+            if self.images is not None:
+                read = enumerate(encoded(pictured, self.rows, where))
+                seen = tuple(seen_as(image, self.images, f"{where}: image {at}") for at, image in read)
+                messages = with_parts(messages, len(seen), where)
+            text = prompt if messages is None else render(self.tokenizer, messages, self.data, where, self.tools)
+            if self.images is not None:
+                check_text(text, messages, len(seen), self.images.token, where)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = f"{error.object[error.start]!a}, half of a character"
+                raise DataError(f"{where}: the prompt holds {half}; correct the data") from error
+            yield Templated(row, text, messages, seen)
 
-    Args:
-        values: of the prompt column, and of the answer column if there is one.
-        values_of_images: of the column of images.
-
-    Raises:
-        DataError: a prompt is invalid, or cannot be encoded as UTF-8.
-    """
-    for row, pictures, prompt, *answer in zip(indices, values_of_images, *values, strict=True):
-        if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
-            tally.counts["empty"] += 1
-            continue
-        if answer and (kind := kind_of(answer[0])) not in usual:
-            tally.counts["no_answer" if kind is None else "odd_answer"] += 1
-            continue
-        where = place(rows.source, row)
-        messages = as_messages(prompt, data, where)
-        seen: tuple[tuple[str, tuple[int, ...]], ...] = ()
-        if images is not None:
-            seen = tuple(
-                seen_as(image, images, f"{where}: image {at}") for at, image in enumerate(encoded(pictures, rows, where))
-            )
-            messages = with_parts(messages, len(seen), where)
-        text = prompt if messages is None else render(tokenizer, messages, data, where, tools)
-        if images is not None:
-            check_text(text, messages, len(seen), images.token, where)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where}: the prompt holds {error.object[error.start]!a}, half of a character; correct the data"
-            ) from error
-        yield Templated(row, text, messages, seen)
+    def batch(self, templated: Sequence[Templated]) -> pyarrow.RecordBatch:
+        """Tokenises the texts of a batch, checks the first chats with `compare`, and returns the prompts that fit."""
+        kept: list[tuple[Templated, list[int], list[Image]]] = []
+        for entry, ids in zip(templated, tokenize(self.tokenizer, templated), strict=True):
+            if entry.messages is not None:
+                self.chats += 1
+                if self.chats <= CHATS_COMPARED:
+                    compare(self.tokenizer, entry.messages, ids, self.data, self.tools)
+            where = place(self.rows.source, entry.row)
+            images: list[Image] = []
+            if self.images is not None:
+                ids, images = expanded(ids, entry.images, self.images.token_id, where)
+            if self.limit.tokens is None or len(ids) <= self.limit.tokens:
+                kept.append((entry, ids, images))
+                self.longest = max(self.longest, len(ids))
+            elif self.data.overlong == "error":
+                raise DataError(f"{where}: {len(ids)} tokens, but {self.limit.why}; raise it, or set data.overlong to filter")
+            else:
+                self.over_long = [min([len(ids), *self.over_long]), max([len(ids), *self.over_long])]
+        lengths = numpy.array([len(ids) for _, ids, _ in kept], dtype=numpy.int64)
+        flat = numpy.fromiter(chain.from_iterable(ids for _, ids, _ in kept), dtype=numpy.int32, count=int(lengths.sum()))
+        ends = numpy.cumsum(lengths)
+        starts = ends - lengths
+        for start, end, (_, _, images) in zip(starts.tolist(), ends.tolist(), kept, strict=True):
+            pictures = "".join(image.sha256 for image in images).encode()
+            self.seen.add(hashlib.blake2b(flat[start:end].tobytes() + pictures, digest_size=16).digest())
+            self.digest.update(pictures)
+        # Each prompt's length before its ids, as 64-bit integers: runs that are resumed compare this digest.
+        self.digest.update(numpy.insert(flat.astype(numpy.int64), starts, lengths).tobytes())
+        self.counts.update(over_long=len(templated) - len(kept), used=len(kept))
+        self.counts["duplicates"] = self.counts["used"] - len(self.seen)
+        columns = {
+            "row": pyarrow.array([entry.row for entry, _, _ in kept], pyarrow.int32()),
+            "text": pyarrow.array([entry.text for entry, _, _ in kept], pyarrow.large_string()),
+            "ids": pyarrow.LargeListArray.from_arrays(numpy.concatenate([[0], ends]), flat),
+        }
+        if self.images is None:
+            return pyarrow.record_batch(columns, schema=PROMPTS)
+        placed = [[{"sha256": one.sha256, "start": one.start, "stop": one.stop} for one in images] for _, _, images in kept]
+        columns["images"] = pyarrow.array(placed, WITH_IMAGES.field("images").type)
+        return pyarrow.record_batch(columns, schema=WITH_IMAGES)
 
 
 def seen_as(image: Encoded, placeholder: Placeholder, where: str) -> tuple[str, tuple[int, ...]]:
@@ -188,67 +208,6 @@ def seen_as(image: Encoded, placeholder: Placeholder, where: str) -> tuple[str, 
 def place(source: str, row: int) -> str:
     """Returns the name of a row in messages: its source and index."""
     return f"data.source: {source}, row {row}"
-
-
-def write_batch(
-    data: DataRecipe,
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    templated: Sequence[Templated],
-    tools: Sequence[dict[str, Any]],
-    images: Placeholder | None,
-    tally: Tally,
-    limit: PromptLimit,
-    write: Write,
-) -> None:
-    """Tokenises the texts of a batch, checks the first chats with `compare`, counts, and writes the prompts that fit.
-
-    Raises:
-        DataError: a prompt is too long and the recipe refuses those, or `compare` finds a difference.
-    """
-    every = tokenize(tokenizer, templated)
-    kept: list[tuple[Templated, list[int]]] = []
-    placed: list[list[dict[str, Any]]] = []
-    for entry, ids in zip(templated, every, strict=True):
-        if entry.messages is not None:
-            tally.chats += 1
-            if tally.chats <= CHATS_COMPARED:
-                compare(tokenizer, entry.messages, ids, data, tools)
-        own: list[Image] = []
-        if images is not None:
-            ids, own = expanded(ids, entry.images, images.token_id, place(source, entry.row))
-        if limit.tokens is None or len(ids) <= limit.tokens:
-            kept.append((entry, ids))
-            placed.append([{"sha256": image.sha256, "start": image.start, "stop": image.stop} for image in own])
-            tally.longest = max(tally.longest, len(ids))
-        elif data.overlong == "error":
-            raise DataError(
-                f"{place(source, entry.row)}: {len(ids)} tokens, but {limit.why}; raise it, or set data.overlong to filter"
-            )
-        else:
-            tally.over_long = [min([len(ids), *tally.over_long]), max([len(ids), *tally.over_long])]
-    tally.counts["over_long"] += len(templated) - len(kept)
-    tally.counts["used"] += len(kept)
-    lengths = numpy.array([len(ids) for _, ids in kept], dtype=numpy.int64)
-    flat = numpy.fromiter(chain.from_iterable(ids for _, ids in kept), dtype=numpy.int32, count=int(lengths.sum()))
-    ends = numpy.cumsum(lengths)
-    starts = ends - lengths
-    for start, end, own_images in zip(starts.tolist(), ends.tolist(), placed, strict=True):
-        pictures = "".join(image["sha256"] for image in own_images).encode()
-        tally.seen.add(hashlib.blake2b(flat[start:end].tobytes() + pictures, digest_size=16).digest())
-        tally.digest.update(pictures)
-    tally.counts["duplicates"] = tally.counts["used"] - len(tally.seen)
-    # Each prompt's length before its ids, as 64-bit integers: runs that are resumed compare this digest.
-    tally.digest.update(numpy.insert(flat.astype(numpy.int64), starts, lengths).tobytes())
-    columns = [
-        pyarrow.array([entry.row for entry, _ in kept], pyarrow.int32()),
-        pyarrow.array([entry.text for entry, _ in kept], pyarrow.large_string()),
-        pyarrow.LargeListArray.from_arrays(numpy.concatenate([[0], ends]), flat),
-    ]
-    if images is not None:
-        write(pyarrow.record_batch([*columns, pyarrow.array(placed, WITH_IMAGES.field("images").type)], schema=WITH_IMAGES))
-    else:
-        write(pyarrow.record_batch(columns, schema=PROMPTS))
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, templated: Sequence[Templated]) -> list[list[int]]:
@@ -269,3 +228,28 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, templated: Sequence[Templated])
         for index, own in zip(chosen, ids, strict=True):
             every[index] = own
     return every
+
+
+def usual_kinds(answers: Iterable[Any]) -> list[str]:
+    """Returns the kinds of answer that most rows have or that are accepted beside them; an empty list if there is no answer."""
+    kinds = Counter(map(kind_of, answers))
+    del kinds[None]
+    if not kinds:
+        return []
+    texts = kinds[A_TEXT] + kinds[A_FINAL_TEXT]
+    if texts > kinds.total() / 2:
+        return [A_FINAL_TEXT] if kinds[A_FINAL_TEXT] >= MOST * texts else [A_TEXT, A_FINAL_TEXT]
+    return [str(kinds.most_common(1)[0][0])]
+
+
+def kind_of(answer: Any) -> str | None:
+    """Returns in words how an answer is written, such as "a number"; None if it is empty or NaN."""
+    if answer is None or (isinstance(answer, str) and not answer.strip()) or answer != answer:  # NaN is a table's missing value
+        return None
+    if isinstance(answer, str):
+        return A_FINAL_TEXT if FINAL.search(answer[-200:]) else A_TEXT
+    if isinstance(answer, bool):
+        return "true or false"
+    if isinstance(answer, int | float):
+        return "a number"
+    return "a list" if isinstance(answer, Sequence) else f"a {type(answer).__name__}"

@@ -22,16 +22,13 @@ def check_answers(
     joined: bool = False,
     free: bool = False,
 ) -> None:
-    """Checks count, prompts, order, ids, log-probs, stop tokens and weight versions of the answers against the requests.
+    """Checks count, prompts, order, ids, log-probs, stop tokens and weight versions of the answers. Raises SentinelError.
 
     Args:
         version: of the weights that the trainer holds.
         oldest: oldest version that may have sampled. None: `version` alone.
         joined: answers may be conversations, with ids between their turns that were not sampled.
         free: ids that were not sampled may stand anywhere: the answers come from rollout code of the user.
-
-    Raises:
-        SentinelError: an answer does not match its request, or lacks what training needs.
     """
     if flattened(requests, answers, sampling):
         raise SentinelError(
@@ -55,7 +52,7 @@ def check_answers(
 
 
 def check_ids(answers: Sequence[Completion], vocab_size: int | None) -> None:
-    """Checks that each id of the answers is one of the vocabulary. Raises SentinelError."""
+    """Raises SentinelError if an id is not one of the vocabulary."""
     for place, answer in enumerate(answers):
         wrong = answer.token_ids < 0
         if vocab_size is not None:
@@ -121,12 +118,8 @@ def flattened(requests: Sequence[Request], answers: Sequence[Completion], sampli
     )
 
 
-def check_answer(place: int, answer: Completion, sampling: Sampling, joined: bool = False) -> None:
-    """Raises SentinelError if an answer lacks its stop token or a log-prob, or its spans do not cover what was sampled.
-
-    Args:
-        joined: the answer may be a conversation: what its spans leave out has no log-prob.
-    """
+def check_answer(place: int, answer: Completion, sampling: Sampling, joined: bool) -> None:
+    """Raises SentinelError if an answer lacks its stop token or a log-prob, or its spans do not cover what was sampled."""
     ids, logp = answer.token_ids, answer.logp
     if not len(ids):
         raise SentinelError(
@@ -155,12 +148,17 @@ def check_answer(place: int, answer: Completion, sampling: Sampling, joined: boo
         )
 
 
-def check_spans(place: int, answer: Completion) -> None:
-    """Raises SentinelError unless exactly the tokens of an answer's spans have log-probs, and there are some."""
+def sampled_of(answer: Completion) -> NDArray[np.bool_]:
+    """Returns [L], which ids the spans of an answer name."""
     sampled = np.zeros(len(answer.token_ids), dtype=bool)
     for start, stop, _ in answer.spans:
         sampled[start:stop] = True
-    scored = is_logp(answer.logp)
+    return sampled
+
+
+def check_spans(place: int, answer: Completion) -> None:
+    """Raises SentinelError unless exactly the tokens of an answer's spans have log-probs, and there are some."""
+    sampled, scored = sampled_of(answer), is_logp(answer.logp)
     if len(scored) != len(sampled) or not sampled.any() or not np.array_equal(scored, sampled):
         raise SentinelError(
             Fault.MISSING_LOGPROBS,
@@ -170,15 +168,8 @@ def check_spans(place: int, answer: Completion) -> None:
 
 
 def check_turns(place: int, answer: Completion, turns: Sequence[tuple[int, int]], sampling: Sampling) -> None:
-    """Raises SentinelError unless exactly the turns of a conversation have log-probs, and all but the last end by a stop token.
-
-    Args:
-        turns: start and stop of each, see `turns_of`.
-    """
-    ids, logp = answer.token_ids, answer.logp
-    sampled = np.zeros(len(ids), dtype=bool)
-    for start, stop in turns:
-        sampled[start:stop] = True
+    """Raises SentinelError unless exactly the turns of a conversation have log-probs, and all but the last end by a stop id."""
+    ids, logp, sampled = answer.token_ids, answer.logp, sampled_of(answer)
     if not sampled[-1] or sum(stop - start for start, stop in turns) != sampled.sum():
         raise SentinelError(
             Fault.STALE_ROLLOUTS,

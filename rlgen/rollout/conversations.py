@@ -10,17 +10,17 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlgen.engines.base import Finished, Pending
+from rlgen.engines.base import Finished
 from rlgen.engines.further import FollowUpQueue
 from rlgen.errors import RlgenError, SentinelError
 from rlgen.rollout.answers import check_answers
-from rlgen.rollout.digests import digest
+from rlgen.rollout.frames import digest
 from rlgen.rollout.turns import ConversationState, Reply, Turns
 from rlgen.types import Completion, FinishReason, Ids, Prompt, Request, Sampling, Span
 
@@ -127,13 +127,10 @@ class Conversations:
         place = self._of_request[number]
         talk = self._all[place]
         self._told[number] = answer
-        with suppress(SentinelError):  # `result` checks all answers, and its error says more
+        try:
             check_answers([talk.request], [answer], self._sampling, self._version, self._oldest)
-            self._go_on(place, answer)
-
-    def _go_on(self, place: int, answer: Completion) -> None:
-        """Handles a turn that matches its request."""
-        talk = self._all[place]
+        except SentinelError:
+            return  # `result` checks all answers, and its error says more
         talk.turns.append(answer)
         if answer.finish_reason == "length":
             self._end(place, "length")
@@ -145,12 +142,8 @@ class Conversations:
         )
         talk.waits = True
         self.further.expect()
-
-        def replied(reply: Reply | RlgenError | None) -> None:
-            self._replied(place, turn, reply, last)
-
         try:
-            self._dialogue.turns.reply(told, room, replied)
+            self._dialogue.turns.reply(told, room, lambda reply: self._replied(place, turn, reply, last))
         except RlgenError as error:
             self.further.fail(error)
             return
@@ -160,10 +153,8 @@ class Conversations:
     def _replied(self, place: int, turn: int, reply: Reply | RlgenError | None, last: bool) -> None:
         """Handles the reply to a turn. Called from any thread."""
         talk = self._all[place]
-        with self._lock:
-            if not talk.waits or len(talk.turns) != turn + 1:
-                return  # it was too late
-            talk.waits = False
+        if not self._is_first(talk, turn):
+            return
         if isinstance(reply, RlgenError):
             self.further.fail(reply)
             return
@@ -197,13 +188,17 @@ class Conversations:
     def _late(self, place: int, turn: int) -> None:
         """Ends a conversation whose reply has not come in time."""
         talk = self._all[place]
+        if self._is_first(talk, turn):
+            talk.counts[LATE] += 1
+            self._end(place, "length")
+            self.further.drop()
+
+    def _is_first(self, talk: Conversation, turn: int) -> bool:
+        """Returns whether a conversation still waits for the reply to a turn: the reply, or the clock, ends that once."""
         with self._lock:
-            if not talk.waits or len(talk.turns) != turn + 1:
-                return
-            talk.waits = False
-        talk.counts[LATE] += 1
-        self._end(place, "length")
-        self.further.drop()
+            first = talk.waits and len(talk.turns) == turn + 1
+            talk.waits = talk.waits and not first
+        return first
 
     def _end(self, place: int, finish_reason: FinishReason) -> None:
         """Joins a conversation that has ended, and passes it to `ended`."""
@@ -217,16 +212,18 @@ class Conversations:
                 self.further.fail(error)
 
     def result(self) -> list[Completion]:
-        """Returns the completions, in the order of the requests that the conversations began with.
-
-        Raises:
-            SentinelError: an answer of the engine does not match its request.
-        """
+        """Returns the completions, in the order of the requests that the conversations began with. Raises as `check_answers`."""
         self.close()
         numbers = sorted(self._told)
         asked, told = [self._asked[number] for number in numbers], [self._told[number] for number in numbers]
         check_answers(asked, told, self._sampling, self._version, self._oldest)
         return [self._joined[place] for place in range(len(self._all))]
+
+    def sampled(self, engine: Callable[[], object]) -> list[Completion]:
+        """Has the engine sample all turns, and returns the completions. Raises as the engine, and as `check_answers`."""
+        with closing(self):
+            engine()
+        return self.result()
 
     def close(self) -> None:
         """Stops the clock, and abandons the conversations that have not ended."""
@@ -234,26 +231,6 @@ class Conversations:
         for place, talk in enumerate(self._all):
             if place not in self._joined:
                 self._dialogue.turns.end(talk)
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Completions that are being sampled in the background, turn by turn; see `Pending`."""
-
-    pending: Pending
-    conversations: Conversations
-
-    def result(self) -> list[Completion]:
-        """Waits for the conversations and returns their completions. Raises as `Pending.result` and `Conversations.result`."""
-        try:
-            self.pending.result()
-        finally:
-            self.conversations.close()
-        return self.conversations.result()
-
-    def exception(self) -> BaseException | None:
-        """Waits, and returns the error that sampling ended with, or None."""
-        return self.pending.exception()
 
 
 class Clock:

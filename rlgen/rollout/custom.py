@@ -13,7 +13,6 @@ before it, with bit for bit that log-prob. Anything else ends the run.
 """
 
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from rlgen.engines.base import Engine, Finished
 from rlgen.errors import Fault, RlgenError, SentinelError, ToolError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import turn_seed
-from rlgen.types import Completion, Ids, LogProbs, Prompt, Request, Sampling, Span, ids_of
+from rlgen.types import Completion, Ids, Prompt, Request, Sampling, Span, ids_of
 from rlgen.worker_pool.failures import described, user_line
 from rlgen.worker_pool.find import find
 from rlgen.worker_pool.source import Trade
@@ -67,14 +66,6 @@ class Rolled:
 Function: TypeAlias = Callable[[Sequence[Prompt], "Handle"], Sequence[Rolled]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Given:
-    """An answer of the engine, and the ids between the prompt and it."""
-
-    after: Ids
-    answer: Completion
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Handle:
     """The engine, as a rollout sees it. It keeps all answers."""
@@ -89,7 +80,8 @@ class Handle:
     _requests: Sequence[Request]  # of the completions: group_size for each prompt
     _version: int
     _asked: Counter[tuple[int, int]] = field(default_factory=Counter)  # by prompt and sample
-    _given: dict[int, list[Given]] = field(default_factory=lambda: defaultdict(list))  # by prompt
+    # By prompt: the ids between it and an answer, and the answer.
+    _given: dict[int, list[tuple[Ids, Completion]]] = field(default_factory=lambda: defaultdict(list))
 
     def generate(self, asks: Sequence[Ask]) -> list[Answer]:
         """Samples after given ids, all requests at once, and returns the answers in their order.
@@ -105,7 +97,7 @@ class Handle:
         found = self._engine.generate(requests, self._sampling)
         check_answers(requests, found, self._sampling, self._version)
         for ask, answer in zip(asks, found, strict=True):
-            self._given[ask.prompt].append(Given(after=ids_of(ask.after), answer=answer))
+            self._given[ask.prompt].append((ids_of(ask.after), answer))
         return [Answer(one.token_ids.tolist(), one.logp.tolist(), one.finish_reason == "stop") for one in found]
 
     def encode(self, text: str) -> list[int]:
@@ -137,16 +129,15 @@ class Handle:
     def proved(self, rolled: Rolled, where: str) -> Completion:
         """Checks that the engine sampled each token that is marked as sampled after the ids before it. Returns the completion.
 
-        Raises:
-            SentinelError: the engine did not sample such a token there, or with another log-prob; or no token was sampled.
+        Raises SentinelError if it did not sample one there, or with another log-prob, or if no token was sampled.
         """
-        ids, logp = ids_of(rolled.ids), as_logp(rolled.logp)
+        ids, logp = ids_of(rolled.ids), np.array(rolled.logp, dtype=np.float32)  # None becomes NaN
         if len(logp) != len(ids):
             raise SentinelError(Fault.MISSING_LOGPROBS, f"it has {len(ids)} ids and {len(logp)} log-probs", where)
         sampled, versions = ~np.isnan(logp), np.full(len(ids), -1, dtype=np.int64)
-        for given in self._given[rolled.prompt]:
-            start, answer = len(given.after), given.answer
-            if start < len(ids) and np.array_equal(ids[:start], given.after):
+        for after, answer in self._given[rolled.prompt]:
+            start = len(after)
+            if start < len(ids) and np.array_equal(ids[:start], after):
                 length = min(len(ids) - start, len(answer.token_ids))
                 same = (ids[start : start + length] == answer.token_ids[:length]) & (
                     logp[start : start + length].view(np.int32) == answer.logp[:length].view(np.int32)
@@ -200,12 +191,7 @@ class CustomRollout:
         version: int,
         finished: Finished,
     ) -> list[Completion]:
-        """Returns the completions of all requests, in their order.
-
-        Args:
-            requests: of the completions, those of one prompt side by side.
-            version: of the weights that must have sampled.
-            finished: called for each completion, with its index into `requests`.
+        """Returns the completions of all requests, in their order, and passes each to `finished`.
 
         Raises:
             ToolError: the function raised, or did not return one Rolled for each sample.
@@ -239,23 +225,13 @@ class CustomRollout:
             if there[prompt, sample] != 1 or (prompt, sample) not in wanted:
                 what = f"returned sample {sample} of prompt {prompt} {there[prompt, sample]} times"
                 raise ToolError(f"{where} {what}; it must return each of {size} samples of {len(prompts)} prompts once")
-        completions: dict[int, Completion] = {}
-        for one in returned:
-            position = prompts[one.prompt].position
-            completions[one.prompt * size + one.sample] = handle.proved(
-                one, f"{where}, prompt at position {position}, sample {one.sample}"
-            )
-        found = [completions[place] for place in range(len(requests))]
+        found = [
+            handle.proved(one, f"{where}, prompt at position {prompts[one.prompt].position}, sample {one.sample}")
+            for one in sorted(returned, key=lambda one: (one.prompt, one.sample))
+        ]
         for place, completion in enumerate(found):
             finished(place, completion)
         return found
-
-
-def as_logp(values: Sequence[float | None]) -> LogProbs:
-    """Returns log-probs as an array, with NaN for None."""
-    if isinstance(values, np.ndarray):
-        return values.astype(np.float32)
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float32)
 
 
 def version_of(answer: Completion) -> NDArray[np.int64]:

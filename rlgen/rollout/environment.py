@@ -1,14 +1,10 @@
 """Answers the model's turns with an environment: passes on what the model says, and appends what the environment answers."""
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from rlgen.data.suffix import Suffixes
 from rlgen.errors import RlgenError, ToolError
@@ -20,7 +16,7 @@ from rlgen.types import ENVIRONMENT, Prompt
 from rlgen.worker_pool.failures import Failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class EnvironmentTurns:
     """Answers the model with an environment. Implements `Turns`.
 
@@ -31,17 +27,13 @@ class EnvironmentTurns:
 
     arena: EnvPool
     suffixes: Suffixes
-    tokenizer: PreTrainedTokenizerBase
     column: str  # of the data set, which holds prompts
-    digest: str
     _talks: dict[Hashable, int] = field(default_factory=dict)  # the arena's number of each conversation that is not done
 
-    @classmethod
-    def of(cls, arena: EnvPool, suffixes: Suffixes, tokenizer: PreTrainedTokenizerBase, column: str) -> "EnvironmentTurns":
-        """Puts the parts together."""
-        decides = [arena.digest, str(tokenizer.chat_template), dict(suffixes.data.template_args)]
-        digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-        return cls(arena=arena, suffixes=suffixes, tokenizer=tokenizer, column=column, digest=digest)
+    @property
+    def digest(self) -> str:
+        """Returns the digest of the environment and the chat template."""
+        return self.suffixes.digest(self.arena.digest)
 
     @property
     def code(self) -> Mapping[str, str | None]:
@@ -49,12 +41,9 @@ class EnvironmentTurns:
         return {f"environment/{self.arena.settings.use.rpartition(':')[2]}": self.arena.pools[0].facts()[0].sha256}
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
-        """Passes a turn on. `answer` gets a Reply, which ends the conversation if the environment is done or has failed.
-
-        Args:
-            room: tokens that the completion may still take.
-        """
-        thought, _, said = self.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=True).rpartition("</think>")
+        """Passes a turn on. `answer` gets a Reply, which ends the conversation if the environment is done or has failed."""
+        text = self.suffixes.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=True)
+        thought, _, said = text.rpartition("</think>")
         turn = {"role": "assistant", "content": said.strip() if thought else said}
         if thought:
             turn["reasoning_content"] = thought.removeprefix("<think>").strip()
@@ -100,11 +89,10 @@ class EnvironmentTurns:
     def demonstrated(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[int]]]:
         """Returns for each prompt the ids of a good first message, and of the environment's answer to it.
 
-        Raises:
-            ToolError: the environment has no method `demonstrate`, or fails.
+        Raises ToolError if the environment has no method `demonstrate`, or fails.
         """
         rows = [begin_of(prompt.columns, self.column) for prompt in prompts]
-        stop, found = int(self.tokenizer.eos_token_id), []
+        stop, found = int(self.suffixes.tokenizer.eos_token_id), []
         for came in every(rows, self.arena.demonstrate):
             if isinstance(came, Failed):
                 raise ToolError(f"environment: no good first message is known: {came.message}")

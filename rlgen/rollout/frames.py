@@ -2,13 +2,19 @@
 
 A frame is a header (magic, length of the payload, CRC-32 of the payload, CRC-32 of these three fields) and a payload, which is
 one record encoded by msgspec. The header's own checksum distinguishes an incomplete frame at the end of a file, which a killed
-process leaves, from a damaged one.
+process leaves, from a damaged one. The few small records that a person may want to read
+are lines of JSON with a checksum.
+
+Digests stand for everything that decides an answer or a reward: where they are equal, a stored result can be reused.
 """
 
+import hashlib
+import json
 import os
+import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +22,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlgen.files import append_bytes, read_bytes, written
-from rlgen.types import Completion, FinishReason, Ids, Span
+from rlgen.files import append_bytes, append_text, read_bytes, written
+from rlgen.types import Completion, FinishReason, Group, Ids, Prompt, Sample, Span
 
 MAGIC = b"\xa7rlj"
 FIELDS, SEAL = struct.Struct("<4sII"), struct.Struct("<I")
@@ -63,6 +69,7 @@ class Rewards(msgspec.Struct, frozen=True, array_like=True, tag="rewards"):
 
 
 Record = Answer | Rewards
+Line = dict[str, Any]
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Record).decode
 
 
@@ -71,7 +78,7 @@ class Found:
     """The result of reading a file of frames."""
 
     records: Sequence[Record]
-    damaged: int  # number of damaged frames, or of byte ranges between frames
+    damaged: int  # frames, or byte ranges between frames
     end: int  # offset of an incomplete last frame, else the length of the file
 
 
@@ -97,26 +104,18 @@ def parse(content: bytes) -> Found:
     view, at, damaged = memoryview(content), 0, 0
     while at < len(content):
         length = length_at(content, at)
-        if length is None:
+        stop = at + HEADER + (length or 0)
+        if length is None or stop > len(content):
             after = next_header(content, at + 1)
-            if after is None and MAGIC.startswith(content[at : at + len(MAGIC)]) and len(content) - at < HEADER:
-                break  # an incomplete header
+            begun = length is not None or (MAGIC.startswith(content[at : at + len(MAGIC)]) and len(content) - at < HEADER)
+            if after is None and begun:
+                break  # an incomplete frame
+            stop = len(content) if after is None else after
             damaged += 1
-            at = len(content) if after is None else after
-            continue
-        stop = at + HEADER + length
-        if stop > len(content):
-            after = next_header(content, at + 1)
-            if after is None:
-                break  # an incomplete payload
+        elif (record := decoded(view[at + HEADER : stop], FIELDS.unpack_from(content, at)[2])) is None:
             damaged += 1
-            at = after
-            continue
-        payload = view[at + HEADER : stop]
-        if zlib.crc32(payload) == FIELDS.unpack_from(content, at)[2] and (record := decoded(payload)) is not None:
-            records.append(record)
         else:
-            damaged += 1
+            records.append(record)
         at = stop
     return Found(records, damaged, at)
 
@@ -132,16 +131,14 @@ def length_at(content: bytes, at: int) -> int | None:
 
 def next_header(content: bytes, start: int) -> int | None:
     """Returns the offset of the next valid header from `start` on; None if there is none."""
-    at = content.find(MAGIC, start)
-    while at >= 0:
-        if length_at(content, at) is not None:
-            return at
-        at = content.find(MAGIC, at + 1)
-    return None
+    places = (found.start() for found in re.compile(re.escape(MAGIC)).finditer(content, start))
+    return next((at for at in places if length_at(content, at) is not None), None)
 
 
-def decoded(payload: memoryview) -> Record | None:
-    """Decodes a payload; returns None if it is not a record of this version of rlgen."""
+def decoded(payload: memoryview, crc32: int) -> Record | None:
+    """Decodes a payload; returns None if it is damaged, or not a record of this version of rlgen."""
+    if zlib.crc32(payload) != crc32:
+        return None
     try:
         record: Record = _decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -152,14 +149,11 @@ def decoded(payload: memoryview) -> Record | None:
 
 
 def append_frames(path: Path, records: Sequence[Record], begun: bool) -> None:
-    """Appends records to a file, without flushing.
+    """Appends records to a file, without flushing. Raises CheckpointError: the disk is full, or `path` is a symbolic link.
 
     Args:
         begun: this process has appended to the file before. If not, an incomplete frame at its end, left by a killed process, is
             truncated first.
-
-    Raises:
-        CheckpointError: the disk is full, or `path` is a symbolic link.
     """
     if not begun and path.exists():
         with written(path):
@@ -167,3 +161,69 @@ def append_frames(path: Path, records: Sequence[Record], begun: bool) -> None:
             if (end := parse(content).end) < len(content):
                 os.truncate(path, end)
     append_bytes(path, b"".join(map(frame, records)), False)
+
+
+def sealed(line: Line) -> str:
+    """Returns one line of JSON whose last key, `crc32`, is the CRC-32 of the JSON without that key."""
+    text = json.dumps(line)
+    return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}\n'
+
+
+def sound_lines(path: Path, say: Callable[[str], None]) -> Iterator[Line]:
+    """Reads the lines whose checksums match; ignores an incomplete last line, and reports the number of damaged ones by `say`."""
+    *whole, last = read_bytes(path).split(b"\n")
+    lines = [line for text in whole if (line := parsed(text)) is not None]
+    if damaged := len(whole) - len(lines):
+        say(f"journal: {damaged} lines of {path.name} are ignored: damaged, or of another version of rlgen")
+    yield from lines
+    if (line := parsed(last)) is not None:
+        yield line
+
+
+def parsed(text: bytes) -> Line | None:
+    """Parses one line; returns None if `sealed` did not produce exactly these bytes."""
+    try:
+        line = json.loads(text)
+        made = sealed({key: value for key, value in line.items() if key != "crc32"})
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return line if made.encode() == text + b"\n" else None
+
+
+def mend(path: Path) -> None:
+    """Completes a last line without a line end, or truncates it if incomplete: its writer may have been killed."""
+    with written(path):
+        content = read_bytes(path)
+        last = content[content.rfind(b"\n") + 1 :]
+        if last and parsed(last) is None:
+            os.truncate(path, len(content) - len(last))
+        elif last:
+            append_text(path, "\n", False)
+
+
+def digest(*things: object) -> str:
+    """Returns 16 hex digits of SHA-256 over values that `repr` describes fully: numbers, texts, dataclasses without arrays."""
+    return hashlib.sha256(repr(things).encode()).hexdigest()[:16]
+
+
+def columns_digest(prompt: Prompt) -> str:
+    """Returns the digest of the data set's columns of a prompt, which its rewards may depend on."""
+    return hashlib.sha256(repr(sorted(prompt.columns.items())).encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def asked_digest(prompt_ids: Ids, seed: int, sampling: str) -> str:
+    """Returns the digest of a request: prompt ids, seed and the digest of the sampling settings."""
+    made = hashlib.sha256(f"{seed} {sampling} {len(prompt_ids)} ".encode())
+    made.update(prompt_ids.astype("<i4", copy=False).tobytes())
+    return made.hexdigest()[:16]
+
+
+def digest_of(judge: str, group: Group, samples: Sequence[Sample]) -> str:
+    """Returns the digest of all that a group's rewards depend on: reward functions, data columns, and the group's samples."""
+    shape = [(s.sample_index, len(s.prompt_ids), len(s.completion_ids), s.finish_reason) for s in samples]
+    made = hashlib.sha256(repr((judge, columns_digest(group.prompt), shape)).encode())
+    for sample in samples:
+        made.update(sample.messages.encode())
+        made.update(sample.prompt_ids.astype("<i4", copy=False).tobytes())
+        made.update(sample.completion_ids.astype("<i4", copy=False).tobytes())
+    return made.hexdigest()[:16]

@@ -20,6 +20,7 @@ import errno
 import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,9 +29,21 @@ from typing import Any
 from rlgen.engines.base import EngineInfo
 from rlgen.files import append_text, flush, unwritable, written
 from rlgen.processes import Processes
-from rlgen.rollout.digests import asked_digest, columns_digest, digest, digest_of
-from rlgen.rollout.frames import Answer, Record, Rewards, append_frames, read_frames
-from rlgen.rollout.lines import Line, mend, sealed, sound_lines
+from rlgen.rollout.frames import (
+    Answer,
+    Line,
+    Record,
+    Rewards,
+    append_frames,
+    asked_digest,
+    columns_digest,
+    digest,
+    digest_of,
+    mend,
+    read_frames,
+    sealed,
+    sound_lines,
+)
 from rlgen.rollout.parquet import Rollout, Stamp, parts_of, read_part, read_stamp
 from rlgen.types import Completion, Group, Request, Sample, Samples, Sampling
 
@@ -72,17 +85,14 @@ class Journal:
     ) -> "Journal":
         """Lists the journal files of steps after `done` and reads the start records, in the main process for all.
 
+        Raises CheckpointError if the folder cannot be created, or one of its files is a symbolic link.
+
         Args:
-            folder: the journal's folder; created if missing.
             done: last step that the checkpoint contains.
             engine: facts that decide log-probs; `max_model_len` and `cache_block` are left out of the digest.
             judge: values that decide the rewards.
-            say: prints one line to the user.
             beside: values that decide the answers, other than the engine's facts and the trained weights.
             versions: how many versions before the present one may sample for a step (`rollout.ahead`), at least 1.
-
-        Raises:
-            CheckpointError: the folder cannot be created, or one of its files is a symbolic link.
         """
 
         def look() -> tuple[dict[int, list[str]], list[Line]]:
@@ -111,11 +121,7 @@ class Journal:
         )
 
     def starts_from(self, version: int, weights: str) -> None:
-        """Records the weights that step `version` + 1 starts from; only the main process writes the record.
-
-        Args:
-            weights: digest of the weights, see `models.weights.bits`.
-        """
+        """Records the digest of the weights that step `version` + 1 starts from; only the main process writes the record."""
         if version - 1 not in self.weights:  # the first start of this attempt
             for line in self.starts:
                 if (line["version"], line["weights"]) == (version, weights):
@@ -158,12 +164,9 @@ class Journal:
         """Returns the reusable answers, keyed by index into `requests`; all are of weights from version `oldest` on.
 
         Says how many stored answers were refused, and why.
-
-        Args:
-            places: (group id, sample index) of each request.
         """
         found: dict[int, Completion] = {}
-        refused: dict[str, int] = {}
+        refused: Counter[str] = Counter()
         answers = self.answers(step, frozenset(places)) if step in self.files else {}
         with_these = digest(sampling)
         for place, (at, request) in enumerate(zip(places, requests, strict=True)):
@@ -174,7 +177,7 @@ class Journal:
                     found[place] = answer.completion(request.prompt_ids)
                     break
             if why is not None:
-                refused[why] = refused.get(why, 0) + 1
+                refused[why] += 1
         for why, count in refused.items():
             self.say(f"journal: {count} of {len(requests)} answers of step {step} are sampled again: they are {why}")
         return found
@@ -190,8 +193,12 @@ class Journal:
     def answers(self, step: int, wanted: frozenset[Place]) -> dict[Place, list[Answer]]:
         """Returns the stored answers for the `wanted` (group id, sample index) pairs, oldest first."""
         answers: dict[Place, list[Answer]] = {}
-        stored = (answer for samples, stamp in self.tables(step) for answer in answers_in(samples, stamp, wanted))
-        for record in (*stored, *self.records(step)):
+        for samples, stamp in self.tables(step):
+            places = zip(samples.group_id.tolist(), samples.sample_index.tolist(), strict=True)
+            for row, at in enumerate(places):
+                if at in wanted:
+                    answers.setdefault(at, []).append(answer_of(samples[row], stamp))
+        for record in self.records(step):
             if isinstance(record, Answer) and (at := (record.group_id, record.sample_index)) in wanted:
                 answers.setdefault(at, []).append(record)
         return answers
@@ -202,7 +209,7 @@ class Journal:
             if not name.endswith(".parquet"):
                 found = read_frames(self.folder / name)
                 if found.damaged:
-                    self.say_once(name, f"{found.damaged} records of {name} are ignored: damaged, or of another version of rlgen")
+                    self.say_once(name, f"{found.damaged} records of {name} are ignored")
                 yield from found.records
 
     def tables(self, step: int) -> Iterator[tuple[Samples, Stamp]]:
@@ -212,7 +219,7 @@ class Journal:
                 found = read_part(part)
                 if found is None:
                     file = str(part.relative_to(self.folder))
-                    self.say_once(file, f"{file} is ignored: damaged, or of another version of rlgen")
+                    self.say_once(file, f"{file} is ignored")
                 else:
                     yield found
 
@@ -220,7 +227,7 @@ class Journal:
         """Reports a problem with a file the first time the file is read, and not again."""
         if file not in self.told:
             self.told.add(file)
-            self.say(f"journal: {what}")
+            self.say(f"journal: {what}: damaged, or of another version of rlgen")
 
     def differs(self, answer: Answer, asked: str, oldest: int) -> str | None:
         """Returns why a stored answer cannot be reused for the present request; None if it can."""
@@ -245,7 +252,11 @@ class Journal:
             return [known[group.group_id] for group in groups]
         fresh = scorer(list(groups))
         records = [
-            Rewards(group_id=group.group_id, of=self.digest_of(group), samples=list(map(rewards_of, scored.samples)))
+            Rewards(
+                group_id=group.group_id,
+                of=digest_of(self.judge, group, group.samples),
+                samples=list(map(rewards_of, scored.samples)),
+            )
             for group, scored in zip(groups, fresh, strict=True)
         ]
         self.append(step, *records)
@@ -254,12 +265,15 @@ class Journal:
     def scored(self, step: int, groups: Sequence[Group]) -> dict[int, Group]:
         """Returns the groups that earlier attempts have scored, by group id; groups without samples count as scored."""
         by_id = {group.group_id: group for group in groups}
-        of = {group_id: self.digest_of(group) for group_id, group in by_id.items()}
+        of = {group_id: digest_of(self.judge, group, group.samples) for group_id, group in by_id.items()}
         known: dict[int, Sequence[Mapping[str, Any]]] = {group.group_id: () for group in groups if not group.samples}
         stored: dict[int, list[Sample]] = {}
         for samples, stamp in self.tables(step):
-            for sample in samples_in(samples, stamp, self.judge, by_id):
-                stored.setdefault(sample.group_id, []).append(sample)
+            columns = stamp["columns"] if stamp["judge"] == self.judge else {}
+            same = {one for one, group in by_id.items() if columns.get(str(one)) == columns_digest(group.prompt)}
+            for row, group_id in enumerate(samples.group_id.tolist()):
+                if group_id in same:
+                    stored.setdefault(group_id, []).append(samples[row])
         for group_id, found in stored.items():
             found.sort(key=lambda sample: sample.sample_index)
             if digest_of(self.judge, by_id[group_id], found) == of[group_id]:
@@ -267,25 +281,18 @@ class Journal:
         for record in self.records(step):
             if isinstance(record, Rewards) and of.get(record.group_id) == record.of:
                 known[record.group_id] = record.samples
-        return {
-            group_id: replace(
-                by_id[group_id],
-                samples=tuple(replace(sample, **got) for sample, got in zip(by_id[group_id].samples, rewards, strict=True)),
-            )
-            for group_id, rewards in known.items()
-        }
-
-    def digest_of(self, group: Group) -> str:
-        """Returns the digest of all that a group's rewards depend on; includes all samples, as rewards may compare them."""
-        return digest_of(self.judge, group, group.samples)
+        scored = {}
+        for group_id, rewards in known.items():
+            pairs = zip(by_id[group_id].samples, rewards, strict=True)
+            scored[group_id] = replace(by_id[group_id], samples=tuple(replace(sample, **got) for sample, got in pairs))
+        return scored
 
     def append(self, step: int, *records: Record) -> None:
         """Appends records to this process's file of `step`; does nothing once the journal is closed. Raises CheckpointError."""
         with self.lock:
-            if self.closed:
-                return
-            append_frames(self.path(step), records, begun=step in self.begun)
-            self.begun.add(step)
+            if not self.closed:
+                append_frames(self.path(step), records, begun=step in self.begun)
+                self.begun.add(step)
 
     def flush(self, step: int) -> None:
         """Waits until all that this process has written for `step` is on disk. Raises CheckpointError."""
@@ -323,7 +330,7 @@ class Journal:
         stamps = [read_stamp(part) for part in parts_of(rollouts)]
         if any(stamp is None or stamp["kept"] for stamp in stamps):
             return
-        own = {f"step_{step:06d}.bin"} | {f"step_{step:06d}.rank{rank}.bin" for rank in range(1, len(stamps))}
+        own = {self.path(step, rank).name for rank in range(max(1, len(stamps)))}
         with self.lock, written(self.folder):
             self.path(step).unlink(missing_ok=True)
             self.begun.discard(step)
@@ -334,8 +341,7 @@ class Journal:
     def invalidate(self, step: int) -> None:
         """Removes the records of all processes from `step` on, because the sentinel found a fault in the engine that made them.
 
-        Call it in the main process after all processes have closed their journals. The last start record is kept. Raises
-        CheckpointError.
+        Call it in the main process after all processes have closed their journals. The last start record is kept.
         """
         self.drop(step, sys.maxsize, kept=self.start_path(self.started))
 
@@ -347,9 +353,10 @@ class Journal:
                 if step is not None and first <= step <= last and path != kept:
                     remove(path)
 
-    def path(self, step: int) -> Path:
-        """Returns the file to which this process writes the records of a step."""
-        return self.folder / (f"step_{step:06d}.rank{self.rank}.bin" if self.rank else f"step_{step:06d}.bin")
+    def path(self, step: int, rank: int | None = None) -> Path:
+        """Returns the file to which a process, this one by default, writes the records of a step."""
+        rank = self.rank if rank is None else rank
+        return self.folder / (f"step_{step:06d}.rank{rank}.bin" if rank else f"step_{step:06d}.bin")
 
     def start_path(self, step: int) -> Path:
         """Returns the file to which the main process writes the start record of a step."""
@@ -376,35 +383,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def answers_in(samples: Samples, stamp: Stamp, wanted: frozenset[Place]) -> Iterator[Answer]:
-    """Reads the answers for the `wanted` (group id, sample index) pairs from the rollouts of a step."""
-    places = zip(samples.group_id.tolist(), samples.sample_index.tolist(), strict=True)
-    for row in [row for row, at in enumerate(places) if at in wanted]:
-        sample = samples[row]
-        yield Answer(
-            group_id=sample.group_id,
-            sample_index=sample.sample_index,
-            asked=asked_digest(sample.prompt_ids, sample.seed, stamp["sampling"]),
-            engine=stamp["engine"],
-            weights={span.version: stamp["weights"].get(str(span.version)) for span in sample.spans},
-            token_ids=sample.completion_ids.tobytes(),
-            logp=sample.sampler_logp.tobytes(),
-            finish_reason=sample.finish_reason,
-            spans=[(span.start, span.stop, span.version) for span in sample.spans],
-            cached_tokens=sample.cached_tokens,
-            messages=sample.messages,
-            counts=dict(sample.counts),
-        )
-
-
-def samples_in(samples: Samples, stamp: Stamp, judge: str, groups: Mapping[int, Group]) -> Iterator[Sample]:
-    """Reads the samples of `groups` from the rollouts of a step; skips groups whose rewards or data columns have changed."""
-    if stamp["judge"] != judge:
-        return
-    same = {one for one, group in groups.items() if stamp["columns"].get(str(one)) == columns_digest(group.prompt)}
-    for row, group_id in enumerate(samples.group_id.tolist()):
-        if group_id in same:
-            yield samples[row]
+def answer_of(sample: Sample, stamp: Stamp) -> Answer:
+    """Returns a sample of the rollouts as the answer that it was."""
+    return Answer(
+        group_id=sample.group_id,
+        sample_index=sample.sample_index,
+        asked=asked_digest(sample.prompt_ids, sample.seed, stamp["sampling"]),
+        engine=stamp["engine"],
+        weights={span.version: stamp["weights"].get(str(span.version)) for span in sample.spans},
+        token_ids=sample.completion_ids.tobytes(),
+        logp=sample.sampler_logp.tobytes(),
+        finish_reason=sample.finish_reason,
+        spans=[(span.start, span.stop, span.version) for span in sample.spans],
+        cached_tokens=sample.cached_tokens,
+        messages=sample.messages,
+        counts=dict(sample.counts),
+    )
 
 
 def rewards_of(sample: Sample) -> dict[str, Any]:

@@ -26,38 +26,32 @@ def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
     """Returns the rows with a column `seed` and with new prompts: what `reset` returned replaces a row's prompt, or the text of
     its last message. Where `reset` returned None, the prompt stays.
 
+    Raises ToolError if the environment fails for a row, or what it returns cannot be read.
+
     Args:
         column: of prompts.
-
-    Raises:
-        ToolError: the environment failed for a row, or what it returns cannot be read.
     """
     texts: list[str] = []
     replaced = False
     for start in range(0, len(rows.rows), AT_ONCE):
         some = rows.at(range(start, min(start + AT_ONCE, len(rows.rows))))
         given = [{SEED_COLUMN: seed_of(start + place), **row} for place, row in enumerate(some)]
-        for place, (row, first) in enumerate(zip(given, firsts(given, column, arena), strict=True), start):
+        firsts = every([begin_of(row, column) for row in given], arena.first)
+        for place, (row, first) in enumerate(zip(given, firsts, strict=True), start):
             if isinstance(first, Failed):
                 raise ToolError(f"environment: it fails for row {place} of {rows.source}: {first.cause}: {first.message}")
-            if first is not None:
-                row |= {BEFORE: row[column], column: with_text(row[column], first)}
+            if (text := first["text"]) is not None:
+                if first["characters"] > len(text):
+                    raise ToolError("environment: reset returned a text longer than environment.max_output_tokens; raise that")
+                own = row[column]
+                new = text if isinstance(own, str) else [*own[:-1], {**own[-1], "content": text}]  # of a chat the last message
+                row |= {BEFORE: own, column: new}
                 replaced = True
             texts.append(json.dumps(row, default=str))
     columns = (*rows.columns, *(() if SEED_COLUMN in rows.columns else (SEED_COLUMN,)), *((BEFORE,) if replaced else ()))
     digest = hashlib.sha256(json.dumps([rows.fingerprint, texts]).encode()).hexdigest()
     held = TextRows(pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())]), columns)
     return replace(rows, rows=held, columns=columns, fingerprint=digest)
-
-
-def firsts(rows: Sequence[Mapping[str, Any]], column: str, arena: EnvPool) -> list[str | Failed | None]:
-    """Returns what `reset` returns for each row. Raises RlgenError if no process of the environment can be started."""
-    found: list[str | Failed | None] = []
-    for one in every([begin_of(row, column) for row in rows], arena.first):
-        if not isinstance(one, Failed) and one["text"] is not None and one["characters"] > len(one["text"]):
-            raise ToolError("environment: reset returned a text longer than environment.max_output_tokens; raise that")
-        found.append(one if isinstance(one, Failed) else one["text"])
-    return found
 
 
 def every(rows: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any], Done], None]) -> list[dict[str, Any] | Failed]:
@@ -86,11 +80,6 @@ def first_of(columns: Mapping[str, Any], column: str) -> str | None:
         return None
     prompt = columns[column]
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-
-
-def with_text(prompt: Any, text: str) -> Any:
-    """Returns a prompt with another text, that of its last message if it is a chat."""
-    return text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
 
 
 def seed_of(row: int) -> int:

@@ -7,7 +7,7 @@ compress well. Pages carry checksums. The file's metadata holds what the journal
 import json
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ class Rollout:
         order = np.lexsort((self.samples.sample_index, self.samples.group_id))
         if (np.diff(order) == 1).all():
             return self
-        return Rollout(
-            step=self.step,
+        return replace(
+            self,
             samples=self.samples.take(order),
             policy_logp=self.policy_logp.take(order),
             advantage=self.advantage[order],
@@ -55,15 +55,12 @@ class Rollout:
 
 
 def write_part(path: Path, rollout: Rollout, texts: Mapping[str, pa.Array], stamp: Stamp) -> None:
-    """Writes the rows of one process to a Parquet file.
+    """Writes the rows of one process to a Parquet file. Raises CheckpointError if it cannot be written.
 
     Args:
         rollout: sorted, as `in_order` returns it.
         texts: further columns, one value per row: prompts, completions and the data set's columns.
         stamp: metadata that the journal needs to decide later whether the rows can be reused.
-
-    Raises:
-        CheckpointError: the file cannot be written.
     """
     stamp = {**stamp, "crc32": checksum(rollout.samples, stamp)}
     tables = (table(rollout, rows, texts) for rows in row_groups(rollout.samples))
@@ -103,7 +100,6 @@ def table(rollout: Rollout, rows: slice, texts: Mapping[str, pa.Array]) -> pa.Ta
     """Builds the Arrow table of some rows, with the columns in the order that is convenient to read."""
     s = rollout.samples
     count = rows.stop - rows.start
-    spans = s.spans[slice(*s.spans[:, 0].searchsorted([rows.start, rows.stop]))]
     errors = [list(errors.items()) for errors in s.reward_errors[rows]]
     fixed: dict[str, pa.Array] = {
         "step": pa.array(np.full(count, rollout.step, dtype=np.int32)),
@@ -124,7 +120,7 @@ def table(rollout: Rollout, rows: slice, texts: Mapping[str, pa.Array]) -> pa.Ta
         "policy_logp": lists(rollout.policy_logp, rows, empty_is_null=True),
         "loss_mask": lists(s.loss_mask, rows),
         "weight_version": pa.array(s.weight_version[rows].astype(np.int32)),
-        "spans": span_lists(spans, rows),
+        "spans": span_lists(s.spans, rows),
         "seed": pa.array(s.seed[rows]),
         "cached_tokens": pa.array(s.cached_tokens[rows].astype(np.int32)),
     }
@@ -160,9 +156,10 @@ def lists(ragged: Ragged, rows: slice, empty_is_null: bool = False) -> pa.Array:
 
 
 def span_lists(spans: NDArray[np.int64], rows: slice) -> pa.Array:
-    """Returns the spans of each row as a list array, from `Samples.spans` of these rows."""
-    offsets = spans[:, 0].searchsorted(np.arange(rows.start, rows.stop + 1)).astype(np.int32)
-    fields = [pa.array(spans[:, place].astype(np.int32)) for place in (1, 2, 3)]
+    """Returns the spans of each row as a list array, from `Samples.spans`."""
+    edges = spans[:, 0].searchsorted(np.arange(rows.start, rows.stop + 1))
+    offsets = (edges - edges[0]).astype(np.int32)
+    fields = [pa.array(spans[edges[0] : edges[-1], place].astype(np.int32)) for place in (1, 2, 3)]
     return pa.ListArray.from_arrays(pa.array(offsets), pa.StructArray.from_arrays(fields, fields=list(SPAN)))
 
 
@@ -257,11 +254,12 @@ def samples_of(columns: pa.Table) -> Samples:
     spans = column("spans")
     edges = spans.offsets.to_numpy()
     fields = [field.to_numpy()[edges[0] : edges[-1]].astype(np.int64) for field in spans.values.flatten()]
-    rewards = column("rewards") if "rewards" in names else None
-    labels = tuple(field.name for field in rewards.type) if rewards is not None else ()
-    single = [one.to_numpy(zero_copy_only=False).astype(np.float64) for one in rewards.flatten()] if rewards is not None else []
+    rewards = {}
+    if "rewards" in names:
+        scored = column("rewards")
+        rewards = {kind.name: one.to_numpy(zero_copy_only=False) for kind, one in zip(scored.type, scored.flatten(), strict=True)}
     return Samples(
-        labels=labels,
+        labels=tuple(rewards),
         group_id=numbers("group_id", np.int64),
         sample_index=numbers("sample_index", np.int64),
         prompt_ids=ragged("prompt_ids"),
@@ -271,7 +269,7 @@ def samples_of(columns: pa.Table) -> Samples:
         truncated=numbers("finish_reason", object) == "length",
         seed=numbers("seed", np.int64),
         cached_tokens=numbers("cached_tokens", np.int64),
-        rewards=np.stack(single, axis=1) if single else np.zeros((len(columns), 0)),
+        rewards=np.array([*rewards.values()], dtype=np.float64).reshape(len(rewards), len(columns)).T,
         reward=numbers("reward", np.float64),
         reward_errors=tuple(dict(errors) for errors in column("reward_errors").to_pylist()),
         messages=tuple(messages) if any(messages) else (),

@@ -1,5 +1,6 @@
 """Reads `rollouts/step_000012.parquet`, the samples of a step. Needs neither torch nor transformers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,14 +21,11 @@ def rollout_steps(folder: Path) -> list[int]:
 def read_rollouts(place: Path, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
     """Returns the samples of a step, ordered by group and by sample within a group.
 
-    If the run was killed, rows of some processes may be missing: the table has those that were written.
+    If the run was killed, rows of some processes may be missing. Raises CheckpointError if there are none, or a file is damaged.
 
     Args:
         place: a run's folder; or, without a step, the file or folder of one step.
         columns: names of the columns to read, as far as the files have them; None: all.
-
-    Raises:
-        CheckpointError: there are no rollouts, or a file is damaged.
     """
     path = place if step is None else place / "rollouts" / f"step_{step:06d}.parquet"
     tables = []
@@ -61,19 +59,12 @@ def unreadable(part: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(f"{part} cannot be read ({error}); it is damaged: remove it, or restore it from a copy")
 
 
-def as_one_kind(tables: Sequence[pa.Table]) -> list[pa.Table]:
+def as_one_kind(tables: Sequence[pa.Table]) -> Sequence[pa.Table]:
     """Returns the tables with equal column types: a column whose types cannot be unified becomes JSON text in all of them."""
     try:
         pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
-        return list(tables)
+        return tables
     except pa.ArrowException:
-        return [as_json(table, clashing(tables)) for table in tables]
-
-
-def clashing(tables: Sequence[pa.Table]) -> list[str]:
-    """Returns the names of columns that have more than one type."""
-    kinds: dict[str, set[pa.DataType]] = {}
-    for table in tables:
-        for one in table.schema:
-            kinds.setdefault(one.name, set()).add(one.type)
-    return [name for name, of_name in kinds.items() if len(of_name) > 1]
+        kinds = {(one.name, one.type) for table in tables for one in table.schema}
+        clashing = [name for name, count in Counter(name for name, _ in kinds).items() if count > 1]
+        return [as_json(table, clashing) for table in tables]

@@ -6,24 +6,24 @@ one. It lacks the prompts, which are read from the data again. Nothing here writ
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlgen.rollout.digests import asked_digest, digest
-from rlgen.rollout.frames import Answer
-from rlgen.rollout.journal import Journal, answers_in, is_start, rewards_of, step_of
+from rlgen.rollout.frames import Answer, asked_digest, digest
+from rlgen.rollout.journal import Journal, answer_of, is_start, rewards_of, step_of
 from rlgen.rollout.parquet import parts_of, read_part
-from rlgen.rollout.sample import sample_seed
-from rlgen.types import Prompt, Sample, Samples, Sampling
+from rlgen.rollout.sample import sample_of, sample_seed
+from rlgen.types import Prompt, Samples, Sampling
 
 Rewarded = Sequence[Mapping[str, Any]]  # of the samples of a group, as `rewards_of` returns them
 
 
 def is_recorded(run: Path, step: int) -> bool:
     """Returns whether files of a step are there; whether they are complete shows only when they are read."""
-    return bool(parts_of(rollouts_of(run, step)) or journal_of(run, step))
+    return bool(processes_of(run, step) or journal_of(run, step))
 
 
 def rollouts_of(run: Path, step: int) -> Path:
@@ -81,14 +81,14 @@ def from_journal(
     with_these, samples = digest(sampling), []
     for group_id in sorted(rewarded):
         prompt = prompt_at(group_id)
-        every = [(index, answers[group_id][index]) for index in sorted(answers.get(group_id, ()))]
-        own = [(index, one) for index, one in every if one.completion(prompt.prompt_ids).weight_version >= oldest]
+        every = [(one, one.completion(prompt.prompt_ids)) for _, one in sorted(answers.get(group_id, {}).items())]
+        own = [(answer, completion) for answer, completion in every if completion.weight_version >= oldest]
         if len(own) != len(rewarded[group_id]):
             continue  # the caller sees that samples are missing
-        for (index, answer), given in zip(own, rewarded[group_id], strict=True):
-            seed = sample_seed(run_seed, group_id, index)
+        for (answer, completion), given in zip(own, rewarded[group_id], strict=True):
+            seed = sample_seed(run_seed, group_id, answer.sample_index)
             if answer.asked == asked_digest(prompt.prompt_ids, seed, with_these):  # else the data or the tokenizer have changed
-                samples.append(sample_of(answer, prompt, seed, given))
+                samples.append(replace(sample_of(prompt, answer.sample_index, seed, completion, text=""), **given))
     return Samples.of(samples, labels)
 
 
@@ -97,39 +97,14 @@ def read(journal: Journal, step: int) -> tuple[dict[int, dict[int, Answer]], dic
     answers: dict[int, dict[int, Answer]] = {}
     rewarded: dict[int, Rewarded] = {}
     for samples, stamp in journal.tables(step):
-        rows: dict[int, list[int]] = {}
-        for row, group_id in enumerate(samples.group_id.tolist()):
-            rows.setdefault(group_id, []).append(row)
-        places = frozenset(zip(samples.group_id.tolist(), samples.sample_index.tolist(), strict=True))
-        for answer in answers_in(samples, stamp, places):
-            answers.setdefault(answer.group_id, {})[answer.sample_index] = answer
-        rewarded |= {group_id: [rewards_of(samples[row]) for row in of_group] for group_id, of_group in rows.items()}
+        of_group: dict[int, list[Mapping[str, Any]]] = {}
+        for sample in map(samples.__getitem__, range(len(samples))):
+            answers.setdefault(sample.group_id, {})[sample.sample_index] = answer_of(sample, stamp)
+            of_group.setdefault(sample.group_id, []).append(rewards_of(sample))
+        rewarded |= of_group
     for record in journal.records(step):
         if isinstance(record, Answer):
             answers.setdefault(record.group_id, {})[record.sample_index] = record
         else:
             rewarded[record.group_id] = record.samples
     return answers, rewarded
-
-
-def sample_of(answer: Answer, prompt: Prompt, seed: int, rewards: Mapping[str, Any]) -> Sample:
-    """Returns an answer of the journal as a sample with its rewards, without its text."""
-    completion = answer.completion(prompt.prompt_ids)
-    return Sample(
-        group_id=answer.group_id,
-        sample_index=answer.sample_index,
-        prompt_ids=prompt.prompt_ids,
-        completion_ids=completion.token_ids,
-        sampler_logp=completion.logp,
-        spans=completion.spans,
-        finish_reason=completion.finish_reason,
-        seed=seed,
-        completion="",
-        rewards=rewards["rewards"],
-        reward=rewards["reward"],
-        cached_tokens=completion.cached_tokens,
-        reward_errors=rewards["reward_errors"],
-        messages=completion.messages,
-        counts=completion.counts,
-        images=prompt.images,
-    )

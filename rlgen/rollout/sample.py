@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -37,12 +36,7 @@ def rollout(
         version: of the weights that must have sampled.
         dialogue: how conversations of several turns are led; None: a completion is one turn.
 
-    Returns:
-        One group per prompt, in the order of the prompts; samples carry the prompt's position as `group_id`.
-
-    Raises:
-        EngineError: as `Engine.generate` raises it.
-        SentinelError: an answer does not match its request.
+    Raises as `Engine.generate` and `check_answers`.
     """
     requests = requests_for(prompts, group_size, run_seed)
     if dialogue is None:
@@ -50,9 +44,7 @@ def rollout(
     else:
         places = [(prompt, index) for prompt in prompts for index in range(group_size)]
         talks = Conversations(dialogue, places, requests, sampling, version, version)
-        with closing(talks):
-            engine.generate(requests, sampling, talks.finished, talks.further)
-        completions = talks.result()
+        completions = talks.sampled(lambda: engine.generate(requests, sampling, talks.finished, talks.further))
     check_answers(requests, completions, sampling, version, joined=dialogue is not None)
     return groups_of(prompts, requests, completions, sampling, tokenizer)
 
@@ -75,8 +67,7 @@ def groups_of(
 ) -> list[Group]:
     """Builds one group per prompt from checked completions, which must be in the order of `requests_for`.
 
-    Raises:
-        SentinelError: nothing ended a completion of which the engine says so.
+    Raises SentinelError if nothing ended a completion of which the engine says so.
     """
     group_size = len(requests) // max(1, len(prompts))
     places = [(prompt, index) for prompt in prompts for index in range(group_size)]
@@ -90,26 +81,29 @@ def groups_of(
                 f"the engine says that completion {index} of prompt {prompt.position} has ended, but neither a stop token nor a"
                 " text of rollout.stop is at its end; make the engine keep all ids",
             )
-        samples[prompt.position].append(
-            Sample(
-                group_id=prompt.position,
-                sample_index=index,
-                prompt_ids=request.prompt_ids,
-                completion_ids=completion.token_ids,
-                sampler_logp=completion.logp,
-                spans=completion.spans,
-                finish_reason=completion.finish_reason,
-                seed=request.seed,
-                completion=text,
-                rewards={},
-                reward=None,
-                cached_tokens=completion.cached_tokens,
-                messages=completion.messages,
-                counts=completion.counts,
-                images=request.images,
-            )
-        )
+        samples[prompt.position].append(sample_of(prompt, index, request.seed, completion, text))
     return [Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples[prompt.position])) for prompt in prompts]
+
+
+def sample_of(prompt: Prompt, index: int, seed: int, completion: Completion, text: str) -> Sample:
+    """Returns a completion of a prompt as a sample without rewards."""
+    return Sample(
+        group_id=prompt.position,
+        sample_index=index,
+        prompt_ids=prompt.prompt_ids,
+        completion_ids=completion.token_ids,
+        sampler_logp=completion.logp,
+        spans=completion.spans,
+        finish_reason=completion.finish_reason,
+        seed=seed,
+        completion=text,
+        rewards={},
+        reward=None,
+        cached_tokens=completion.cached_tokens,
+        messages=completion.messages,
+        counts=completion.counts,
+        images=prompt.images,
+    )
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop_ids: Sequence[int]) -> str:

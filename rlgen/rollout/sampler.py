@@ -1,7 +1,7 @@
 """Sampling of a run's rollouts, step by step: when a step needs them, or in the background while steps before train."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +10,7 @@ from rlgen.engines.base import Engine, Finished, Pending, Submit
 from rlgen.engines.further import FollowUpQueue
 from rlgen.errors import SentinelError
 from rlgen.rollout.answers import check_answers
-from rlgen.rollout.conversations import Conversations, Dialogue, Joined
+from rlgen.rollout.conversations import Conversations, Dialogue
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sample import groups_of, requests_for
@@ -28,6 +28,11 @@ class Call:
     finished: Finished  # called for each completion, with its index into `asked`
     talks: Conversations | None = None  # of the requests of `asked`; None: their completions are one turn
     pending: Pending | None = None  # the engine's future answers, if it answers in the background
+
+    @property
+    def to_engine(self) -> list[Request]:
+        """Returns the requests that go to the engine."""
+        return [self.requests[place] for place in self.asked]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,18 +76,15 @@ class Sampler:
     def groups(self, step: int, prompts: Sequence[Prompt] | None = None) -> tuple[list[Group], int]:
         """Returns the groups of `step`, trained from weights of version `step` - 1, and the number of samples dropped as too old.
 
+        Raises as `Engine.generate` and `check_answers`.
+
         Args:
             prompts: of this engine; None: `prompts_of` the step.
-
-        Raises:
-            EngineError: as `Engine.generate` raises it.
-            SentinelError: an answer does not match its request.
         """
         prompts, version = self.prompts_of(step) if prompts is None else prompts, step - 1
         if self.submit_to is None:
             call = self.call(step, prompts, oldest=version)
-            answers = self.generate(call, version) if call.asked else []
-            return self.answered(call, answers, version, oldest=version), 0
+            return self.answered(call, self.generate(call, version) if call.asked else [], version, oldest=version), 0
         if step not in self.pending:
             self.submit(step, self.submit_to)
             if step > 1 and not self.in_flight and (late := len(self.pending[step].asked)):
@@ -92,7 +94,10 @@ class Sampler:
                 )
         self.fill(range(step + 1, step + self.ahead), version, self.submit_to)
         call = self.pending[step]
-        answers = call.pending.result() if call.pending else []
+        if call.pending is None:
+            answers: Sequence[Completion] = []
+        else:
+            answers = call.pending.result() if call.talks is None else call.talks.sampled(call.pending.result)
         del self.pending[step]  # not earlier: an interrupt during the wait saves a checkpoint, which needs the pending call
         self.fill(range(step + 1, step + 1 + self.ahead), version, self.submit_to)
         groups, dropped = without_stale(self.answered(call, answers, version, oldest=0), version - self.max_staleness)
@@ -109,20 +114,23 @@ class Sampler:
         whole = self.all_or_none or self.custom is not None
         asked = list(range(len(requests))) if missing and whole else missing
         # What an earlier attempt has of a step may be its rewards, too: they are looked up when all of the step is there.
-        early = self.group_finished is not None and step not in self.journal.files
+        group_finished = None if step in self.journal.files else self.group_finished
         arrived: dict[int, Completion] = {}
 
         def finished(of_call: int, completion: Completion) -> None:
             place = asked[of_call]
             if self.journals and place not in found:
                 self.journal.answered(step, *places[place], requests[place], self.sampling, completion)
-            if early:
+            if group_finished is not None:
                 arrived[place] = completion
                 which = place // self.group_size
                 of_group = range(which * self.group_size, (which + 1) * self.group_size)
                 if all(one in arrived for one in of_group):
                     answers = [arrived.pop(one) for one in of_group]
-                    self.hand_over(step, prompts[which], [requests[one] for one in of_group], answers, oldest)
+                    asks = [requests[one] for one in of_group]
+                    with suppress(SentinelError):  # `answered` raises it when the whole step is there
+                        check_answers(asks, answers, self.sampling, step - 1, oldest, joined=self.dialogue is not None)
+                        group_finished(step, *groups_of([prompts[which]], asks, answers, self.sampling, self.tokenizer))
 
         talks = None
         if self.dialogue is not None and asked:
@@ -136,17 +144,14 @@ class Sampler:
         if self.custom is not None:
             given = call.prompts, call.requests, self.sampling, self.tokenizer, version, call.finished
             return self.custom(self.engine, *given)
-        asked = [call.requests[place] for place in call.asked]
         if self.interruptible:
             self.joining = FollowUpQueue() if call.talks is None else call.talks.further
             if self.given_up is not None:
                 raise self.given_up
-        if call.talks is None:
-            with_further = () if self.joining is None else (self.joining,)
-            return self.engine.generate(asked, self.sampling, call.finished, *with_further)
-        with closing(call.talks):
-            self.engine.generate(asked, self.sampling, call.talks.finished, call.talks.further)
-        return call.talks.result()
+        if (talks := call.talks) is not None:
+            return talks.sampled(lambda: self.engine.generate(call.to_engine, self.sampling, talks.finished, talks.further))
+        with_further = () if self.joining is None else (self.joining,)
+        return self.engine.generate(call.to_engine, self.sampling, call.finished, *with_further)
 
     def give_up(self, error: BaseException) -> None:
         """Makes the call to the engine in another thread, running or about to begin, raise `error` at its next decode step."""
@@ -154,26 +159,10 @@ class Sampler:
         if self.joining is not None:
             self.joining.fail(error)
 
-    def hand_over(
-        self, step: int, prompt: Prompt, requests: Sequence[Request], answers: Sequence[Completion], oldest: int
-    ) -> None:
-        """Passes a group whose answers are all there to `group_finished`.
-
-        Skips a group with a wrong answer: `answered` raises that error when the whole step is there.
-        """
-        with suppress(SentinelError):
-            check_answers(requests, answers, self.sampling, step - 1, oldest, joined=self.dialogue is not None)
-            assert self.group_finished is not None
-            self.group_finished(step, *groups_of([prompt], requests, answers, self.sampling, self.tokenizer))
-
     def answered(self, call: Call, answers: Sequence[Completion], version: int, oldest: int) -> list[Group]:
-        """Builds the groups of a call from the engine's answers and those of the journal; both are checked in the same way.
-
-        Raises:
-            SentinelError: an answer does not match its request.
-        """
+        """Builds the groups of a call from the engine's answers and those of the journal, which it checks in the same way."""
         joined, free = self.dialogue is not None, self.custom is not None
-        check_answers([call.requests[place] for place in call.asked], answers, self.sampling, version, oldest, joined, free)
+        check_answers(call.to_engine, answers, self.sampling, version, oldest, joined, free)
         replayed = [call.requests[place] for place in call.found]
         check_answers(replayed, list(call.found.values()), self.sampling, version, oldest, joined, free)
         of_place = {**dict(zip(call.asked, answers, strict=True)), **call.found}
@@ -181,11 +170,7 @@ class Sampler:
         return groups_of(call.prompts, call.requests, completions, self.sampling, self.tokenizer)
 
     def fill(self, steps: Iterable[int], version: int, submit_to: Submit) -> None:
-        """Submits those of `steps` that are not under way, except those with journal answers from weights newer than the present.
-
-        Args:
-            version: of the present weights.
-        """
+        """Submits those of `steps` that are not under way, and have no journal answers from weights newer than `version`."""
         for step in steps:
             if step not in self.pending and self.journal.newest_version(step) <= version:
                 self.submit(step, submit_to)
@@ -195,12 +180,8 @@ class Sampler:
         if prompts := self.prompts_of(step):
             call = self.call(step, prompts, oldest=0)
             if call.asked:
-                asked = [call.requests[place] for place in call.asked]
-                if call.talks is None:
-                    call = replace(call, pending=submit_to(asked, self.sampling, call.finished))
-                else:
-                    sampled = submit_to(asked, self.sampling, call.talks.finished, call.talks.further)
-                    call = replace(call, pending=Joined(sampled, call.talks))
+                hooks = (call.finished,) if call.talks is None else (call.talks.finished, call.talks.further)
+                call = replace(call, pending=submit_to(call.to_engine, self.sampling, *hooks))
             self.pending[step] = call
 
     def before_sync(self) -> None:

@@ -26,14 +26,7 @@ def score(
 def score_at(
     policy: Scored, samples: Sequence[Sample], distributions: Sequence[Distribution], budget: int, processes: Processes
 ) -> list[Tensor]:
-    """Returns log-probs under K distributions from one forward pass: one [K, L] tensor per sample, otherwise as `score`.
-
-    Meant for the few samples of a probe: all processes pass the same samples, each scores a share of them, and all get
-    bit-identical results.
-
-    Raises:
-        SetupError: not enough memory.
-    """
+    """Returns log-probs under K distributions from one forward pass: one [K, L] tensor per sample, otherwise as `score`."""
     return shared_out(samples, budget, processes, lambda batch: policy(batch, distributions).logp)
 
 
@@ -60,21 +53,19 @@ def score_in(
 ) -> list[Tensor]:
     """Returns what `Policy.scores_in` computes: one [2, K, L] tensor per sample, otherwise as `score_at`."""
 
-    def compute(batch: Batch) -> Tensor:
-        return policy.scores_in(batch, distributions, held, dtype).flatten(0, 1)
-
-    found = shared_out(samples, budget, processes, compute)
+    found = shared_out(
+        samples, budget, processes, lambda batch: policy.scores_in(batch, distributions, held, dtype).flatten(0, 1)
+    )
     return [scores.unflatten(0, (2, len(distributions))) for scores in found]
 
 
 def shared_out(samples: Sequence[Sample], budget: int, processes: Processes, compute: Callable[[Batch], Tensor]) -> list[Tensor]:
-    """Has each process compute a share of the samples. Returns one [K, L] tensor per sample, the same in all processes.
+    """Has each process compute a share of the samples, which are few and the same in all of them.
+
+    Returns one [K, L] tensor per sample, bit-identical in all processes. Raises SetupError if the memory does not suffice.
 
     Args:
         compute: [K, B, T] of a micro-batch.
-
-    Raises:
-        SetupError: not enough memory.
     """
     columns = Samples.of(samples, ())
     scored: list[tuple[int, Tensor]] = []
@@ -99,9 +90,6 @@ def score_own(
     Args:
         micro_batches: rows of each forward pass, the same number of micro-batches in every process; None: planned here.
         packed: whether `policy` computes rows without padding.
-
-    Raises:
-        SetupError: not enough memory.
     """
     if micro_batches is None:
         prompts = Prompts(samples.group_id, samples.prompt_ids.lengths) if packed else None
@@ -110,10 +98,10 @@ def score_own(
         most = int(processes.total(torch.tensor(len(planned)), "max"))
         micro_batches = [*planned, *([] for _ in range(most - len(planned)))]
 
-    def compute(batch: Batch) -> Tensor:
-        return policy(batch, (distribution,)).logp
-
-    scored = [(rows, forward(compute, samples, rows, budget, processes)[0]) for rows in micro_batches]
+    scored = [
+        (rows, forward(lambda batch: policy(batch, (distribution,)).logp, samples, rows, budget, processes)[0])
+        for rows in micro_batches
+    ]
     return unpad([(rows, values) for rows, values in scored if rows], samples.completion_ids.offsets)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,11 @@ from rlgen.algorithms.base import Scores
 from rlgen.processes import Processes
 from rlgen.types import Samples
 
+# Columns of `Samples` that the table has as they are.
+OF_SAMPLES = (
+    *("group_id", "sample_index", "sampled_tokens", "turns", "weight_version", "newest_version"),
+    *("truncated", "rewards", "reward"),
+)
 CAUSES = ("error", "timeout", "died", "memory")  # why rewards fail
 
 
@@ -41,34 +47,26 @@ class RowTable:
         """Gathers the rows of all processes. This is a collective.
 
         Args:
-            samples: of this process.
-            first: index of the first of them among all samples that this process holds.
+            first: index of the first of `samples` among all that this process holds.
         """
         count, labels = len(samples), samples.labels
-        rows = np.zeros(
-            count,
-            dtype=[
-                *(("holder", "i4"), ("place", "i4"), ("group_id", "i8"), ("sample_index", "i4"), ("prompt_tokens", "i4")),
-                *(("completion_tokens", "i4"), ("sampled_tokens", "i4"), ("turns", "i4"), ("weight_version", "i4")),
-                *(("newest_version", "i4"), ("truncated", "?")),
-                *(("rewards", "f8", (len(labels),)), ("reward", "f8"), ("causes", "i1", (len(labels),))),
-            ],
-        )
-        rows["holder"], rows["place"] = processes.rank, np.arange(first, first + count)
-        rows["group_id"], rows["sample_index"] = samples.group_id, samples.sample_index
-        rows["prompt_tokens"], rows["completion_tokens"] = samples.prompt_ids.lengths, samples.completion_ids.lengths
-        rows["sampled_tokens"], rows["weight_version"] = samples.sampled_tokens, samples.weight_version
-        rows["turns"], rows["newest_version"] = samples.turns, samples.newest_version
-        rows["truncated"], rows["rewards"], rows["reward"] = samples.truncated, samples.rewards, samples.reward
-        rows["causes"] = -1
+        causes = np.full((count, len(labels)), -1, dtype=np.int8)
         for row, errors in enumerate(samples.reward_errors):
             for label, text in errors.items():
-                rows["causes"][row, labels.index(label)] = CAUSES.index(text.partition(":")[0])
+                causes[row, labels.index(label)] = CAUSES.index(text.partition(":")[0])
+        own: dict[str, NDArray[Any]] = {
+            "holder": np.full(count, processes.rank),
+            "place": np.arange(first, first + count),
+            "prompt_tokens": samples.prompt_ids.lengths,
+            "completion_tokens": samples.completion_ids.lengths,
+            "causes": causes,
+            **{name: getattr(samples, name) for name in OF_SAMPLES},
+        }
+        rows = np.zeros(count, dtype=[(name, column.dtype, column.shape[1:]) for name, column in own.items()])
+        for name, column in own.items():
+            rows[name] = column
         every = processes.gather_rows(rows)
-        columns = {name: np.ascontiguousarray(every[name]) for name in every.dtype.names or ()}
-        for name, column in columns.items():
-            if column.dtype == np.int32:
-                columns[name] = column.astype(np.int64)
+        columns = {name: np.ascontiguousarray(every[name]) for name in own}
         return cls(labels=labels, replaced=np.zeros(len(every), dtype=bool), **columns)
 
     @classmethod

@@ -1,7 +1,5 @@
 """Answers the turns of a model that call tools: reads the calls, runs them, and appends what the tools answer."""
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -9,9 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from rlgen.data.suffix import Suffixes, identifier, told
+from rlgen.data.suffix import Suffixes, calls_of, told
 from rlgen.errors import RlgenError
 from rlgen.recipe.models import ToolFormat
 from rlgen.rollout.turns import Answer, ConversationState, Reply
@@ -30,23 +26,18 @@ COUNTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ToolTurns:
     """Answers the model with tools. Implements `Turns`."""
 
     box: ToolBox
     suffixes: Suffixes
-    tokenizer: PreTrainedTokenizerBase
     format: ToolFormat
-    digest: str
-    opened: bool  # the chat template begins a turn with <think>
 
-    @classmethod
-    def of(cls, box: ToolBox, suffixes: Suffixes, tokenizer: PreTrainedTokenizerBase, form: ToolFormat) -> "ToolTurns":
-        """Puts the parts together."""
-        decides = [box.digest, form, str(tokenizer.chat_template), dict(suffixes.data.template_args)]
-        digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-        return cls(box=box, suffixes=suffixes, tokenizer=tokenizer, format=form, digest=digest, opened=suffixes.opens_thinking)
+    @property
+    def digest(self) -> str:
+        """Returns the digest of the tools, their calls' format and the chat template."""
+        return self.suffixes.digest(self.box.digest, self.format)
 
     @property
     def code(self) -> Mapping[str, str | None]:
@@ -54,13 +45,9 @@ class ToolTurns:
         return {f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.pool.facts(), strict=True)}
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
-        """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered.
-
-        Args:
-            room: tokens that the completion may still take.
-        """
-        text = self.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=False)
-        turn = read_turn(self.format, text, self.opened, self.box.schemas)
+        """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered."""
+        text = self.suffixes.tokenizer.decode(talk.completion.token_ids[:-1], skip_special_tokens=False)
+        turn = read_turn(self.format, text, self.suffixes.opens_thinking, self.box.schemas)
         if not turn.calls:
             answer(None)
         elif talk.last:
@@ -72,16 +59,15 @@ class ToolTurns:
     def answered(
         self, talk: ConversationState, room: int, turn: Turn, answer: Answer, answers: Sequence[ToolAnswer] | RlgenError
     ) -> None:
-        """Passes on what follows a turn whose tools have answered.
-
-        Args:
-            answers: to the calls that are not malformed, in order.
-        """
+        """Passes on what follows a turn whose tools have answered the calls that are not malformed, in their order."""
         if isinstance(answers, RlgenError):
             answer(answers)
             return
         came = iter(answers)
-        every = [malformed(call) if isinstance(call, Malformed) else next(came) for call in turn.calls]
+        every = [
+            ToolAnswer(f"Error: the call cannot be read: {call.why}") if isinstance(call, Malformed) else next(came)
+            for call in turn.calls
+        ]
         limits = {entry.label: entry.max_output_tokens for entry in self.box.entries}
         default = self.box.entries[0].label
         names = [call.name if isinstance(call, ToolCall) and call.name in limits else default for call in turn.calls]
@@ -114,7 +100,7 @@ class ToolTurns:
         told = answers.result()
         if isinstance(told, RlgenError):
             raise told
-        stop = int(self.tokenizer.eos_token_id)
+        stop = int(self.suffixes.tokenizer.eos_token_id)
         return [
             (
                 [*self.suffixes.turn([(call.name, call.arguments)]), stop],
@@ -131,19 +117,10 @@ class ToolTurns:
         self.box.close()
 
 
-def malformed(call: Malformed) -> ToolAnswer:
-    """Returns the answer to a call that cannot be read."""
-    return ToolAnswer(f"Error: the call cannot be read: {call.why}")
-
-
 def assistant(turn: Turn) -> Mapping[str, Any]:
     """Returns a turn of the model as a message."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.thinking:
         message["reasoning_content"] = turn.thinking
-    calls = [
-        {"type": "function", "id": identifier(place), "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for place, call in enumerate(turn.calls)
-        if isinstance(call, ToolCall)
-    ]
+    calls = calls_of({place: (one.name, one.arguments) for place, one in enumerate(turn.calls) if isinstance(one, ToolCall)})
     return {**message, "tool_calls": calls} if calls else message

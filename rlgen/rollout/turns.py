@@ -52,12 +52,10 @@ class Turns(Protocol):
     @property
     def digest(self) -> str:
         """Returns the digest of everything that decides replies: the tools' sources, their limits, the chat template."""
-        ...
 
     @property
     def code(self) -> Mapping[str, str | None]:
         """Returns the SHA-256 of the user's code behind each part that replies: {"tools/search": "9f86d0..."}; None: built in."""
-        ...
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         """Works out what follows a turn, and calls `answer` once, perhaps from another thread, perhaps before it returns.
@@ -69,12 +67,9 @@ class Turns(Protocol):
             room: tokens that the completion may still take, reply and next turn together. A Reply whose ids leave no room for a
                 token ends the conversation, truncated.
         """
-        ...
 
     def end(self, conversation: Hashable) -> None:
         """Called for each conversation that has ended, in whatever way, even if `reply` never saw it. It must not wait."""
-        ...
 
     def close(self) -> None:
         """Frees all resources. No answer is needed any more."""
-        ...

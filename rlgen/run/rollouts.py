@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from rlgen.errors import CheckpointError
 from rlgen.files import flush, written
 from rlgen.rollout.columns import DataColumns
-from rlgen.rollout.digests import columns_digest
+from rlgen.rollout.frames import columns_digest
 from rlgen.rollout.parquet import FIXED, OF_TURNS, Rollout, Stamp, parts_of, write_part
 from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.rollout.sample import last_turn

@@ -51,7 +51,7 @@ def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Seq
                 "tools: the chat template does not show tools to the model, so that it could not call them; set"
                 " data.chat_template to a file with a template that does"
             )
-        return ToolTurns.of(box, suffixes, tokenizer, form)
+        return ToolTurns(box, suffixes, form)
     except BaseException:
         box.close()
         raise
@@ -66,4 +66,4 @@ def open_environment(
 ) -> EnvironmentTurns:
     """Opens the environment of the recipe, as `open_dialogue` does."""
     suffixes = Suffixes.open(tokenizer, recipe.data, (), stop_ids, settings.role)
-    return EnvironmentTurns.of(open_arena(settings, recipe.scoring, output), suffixes, tokenizer, recipe.data.columns.prompt)
+    return EnvironmentTurns(open_arena(settings, recipe.scoring, output), suffixes, recipe.data.columns.prompt)

@@ -290,7 +290,7 @@ def turns_of(arena: EnvPool, **settings: Any) -> tuple[EnvironmentTurns, Any]:
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     suffixes = Suffixes.open(tokenizer, DataRecipe(source="x"), (), [end], **settings)
-    return EnvironmentTurns.of(arena, suffixes, tokenizer, "prompt"), tokenizer
+    return EnvironmentTurns(arena, suffixes, "prompt"), tokenizer
 
 
 def talked(arena: EnvPool, said: list[str], max_turns: int = 8, tokens: int = 4000, **settings: Any) -> tuple[Any, Any, Any]:

@@ -169,3 +169,10 @@ def test_tools_that_misbehave_are_answered_bounded_masked_and_counted(boxes: Any
     nothing: list[Any] = []
     turns.reply(said(), 100, nothing.append)
     assert nothing == [None]
+
+
+def test_a_turn_may_have_many_answers() -> None:
+    suffixes = opened(QWEN25)
+    told = [f"answer {place}" for place in range(12)]
+    text = suffixes.tokenizer.decode(suffixes.ids(["f"] * 12, told, next(iter(suffixes.ends))))
+    assert [text.count(f"\n{one}\n") for one in told] == [1] * 12

@@ -80,7 +80,7 @@ def turns_of(box: ToolBox, tokenizer: Any, ends: Sequence[str], said: Any = None
     """What answers the model, with a tokenizer whose turns end by any of `ends`."""
     stops = [tokenizer.convert_tokens_to_ids(end) for end in ends]
     suffixes = Suffixes.open(tokenizer, DataRecipe(source="x", tool_format=said, **data), box.schemas, stops)
-    return ToolTurns.of(box, suffixes, tokenizer, format_of(tokenizer.chat_template, said))
+    return ToolTurns(box, suffixes, format_of(tokenizer.chat_template, said))
 
 
 class Scripted:
