@@ -12,10 +12,10 @@ from rich.text import Text
 
 from rlgen.analysis.aligned import BAND, By, other_charts
 from rlgen.analysis.comparison import Comparison, Verdict, compare
-from rlgen.analysis.comparison_page import title_of, write_comparison
 from rlgen.analysis.interval import Interval
 from rlgen.analysis.plot import STYLES, plot
 from rlgen.analysis.png import chosen, write_png
+from rlgen.analysis.report import title_of, write_comparison
 from rlgen.analysis.run import Run, read_run
 from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.cli.rollouts import finite

@@ -24,7 +24,7 @@ def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_js
     path = out or run.path / "report.html"
     if png:  # first: it fails without matplotlib, before anything is written
         write_png(path.with_suffix(".png"), run.name, chosen(charts_of(run)))
-    packed = write_report(run, path, rollouts).facts
+    packed = write_report(run, path, rollouts)
     size = path.stat().st_size
     if as_json:
         shown = {

@@ -79,8 +79,8 @@ def ending(path: Path, seconds: float, resumes: str | None = None) -> list[str]:
         seconds: since the command.
         resumes: the command that goes on; None: the run is done.
     """
-    from rlgen.analysis.ending import ending_of
     from rlgen.analysis.run import read_run
+    from rlgen.analysis.summary import ending_of
     from rlgen.run.find import RUNS, holds_run
 
     try:

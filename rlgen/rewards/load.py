@@ -85,11 +85,7 @@ def load_model(source: RewardSource, settings: "RewardModelArgs | JudgeArgs") ->
 
 
 def facts_of_model(settings: "RewardModelArgs | JudgeArgs", sha256: str | None = None) -> FunctionFacts:
-    """Returns what a reward that asks a model is called with, without asking it. Raises RewardError if its question is not there.
-
-    Args:
-        sha256: of the model's files, or of the question's; None: not known.
-    """
+    """Returns what a reward that asks a model is called with. Raises RewardError if its question is not there."""
     from rlgen.recipe.judges import RewardModelArgs
 
     if isinstance(settings, RewardModelArgs):
@@ -102,9 +98,7 @@ def facts_of_model(settings: "RewardModelArgs | JudgeArgs", sha256: str | None =
 
 
 def values_of(answer: Any, of_group: int | None) -> list[float | None] | Failed:
-    """Checks what a function returned, and returns it as a list: one value, or `of_group` values. Returns Failed if it is
-    malformed.
-    """
+    """Returns what a function returned as a list: one value, or `of_group` values; Failed if it is malformed."""
     if of_group is None:
         values: Any = [answer]
     elif not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != of_group:

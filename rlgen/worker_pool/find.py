@@ -35,10 +35,8 @@ def facts_of(use: str, function: Callable[..., Any], sha256: str | None, trade: 
 
 
 def find(use: str, trade: Trade) -> tuple[Callable[..., Any], str | None]:
-    """Returns the function that `use` names, and the hash of its code; None instead of the hash if the file is unknown.
-
-    Raises:
-        RlgenError: `trade.error`, if there is no such module or function.
+    """Returns the function that `use` names, and the hash of its code; None instead of the hash if the file is unknown. Raises
+    `trade.error` if there is no such module or function.
     """
     source, _, name = use.rpartition(":")
     written: str | None = None
@@ -82,7 +80,6 @@ def code_hash(file: Path) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file's bytes, in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -21,13 +21,12 @@ from selenium.webdriver import Chrome
 from typer.testing import CliRunner
 
 from rlgen.analysis.charts import charts_of
-from rlgen.analysis.health import verdicts_of
 from rlgen.analysis.pack import choose, halves, short
 from rlgen.analysis.page import ASSETS, island
 from rlgen.analysis.pieces import BYTES, piece, tokenizer_of
 from rlgen.analysis.report import SCRIPTS
 from rlgen.analysis.run import read_run
-from rlgen.analysis.summary import duration, facts_of
+from rlgen.analysis.summary import duration, facts_of, verdicts_of
 from rlgen.analysis.weights import Code, weights_of
 from rlgen.cli.app import app
 from rlgen.recipe import Recipe
