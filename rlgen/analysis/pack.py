@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rlgen.analysis.run import Run
-from rlgen.analysis.weights import weights_of
+from rlgen.recipe import Recipe
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of
 from rlgen.rollout.read import metadata_of, read_rollouts, rollout_steps
 from rlgen.types import Ragged
@@ -39,17 +40,10 @@ class Packed:
     parts: Mapping[str, str]  # by name: "rows", "pieces", "texts-0", "tokens-0", ...
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The steps whose rollouts are in the report, and how many steps and rollouts the run has."""
-
-    steps: Sequence[int]
-    total_steps: int
-    total_rows: int
-
-
-def choose(run: Path, most_rows: int) -> Choice:
-    """Returns the newest step and every n-th before it, with the smallest n that keeps to `most_rows` and `MOST_TOKENS`."""
+def choose(run: Path, most_rows: int) -> tuple[list[int], int, int]:
+    """Returns the newest step and every n-th before it, with the smallest n that keeps to `most_rows` and `MOST_TOKENS`; and how
+    many steps and rollouts the run has.
+    """
     steps = rollout_steps(run / "rollouts")
     sizes = [size_of(run / "rollouts" / f"step_{step:06d}.parquet") for step in steps]
     for every in range(1, len(steps) + 1):
@@ -57,15 +51,11 @@ def choose(run: Path, most_rows: int) -> Choice:
         rows, tokens = (sum(sizes[place][of] for place in chosen) for of in (0, 1))
         if rows <= most_rows and tokens <= MOST_TOKENS:
             break
-    return Choice([steps[place] for place in chosen][::-1] if steps else [], len(steps), sum(rows for rows, _ in sizes))
+    return [steps[place] for place in chosen][::-1] if steps else [], len(steps), sum(rows for rows, _ in sizes)
 
 
 def size_of(path: Path) -> tuple[int, int]:
-    """Returns the rows and the completion tokens of a step, from the metadata of its files.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
+    """Returns the rows and the completion tokens of a step, by its files' metadata. Raises CheckpointError if one is damaged."""
     rows, tokens = 0, 0
     for part in parts_of(path):
         found = metadata_of(part)
@@ -76,21 +66,13 @@ def size_of(path: Path) -> tuple[int, int]:
 
 
 def pack(run: Run, most_rows: int) -> tuple[Packed, list[int]]:
-    """Packs the rollouts of a run.
-
-    Returns:
-        The rollouts, and the token ids that occur in them, in the order of `pieces`.
-    """
-    choice = choose(run.path, most_rows)
+    """Packs the rollouts of a run. Returns also the token ids that occur in them, in the order of `pieces`."""
+    steps, total_steps, total_rows = choose(run.path, most_rows)
     rows: dict[str, list[Any]] = {}
-    chunks: list[Chunk] = []
-    shown = 0
-    for tables in chunked(run.path, choice.steps, most_rows):
-        chunk = Chunk.of(run, tables)
+    chunks = [Chunk.of(run, table) for table in chunked(run.path, steps, most_rows)]
+    for chunk in chunks:
         for name, values in chunk.rows.items():
             rows.setdefault(name, []).extend(values)
-        chunks.append(chunk)
-        shown += len(tables)
     ids, counts = np.unique(np.concatenate([chunk.ids for chunk in chunks] or [np.zeros(0, np.int32)]), return_counts=True)
     by_frequency = np.argsort(-counts, kind="stable")
     rank = np.empty(len(ids), np.uint32)
@@ -98,15 +80,14 @@ def pack(run: Run, most_rows: int) -> tuple[Packed, list[int]]:
     parts = {"rows": packed_json(rows)}
     for place, chunk in enumerate(chunks):
         parts[f"texts-{place}"] = packed_json(chunk.texts)
-        parts[f"tokens-{place}"] = packed(
-            planes([rank[np.searchsorted(ids, chunk.ids)], chunk.sampler, chunk.delta, chunk.flags])
-        )
+        columns: list[NDArray[Any]] = [rank[np.searchsorted(ids, chunk.ids)], chunk.sampler, chunk.delta, chunk.flags]
+        parts[f"tokens-{place}"] = packed(planes(columns))
     correction = run.recipe.trainer.correction
     facts = {
-        "count": shown,
-        "total": choice.total_rows,
-        "steps": len(choice.steps),
-        "totalSteps": choice.total_steps,
+        "count": sum(len(chunk.rows["step"]) for chunk in chunks),
+        "total": total_rows,
+        "steps": len(steps),
+        "totalSteps": total_steps,
         "chunks": [len(chunk.rows["step"]) for chunk in chunks],
         "low": correction.min,
         "high": correction.max,
@@ -149,9 +130,8 @@ class Chunk:
 
     @classmethod
     def of(cls, run: Run, table: pa.Table) -> "Chunk":
-        ids, sampler, policy, mask = (
-            ragged(table, name) for name in ("completion_ids", "sampler_logp", "policy_logp", "loss_mask")
-        )
+        names = ("completion_ids", "sampler_logp", "policy_logp", "loss_mask")
+        ids, sampler, policy, mask = (ragged(table, name) for name in names)
         lengths = ids.lengths
         delta = np.full(len(ids.values), np.nan, dtype=np.float32)
         compared = np.repeat(policy.lengths > 0, lengths)
@@ -163,10 +143,8 @@ class Chunk:
         prompts, place = prompts_of(table)
         numbers = {name: table[name].to_numpy() for name in ("step", "group_id", "sample_index", "reward", "advantage")}
         rows = {name: [short(value) for value in np.asarray(values, float).tolist()] for name, values in numbers.items()}
-        rows |= {
-            f"reward/{name}": [short(value) for value in values.to_pylist()]
-            for name, values in zip(labels, flat(single), strict=True)
-        }
+        for label, values in zip(labels, [] if single is None else single.flatten(), strict=True):
+            rows[f"reward/{label}"] = [short(value) for value in values.to_pylist()]
         return cls(
             labels=labels,
             rows={
@@ -191,8 +169,54 @@ class Chunk:
         )
 
 
-def flat(rewards: pa.StructArray | None) -> list[pa.Array]:
-    return [] if rewards is None else rewards.flatten()
+class Code(IntEnum):
+    """How the weight of a token follows from its ratio."""
+
+    NONE = 0  # it has no weight: outside the mask, or not trained
+    RATIO = 1
+    ZERO = 2
+    LOW = 3  # the lower cap
+    HIGH = 4  # the upper cap
+    ROW = 5  # the weight of its whole completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """The weights of some rollouts."""
+
+    codes: NDArray[np.uint8]  # [N]
+    rows: NDArray[np.float64]  # [B], for `Code.ROW`; NaN for rows without
+
+
+def weights_of(recipe: Recipe, policy_logp: Ragged, sampler_logp: Ragged, loss_mask: Ragged) -> Weights:
+    """Returns the weights that the loss used for these rows.
+
+    Args:
+        policy_logp: [B] rows; empty for a row that was not trained.
+    """
+    import torch
+
+    from rlgen.algorithms.base import correction_of
+    from rlgen.losses.correction import importance_weight, log_ratio, ratio_of
+
+    correction = correction_of(recipe.trainer.correction)
+    codes = np.full(len(sampler_logp.values), Code.NONE, dtype=np.uint8)
+    rows = np.full(len(sampler_logp), np.nan)
+    trained = policy_logp.lengths > 0
+    for row in trained.nonzero()[0].tolist():
+        mask = torch.from_numpy(np.array(loss_mask[row]))[None]
+        policy, sampler = (torch.from_numpy(np.array(of[row]))[None] for of in (policy_logp, sampler_logp))
+        weight = importance_weight(policy, sampler, mask, correction)
+        ratio = ratio_of(log_ratio(policy, sampler, mask), correction)
+        place = slice(int(sampler_logp.offsets[row]), int(sampler_logp.offsets[row + 1]))
+        if correction.of_rows or correction.mode == "none":
+            rows[row] = float(weight[0, 0])
+            code = torch.full_like(mask, Code.ROW, dtype=torch.uint8)
+        else:
+            code = torch.where(weight == ratio, Code.RATIO, torch.where(weight < ratio, Code.HIGH, Code.LOW))
+            code = torch.where(weight == 0, Code.ZERO, code)
+        codes[place] = torch.where(mask, code, Code.NONE)[0].numpy()
+    return Weights(codes=codes, rows=rows)
 
 
 def ragged(table: pa.Table, name: str) -> Ragged:

@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -89,13 +89,27 @@ class Scorer:
             for number, ask in enumerate(asks, first)
         ]
 
-    def scored(self, group: Group, values: "Values") -> Group:
-        """Returns the group with the values of its rewards, in the recipe's order, and their weighted sums."""
-        weights = self.weights
-        table = [{label: values.rewards[key(sample)][label] for label in weights} for sample in group.samples]
+    def scored(self, group: Group, results: Iterable[tuple[Ask, Sequence[float | None] | Failed]]) -> Group:
+        """Returns the group with the values of its rewards and their weighted sums.
+
+        A failed call gives 0.0 if the reward's `on_error` is zero, else None, and an entry in `reward_errors`.
+
+        Args:
+            results: of its calls, in the order of `calls_of`, which is the recipe's.
+        """
+        table: dict[int, dict[str, float | None]] = {sample.sample_index: {} for sample in group.samples}
+        errors: dict[int, dict[str, str]] = {sample.sample_index: {} for sample in group.samples}
+        for ask, result in results:
+            label, values = ask.reward.label, result
+            if isinstance(values, Failed):
+                for sample in ask.samples:
+                    errors[sample.sample_index][label] = f"{values.cause}: {values.message}"
+                values = [0.0 if ask.reward.on_error == "zero" else None] * len(ask.samples)
+            for sample, value in zip(ask.samples, values, strict=True):
+                table[sample.sample_index][label] = value
         samples: list[Sample] = []
-        for sample, rewards, total in zip(group.samples, table, weighted_sums(table, weights), strict=True):
-            wrong = values.errors.get(key(sample), {})
+        for sample, total in zip(group.samples, weighted_sums(list(table.values()), self.weights), strict=True):
+            rewards, wrong = table[sample.sample_index], errors[sample.sample_index]
             # The value of a failed reward is unknown: its sample is not compared with the others.
             known = all(rewards[label] is not None for label in wrong)
             samples.append(replace(sample, rewards=rewards, reward=total if known else None, reward_errors=wrong))
@@ -183,10 +197,7 @@ class Scoring:
                 group = self._asks[outcome.id].group
                 calls = self._calls[group.group_id]
             if outcome.id in calls and all(number in self._outcomes for number in calls):
-                values = Values({}, {})
-                for number in calls:
-                    values.take(self._asks[number], self._outcomes[number].value)
-                settled.append(self._scorer.scored(group, values))
+                settled.append(self._scored(group))
         return settled
 
     def result(self, groups: Sequence[Group]) -> list[Group]:
@@ -198,47 +209,30 @@ class Scoring:
         Raises:
             RewardError: as `Scorer.score` does. Calls that still run are then cancelled.
         """
-        scorer, values = self._scorer, Values({}, {})
         for group in groups:
             if self._groups.get(group.group_id) != group:
                 self.add(group)
-        counting = {number for number, ask in enumerate(self._asks) if self._groups[ask.group.group_id] is ask.group}
+        counting = {number for calls in self._calls.values() for number in calls}
         calls = Counter(self._asks[number].reward.label for number in counting)
-        budget = {reward.label: math.ceil(reward.max_error_fraction * calls[reward.label]) for reward in scorer.rewards}
         spent: Counter[str] = Counter()
         with closing(self._stream):
             for outcome in chain(list(self._outcomes.values()), self._stream.outcomes()):
-                if outcome.id not in counting:
-                    continue
-                ask, result = self._asks[outcome.id], outcome.value
-                label = ask.reward.label
-                if isinstance(result, Failed):
+                self._outcomes[outcome.id] = outcome
+                if outcome.id in counting and isinstance(outcome.value, Failed):
+                    ask = self._asks[outcome.id]
+                    label = ask.reward.label
                     spent[label] += 1
-                    scorer.failed(ask, result, self._step, spent[label], budget[label])
-                values.take(ask, result)
-        return [scorer.scored(group, values) for group in groups]
+                    budget = math.ceil(ask.reward.max_error_fraction * calls[label])
+                    self._scorer.failed(ask, outcome.value, self._step, spent[label], budget)
+        return [self._scored(group) for group in groups]
+
+    def _scored(self, group: Group) -> Group:
+        calls = self._calls[group.group_id]
+        return self._scorer.scored(group, [(self._asks[number], self._outcomes[number].value) for number in calls])
 
     def close(self) -> None:
         """Cancels the calls that still run."""
         self._stream.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """Results of calls so far, by (group id, sample index) and by the reward's label."""
-
-    rewards: dict[tuple[int, int], dict[str, float | None]]
-    errors: dict[tuple[int, int], dict[str, str]]
-
-    def take(self, ask: Ask, result: tuple[float | None, ...] | Failed) -> None:
-        """Stores the result of a call. A failed one gives 0.0 if `on_error` is zero, else None, and an entry in `errors`."""
-        label = ask.reward.label
-        if isinstance(result, Failed):
-            for sample in ask.samples:
-                self.errors.setdefault(key(sample), {})[label] = f"{result.cause}: {result.message}"
-            result = (0.0 if ask.reward.on_error == "zero" else None,) * len(ask.samples)
-        for sample, value in zip(ask.samples, result, strict=True):
-            self.rewards.setdefault(key(sample), {})[label] = value
 
 
 class SentIds:
@@ -320,11 +314,6 @@ def limits_of_model(settings: RewardModelArgs | JudgeArgs, limits: WorkerLimits,
 def shown_as(value: Any) -> Any:
     """Converts a value that JSON cannot encode: token ids to a list, anything else to its repr."""
     return numpy.asarray(value.ids).tolist() if isinstance(value, SentIds) else repr(value)
-
-
-def key(sample: Sample) -> tuple[int, int]:
-    """Returns (group id, sample index), which identifies a sample within a step."""
-    return sample.group_id, sample.sample_index
 
 
 def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, float]) -> list[float | None]:
