@@ -32,14 +32,6 @@ SCALE = 256  # of log-probs: small differences would lose digits as 16-bit float
 DIGITS = 6  # significant digits of the numbers of a row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """The rollouts of a report. All texts are base64 of gzip."""
-
-    facts: Mapping[str, Any]  # what the browser needs to read the rest
-    parts: Mapping[str, str]  # by name: "rows", "pieces", "texts-0", "tokens-0", ...
-
-
 def choose(run: Path, most_rows: int) -> tuple[list[int], int, int]:
     """Returns the newest step and every n-th before it, with the smallest n that keeps to `most_rows` and `MOST_TOKENS`; and how
     many steps and rollouts the run has.
@@ -65,8 +57,13 @@ def size_of(path: Path) -> tuple[int, int]:
     return rows, tokens
 
 
-def pack(run: Run, most_rows: int) -> tuple[Packed, list[int]]:
-    """Packs the rollouts of a run. Returns also the token ids that occur in them, in the order of `pieces`."""
+def pack(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, str], list[int]]:
+    """Packs the rollouts of a run.
+
+    Returns:
+        What the browser needs to read the rest; parts by name, "rows", "texts-0", "tokens-0", ..., each base64 of gzip; and the
+        token ids that occur, in the order of "pieces".
+    """
     steps, total_steps, total_rows = choose(run.path, most_rows)
     rows: dict[str, list[Any]] = {}
     chunks = [Chunk.of(run, table) for table in chunked(run.path, steps, most_rows)]
@@ -93,7 +90,7 @@ def pack(run: Run, most_rows: int) -> tuple[Packed, list[int]]:
         "high": correction.max,
         "rewards": sorted({label for chunk in chunks for label in chunk.labels}),
     }
-    return Packed(facts=facts, parts=parts), ids[by_frequency].tolist()
+    return facts, parts, ids[by_frequency].tolist()
 
 
 def chunked(run: Path, steps: Sequence[int], most_rows: int) -> Iterator[pa.Table]:

@@ -29,12 +29,12 @@ def write_report(run: Run, path: Path, most_rows: int) -> Mapping[str, Any]:
     Raises:
         CheckpointError: a file of rollouts is damaged, or the report cannot be written.
     """
-    rollouts, ids = pack(run, most_rows)
+    rollouts, parts, ids = pack(run, most_rows)
     tokenizer = tokenizer_of(run)
-    parts = {**rollouts.parts, "pieces": packed_json({"ids": ids, "texts": pieces_of(tokenizer, ids)})}
-    facts = {**facts_of_page(run), "rollouts": {**rollouts.facts, "tokenizer": tokenizer is not None}}
+    parts["pieces"] = packed_json({"ids": ids, "texts": pieces_of(tokenizer, ids)})
+    facts = {**facts_of_page(run), "rollouts": {**rollouts, "tokenizer": tokenizer is not None}}
     write_page(path, f"{run.name} – rlgen report", SCRIPTS, facts, parts)
-    return rollouts.facts
+    return rollouts
 
 
 def write_comparison(comparison: Comparison, charts: Sequence[Chart], by: str, path: Path) -> None:

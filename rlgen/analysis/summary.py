@@ -85,9 +85,14 @@ def facts_of(run: Run, verdicts: Sequence[Verdict]) -> list[Fact]:
     return [fact for fact in found if fact is not None]
 
 
-def reward_fact(run: Run) -> Fact | None:
+def rewards_of(run: Run) -> tuple[float | None, float | None]:
+    """Returns the mean reward in the first and in the last tenth of the steps."""
     values = [number(row, Metric.REWARD_MEAN) for row in run.metrics]
-    first, last = tenth(values, last=False), tenth(values, last=True)
+    return tenth(values, last=False), tenth(values, last=True)
+
+
+def reward_fact(run: Run) -> Fact | None:
+    first, last = rewards_of(run)
     if first is None or last is None:
         return None
     change = f"{first:.3g} in the first tenth, {last - first:+.3g}"
@@ -155,10 +160,9 @@ def ending_of(run: Run, seconds: float, next_command: str) -> list[str]:
     step, steps = len(run.metrics), run.recipe.run.steps
     state = "done" if step >= steps else "stopped"
     lines = [f"{state}: {step} of {steps} steps, {as_clock(seconds)} since the command; {run.path}"]
-    rewards = [number(record, Metric.REWARD_MEAN) for record in run.metrics]
-    first, last = tenth(rewards, last=False), tenth(rewards, last=True)
+    first, last = rewards_of(run)
     if first is not None and last is not None:
-        of = "step" if len(rewards) < 20 else f"{len(rewards) // 10} steps"
+        of = "step" if step < 20 else f"{step // 10} steps"
         lines.append(f"reward: {first:.3f} in the first {of}, {last:.3f} in the last {of}")
     return [*lines, *evaluation_lines(run), *checkpoint_lines(run), f"next: {next_command}"]
 
@@ -182,6 +186,6 @@ def checkpoint_lines(run: Run) -> list[str]:
     if not steps:
         return []
     best = Best(run.evaluations).step
-    which, step = ("best", best) if best in steps else ("newest", max(steps))
-    assert step is not None
-    return [f"{which} checkpoint: {folder.path(step)}"]
+    if best is not None and best in steps:
+        return [f"best checkpoint: {folder.path(best)}"]
+    return [f"newest checkpoint: {folder.path(max(steps))}"]

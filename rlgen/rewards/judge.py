@@ -117,14 +117,10 @@ class Judge:
 
 
 def win_rates(items: Sequence[T], wins: Callable[[T, T], float]) -> list[float | None]:
-    """Returns the mean share that each item wins against the others of its group; their mean is 0.5.
+    """Returns [G], the mean share from 0 to 1 that each item wins against the others; None for a single one. Their mean is 0.5.
 
     Args:
-        items: [G] what is compared.
         wins: the share of the first of two items, from 0 (it loses) to 1; for the swapped items it gives 1 minus that.
-
-    Returns:
-        [G] from 0 to 1; None for a single item, which has nothing to be compared with.
     """
     rates: list[float | None] = []
     for place, item in enumerate(items):

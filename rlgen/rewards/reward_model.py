@@ -94,16 +94,12 @@ class RewardModel:
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-        with torch.inference_mode():
-            return self._forward(ids, mask, pad)[:, 0].float().tolist()
-
-    def _forward(self, ids: "Tensor", mask: "Tensor", pad: int) -> "Tensor":
-        """Returns [B, 1] scores of padded rows [B, S]."""
         device, declared = self._model.device, self._config.pad_token_id
         self._config.pad_token_id = pad
         try:
-            logits: Tensor = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-            return logits
+            with torch.inference_mode():
+                logits: Tensor = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits  # [B, 1]
+                return logits[:, 0].float().tolist()
         finally:
             self._config.pad_token_id = declared
 
