@@ -50,7 +50,6 @@ def places_of(run: Run, by: By) -> dict[int, float]:
 
 
 def metric_chart(groups: Sequence[Group], metric: str, by: By) -> Chart:
-    """Returns the chart of one metric."""
     unit, what = explained(metric)
     curves = {run: curve for group in groups for run in group.runs if (curve := curve_of(run, measured(run, metric), by))}
     return joined(Chart(group="Compared", title=metric, unit=unit, what=what, x=(), lines=()), groups, curves, by)
@@ -110,5 +109,4 @@ def band(rows: Floats) -> tuple[Floats, Floats]:
 
 
 def present(values: Floats) -> list[float | None]:
-    """Returns the values with None for those that are missing."""
     return [value if np.isfinite(value) else None for value in values.tolist()]

@@ -114,7 +114,6 @@ def thinned(records: Sequence[T]) -> Sequence[T]:
 
 
 def speed(row: Record) -> float | None:
-    """Returns the tokens that were sampled per second of a step."""
     tokens, seconds = number(row, Metric.TOKENS_GENERATED), number(row, Metric.TIME_STEP)
     return tokens / seconds if tokens is not None and seconds else None
 

@@ -212,7 +212,6 @@ def version_of(attempt: Mapping[str, Any]) -> str:
 
 
 def notes_of_all(runs: Sequence[Run], groups: Sequence[Group], verdicts: Sequence[Verdict]) -> list[str]:
-    """Returns what to know about the runs together."""
     found = []
     if len(groups) == 1:
         found.append("all runs have one recipe: there is nothing to compare it with")

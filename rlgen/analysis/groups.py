@@ -66,7 +66,6 @@ def differences_of(runs: Sequence[Run]) -> dict[str, dict[Run, Any]]:
 
 
 def shown(values: Mapping[Run, Any], run: Run) -> str:
-    """Returns a run's value as text."""
     if run not in values:
         return ABSENT
     value = values[run]

@@ -18,18 +18,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from rlgen.analysis.run import Run
 from rlgen.recipe import Recipe
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of
 from rlgen.rollout.read import metadata_of, read_rollouts, rollout_steps
+from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.types import Ragged
 
 MOST_TOKENS = 2_100_000  # completion tokens in one report, which keep it below 20 MB
 CHUNK_ROWS, CHUNK_TOKENS = 1000, 200_000  # a chunk ends after the step that exceeds one of them
 SCALE = 256  # of log-probs: small differences would lose digits as 16-bit floats
 DIGITS = 6  # significant digits of the numbers of a row
+TOKENIZER = "tokenizer.json"
+UNKNOWN = "\ufffd"  # what bytes decode to that are no whole character
 
 
 def choose(run: Path, most_rows: int) -> tuple[list[int], int, int]:
@@ -267,3 +272,45 @@ def packed_json(value: Any) -> str:
 def packed(content: bytes) -> str:
     """Returns the bytes as base64 of gzip, the same each time."""
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
+
+
+def tokenizer_of(run: Run) -> Tokenizer | None:
+    """Returns the tokenizer of a run: of its newest checkpoint, its model's folder, or the hub's cache; None: none is there.
+    Nothing is downloaded.
+    """
+    checkpoints = CheckpointFolder(run.path / "checkpoints").steps()
+    model = str((run.attempts[-1] if run.attempts else {}).get("model", run.recipe.model.path))
+    places = [*(path / TOKENIZER for _, path in sorted(checkpoints.items(), reverse=True)), Path(model) / TOKENIZER]
+    for place in places:
+        if place.is_file():
+            return Tokenizer.from_file(str(place))
+    if model.count("/") == 1 and not model.startswith("/"):
+        cached = try_to_load_from_cache(model, TOKENIZER, revision=run.recipe.model.revision)
+        return Tokenizer.from_file(cached) if isinstance(cached, str) else None
+    return None
+
+
+def pieces_of(tokenizer: Tokenizer | None, ids: Iterable[int]) -> list[str]:
+    """Returns the text of each id on its own; `#17` without a tokenizer."""
+    return [f"#{one}" if tokenizer is None else piece(tokenizer, one) for one in ids]
+
+
+def piece(tokenizer: Tokenizer, one: int) -> str:
+    """Returns the text of one id: " the", or "⟦E2 96⟧" for bytes that are no whole character."""
+    name, text = tokenizer.id_to_token(one), tokenizer.decode([one], skip_special_tokens=False)
+    if name is None:
+        return f"#{one}"
+    if UNKNOWN in text:
+        return f"⟦{' '.join(f'{BYTES[letter]:02X}' for letter in name)}⟧" if all(letter in BYTES for letter in name) else name
+    # SentencePiece writes a space as ▁, and decoding drops it at the start of a text.
+    return f" {text}" if name.startswith("▁") and not text.startswith(" ") else text
+
+
+def letters_of_bytes() -> dict[str, int]:
+    """Returns the byte of each letter of byte-level tokenizers: printable bytes are themselves, the others follow from U+0100."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES = letters_of_bytes()

@@ -61,7 +61,6 @@ def write_png(
 
 
 def paint(axes: "Axes", chart: Chart) -> None:
-    """Draws one chart."""
     title = f"{EVALUATION}: {chart.title}" if chart.group == EVALUATION else chart.title
     axes.set_title(f"{title}{f' ({chart.unit})' if chart.unit else ''}", fontsize=10, loc="left")
     axes.grid(color="#dfe3e8", linewidth=0.8)
@@ -81,5 +80,4 @@ def paint(axes: "Axes", chart: Chart) -> None:
 
 
 def gaps(values: Sequence[float | None]) -> list[float]:
-    """Returns the values with NaN, which interrupts a line, for those that are missing."""
     return [float("nan") if value is None else value for value in values]

@@ -10,9 +10,8 @@ from rlgen.analysis.aligned import BAND
 from rlgen.analysis.card import last_name
 from rlgen.analysis.charts import Chart, charts_of
 from rlgen.analysis.comparison import Comparison
-from rlgen.analysis.pack import pack, packed_json, short
+from rlgen.analysis.pack import pack, packed_json, pieces_of, short, tokenizer_of
 from rlgen.analysis.page import write_page
-from rlgen.analysis.pieces import pieces_of, tokenizer_of
 from rlgen.analysis.run import Run
 from rlgen.analysis.summary import facts_of, phases_of, verdicts_of
 
@@ -70,7 +69,6 @@ def title_of(comparison: Comparison) -> str:
 
 
 def facts_of_page(run: Run) -> dict[str, Any]:
-    """Returns everything of the page but the rollouts."""
     verdicts = verdicts_of(run)
     recipe = run.recipe
     return {

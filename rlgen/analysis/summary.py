@@ -54,11 +54,10 @@ def verdicts_of(run: Run) -> list[Verdict]:
             if rule.broken(rows):
                 broken[rule.name].append(record[Metric.STEP])
     order: tuple[State, ...] = ("broken", "was broken", "well", "not measured")
-    return sorted((verdict(rule, rows, broken[rule.name]) for rule in rules), key=lambda found: order.index(found.state))
+    return sorted((verdict_on(rule, rows, broken[rule.name]) for rule in rules), key=lambda found: order.index(found.state))
 
 
-def verdict(rule: Rule, rows: Rows, broken: Sequence[int]) -> Verdict:
-    """Returns the verdict of one rule after the last step."""
+def verdict_on(rule: Rule, rows: Rows, broken: Sequence[int]) -> Verdict:
     measured = rows.get(rule.name, ())
     state: State = "broken" if rule.broken(rows) else "was broken" if broken else "well" if measured else "not measured"
     return Verdict(
@@ -80,7 +79,6 @@ def phases_of(run: Run) -> dict[str, float]:
 
 
 def facts_of(run: Run, verdicts: Sequence[Verdict]) -> list[Fact]:
-    """Returns the numbers of a run, as far as they were measured."""
     found = [reward_fact(run), evaluation_fact(run), health_fact(verdicts), agreement_fact(run), *speed_facts(run)]
     return [fact for fact in found if fact is not None]
 

@@ -72,7 +72,6 @@ class Answers:
         self.tokens += tokens
 
     def lose(self, why: str) -> None:
-        """Stores that a request was not answered."""
         self._write({"failed": why})
 
     def _write(self, record: dict[str, str | int]) -> None:

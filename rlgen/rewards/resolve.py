@@ -35,7 +35,6 @@ class RewardFunction:
     max_error_fraction: float  # of the calls of a step
 
     def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those of `available` that the function takes, and the recipe's `args`."""
         taken = available if self.names is None else {n: v for n, v in available.items() if n in self.names}
         return {**taken, **self.args}
 

@@ -58,7 +58,6 @@ class Scorer:
         return {reward.label: reward.weight for reward in self.rewards}
 
     def close(self) -> None:
-        """Ends the worker processes."""
         self.pool.close()
 
     def run(self, calls: Sequence[WorkerCall]) -> Generator[CallOutcome, None, None]:
@@ -231,7 +230,6 @@ class Scoring:
         return self._scorer.scored(group, [(self._asks[number], self._outcomes[number].value) for number in calls])
 
     def close(self) -> None:
-        """Cancels the calls that still run."""
         self._stream.close()
 
 
@@ -364,6 +362,5 @@ def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_toke
 
 
 def place(ask: Ask) -> str:
-    """Returns the position of a call in the words of messages: reward, prompt and sample."""
     which = "" if ask.reward.of_group else f", sample {ask.samples[0].sample_index}"
     return f"reward {ask.reward.label}, prompt at position {ask.group.group_id}{which}"

@@ -55,7 +55,6 @@ class WorkerLimits:
 
 
 def limits_of(scoring: ScoringRecipe) -> WorkerLimits:
-    """Returns the limits that a recipe sets."""
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # trainer processes on this machine: each has its own workers
     return WorkerLimits(
         workers=scoring.workers or max(1, min(MOST_WORKERS, cores() // beside)),
@@ -339,7 +338,6 @@ class Pool:
         return calls
 
     def _start(self) -> None:
-        """Starts a worker and sends it the sources."""
         try:
             worker = start_worker(self._limits.memory, self._printer)
         except OSError as error:
@@ -386,11 +384,9 @@ class Pool:
         self._settle(worker, failed)
 
     def _allowed(self, call: WorkerCall) -> float:
-        """Returns the seconds after which the worker of a call is killed."""
         return self._sources[call.source].timeout + (GRACE if self._is_async(call) else 0.0)
 
     def _kill(self, worker: Worker) -> str:
-        """Kills a worker that takes too long, and returns where it hung."""
         self.killed += 1
         where = worker.place_while_it_hangs(self._file(worker))
         self._end(worker)

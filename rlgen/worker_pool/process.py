@@ -249,7 +249,6 @@ def marked(mark: str) -> list[int]:
 
 
 def ending(status: int) -> str:
-    """Describes how a process ended, from its exit status."""
     if status >= 0:
         return f"ended with exit code {status}"
     try:

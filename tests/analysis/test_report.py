@@ -21,9 +21,8 @@ from selenium.webdriver import Chrome
 from typer.testing import CliRunner
 
 from rlgen.analysis.charts import charts_of
-from rlgen.analysis.pack import Code, choose, halves, short, weights_of
+from rlgen.analysis.pack import BYTES, Code, choose, halves, piece, short, tokenizer_of, weights_of
 from rlgen.analysis.page import ASSETS, island
-from rlgen.analysis.pieces import BYTES, piece, tokenizer_of
 from rlgen.analysis.report import SCRIPTS
 from rlgen.analysis.run import read_run
 from rlgen.analysis.summary import duration, facts_of, verdicts_of
