@@ -44,8 +44,9 @@ def toggle(laps: Laps) -> None:
     from rlgen.rollout.journal import Journal
     from rlgen.trainers import loop
     from rlgen.trainers.saving import Saver
-    from rlgen.worker_pool.pool import CallOutcome, Pool
+    from rlgen.worker_pool.pool import Pool
     from rlgen.worker_pool.source import Loaded
+    from rlgen.worker_pool.stream import CallOutcome
     from rlgen.worker_pool.worker import WorkerCall
 
     loaded: list[Loaded] = []

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rlgen.analysis.charts import Chart, Line, charts_of, thinned
+from rlgen.analysis.charts import Chart, Line, charts_of, explained, thinned
 from rlgen.analysis.groups import Group
 from rlgen.analysis.interval import reach_of_mean
 from rlgen.analysis.run import Run, number
@@ -50,9 +50,7 @@ def places_of(run: Run, by: By) -> dict[int, float]:
 
 
 def metric_chart(groups: Sequence[Group], metric: str, by: By) -> Chart:
-    """Returns the chart of one metric."""
-    known = {str(one): one for one in Metric}
-    unit, what = (known[metric].unit, known[metric].what) if metric in known else ("", "")
+    unit, what = explained(metric)
     curves = {run: curve for group in groups for run in group.runs if (curve := curve_of(run, measured(run, metric), by))}
     return joined(Chart(group="Compared", title=metric, unit=unit, what=what, x=(), lines=()), groups, curves, by)
 
@@ -111,5 +109,4 @@ def band(rows: Floats) -> tuple[Floats, Floats]:
 
 
 def present(values: Floats) -> list[float | None]:
-    """Returns the values with None for those that are missing."""
     return [value if np.isfinite(value) else None for value in values.tolist()]

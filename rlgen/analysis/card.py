@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlgen.analysis.charts import EDGES, SIZES
+from rlgen.analysis.charts import EDGES, evaluated
 from rlgen.analysis.run import Record, Run, number
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe
@@ -18,11 +18,8 @@ OF_MACHINE = ("rlgen", "time", "python", "platform", "processor", "gpus", "packa
 
 
 def model_card(run: Run, step: int, dtype: str) -> str:
-    """Returns the text of README.md of an exported model, with the metadata that the hub reads.
-
-    Args:
-        step: of the checkpoint; what the run did after it does not count.
-        dtype: of the exported weights.
+    """Returns README.md of a model that was exported from this step, with the metadata that the hub reads. What the run did after
+    the step does not count.
     """
     recipe = run.recipe
     trained = [row for row in run.metrics if row[Metric.STEP] <= step]
@@ -68,9 +65,8 @@ def evaluation_table(evaluations: Sequence[Record]) -> str:
     if not evaluations:
         return ""
     first, last = evaluations[0], evaluations[-1]
-    named = [key for key in last if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
     body = []
-    for key in (key for key in named if number(last, key) is not None):
+    for key in (key for key in evaluated([last]) if number(last, key) is not None):
         low, high = (number(last, key + edge) for edge in EDGES)
         interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
         body.append([f"`{key}`", shown(number(first, key)), shown(number(last, key)) + interval])
@@ -92,11 +88,8 @@ def provenance_table(run: Run, step: int) -> str:
 
 
 def portable(value: Any, key: str = "") -> Any:
-    """Returns the data of a recipe with local paths cut to their last name, and without addresses: both mean nothing elsewhere,
-    and may name a person or a machine.
-
-    Args:
-        key: that `value` stands under.
+    """Returns the data of a recipe, or what stands under `key` in it, with local paths cut to their last name and without
+    addresses: both mean nothing elsewhere, and may name a person or a machine.
     """
     if isinstance(value, dict):
         return {name: portable(one, name) for name, one in value.items() if name not in ADDRESSES}
@@ -121,7 +114,6 @@ def shown(value: float | None) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
 
 

@@ -36,7 +36,7 @@ class Chart:
     stacked: bool = False  # areas that add up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Metrics that share a chart, by their labels."""
 
@@ -57,53 +57,30 @@ PHASES = {  # of a step, as the report names them
     "save": Metric.TIME_SAVE,
     "evaluate": Metric.TIME_EVAL,
 }
+LENGTHS = (Metric.COMPLETIONS_MIN_TOKENS, Metric.COMPLETIONS_MAX_TOKENS)
+WEIGHTS = (Metric.IS_WEIGHT_MIN, Metric.IS_WEIGHT_MAX)
+DELTAS = {"mean": Metric.SAMPLER_DELTA_MEAN, "99.9 %": Metric.SAMPLER_DELTA_P999, "largest": Metric.SAMPLER_DELTA_MAX}
+TOKENS = {"sampled": Metric.TOKENS_GENERATED, "trained": Metric.TOKENS_TRAINED, "padding": Metric.TOKENS_PADDING}
+AGREEMENT = "Agreement of engine and trainer"
 PLANS = (
-    Plan(group="Learning", title="Reward", keys={"mean": Metric.REWARD_MEAN}, spread=Metric.REWARD_STD),
-    Plan(group="Learning", title="Loss", keys={"loss": Metric.LOSS}),
-    Plan(group="Learning", title="Gradient norm", keys={"norm": Metric.GRAD_NORM}),
-    Plan(group="Learning", title="Groups of equal rewards", keys={"share": Metric.GROUPS_ZERO_STD}),
-    Plan(group="Learning", title="Preference accuracy", keys={"share": Metric.DPO_ACCURACY}),
-    Plan(group="Learning", title="Preference margin", keys={"margin": Metric.DPO_MARGIN}),
-    Plan(
-        group="Stability",
-        title="Completion length",
-        keys={"mean": Metric.COMPLETIONS_MEAN_TOKENS},
-        band=(Metric.COMPLETIONS_MIN_TOKENS, Metric.COMPLETIONS_MAX_TOKENS),
-    ),
-    Plan(group="Stability", title="Truncated completions", keys={"share": Metric.COMPLETIONS_TRUNCATED}),
-    Plan(group="Stability", title="Entropy", keys={"entropy": Metric.ENTROPY}),
-    Plan(group="Stability", title="KL to the reference", keys={"k1": Metric.KL_REF_K1, "k3": Metric.KL_REF_K3}),
-    Plan(group="Stability", title="Clipped ratios", keys={"share": Metric.CLIP_REGION, "cispo": Metric.CISPO_CLIPPED}),
-    Plan(
-        group="Agreement of engine and trainer",
-        title="Difference of log-probs",
-        keys={"mean": Metric.SAMPLER_DELTA_MEAN, "99.9 %": Metric.SAMPLER_DELTA_P999, "largest": Metric.SAMPLER_DELTA_MAX},
-        log=True,
-    ),
-    Plan(group="Agreement of engine and trainer", title="KL of engine and trainer", keys={"k3": Metric.SAMPLER_KL}, log=True),
-    Plan(
-        group="Agreement of engine and trainer",
-        title="Importance weight",
-        keys={"mean": Metric.IS_WEIGHT_MEAN},
-        band=(Metric.IS_WEIGHT_MIN, Metric.IS_WEIGHT_MAX),
-    ),
-    Plan(
-        group="Agreement of engine and trainer",
-        title="Effective share of the samples",
-        keys={"tokens": Metric.IS_ESS_RAW, "completions": Metric.IS_ESS_SEQ},
-    ),
-    Plan(group="Throughput", title="Speed", keys={"sampled": SPEED}),
-    Plan(
-        group="Throughput",
-        title="Tokens of a step",
-        keys={"sampled": Metric.TOKENS_GENERATED, "trained": Metric.TOKENS_TRAINED, "padding": Metric.TOKENS_PADDING},
-    ),
-    Plan(
-        group="Throughput",
-        title="Time of a step",
-        keys=PHASES,
-        stacked=True,
-    ),
+    Plan("Learning", "Reward", {"mean": Metric.REWARD_MEAN}, spread=Metric.REWARD_STD),
+    Plan("Learning", "Loss", {"loss": Metric.LOSS}),
+    Plan("Learning", "Gradient norm", {"norm": Metric.GRAD_NORM}),
+    Plan("Learning", "Groups of equal rewards", {"share": Metric.GROUPS_ZERO_STD}),
+    Plan("Learning", "Preference accuracy", {"share": Metric.DPO_ACCURACY}),
+    Plan("Learning", "Preference margin", {"margin": Metric.DPO_MARGIN}),
+    Plan("Stability", "Completion length", {"mean": Metric.COMPLETIONS_MEAN_TOKENS}, band=LENGTHS),
+    Plan("Stability", "Truncated completions", {"share": Metric.COMPLETIONS_TRUNCATED}),
+    Plan("Stability", "Entropy", {"entropy": Metric.ENTROPY}),
+    Plan("Stability", "KL to the reference", {"k1": Metric.KL_REF_K1, "k3": Metric.KL_REF_K3}),
+    Plan("Stability", "Clipped ratios", {"share": Metric.CLIP_REGION, "cispo": Metric.CISPO_CLIPPED}),
+    Plan(AGREEMENT, "Difference of log-probs", DELTAS, log=True),
+    Plan(AGREEMENT, "KL of engine and trainer", {"k3": Metric.SAMPLER_KL}, log=True),
+    Plan(AGREEMENT, "Importance weight", {"mean": Metric.IS_WEIGHT_MEAN}, band=WEIGHTS),
+    Plan(AGREEMENT, "Effective share of the samples", {"tokens": Metric.IS_ESS_RAW, "completions": Metric.IS_ESS_SEQ}),
+    Plan("Throughput", "Speed", {"sampled": SPEED}),
+    Plan("Throughput", "Tokens of a step", TOKENS),
+    Plan("Throughput", "Time of a step", PHASES, stacked=True),
 )
 EDGES = ("_low", "_high")  # of the interval of an evaluation: `eval/reward/mean_low`
 # What evaluations are called. A single reward has its name, and so has pass@k.
@@ -122,8 +99,7 @@ UNDRAWN = frozenset([Metric.STEP, Metric.TIME_STEP, Metric.REWARD_STD, Metric.WE
 
 def charts_of(run: Run) -> list[Chart]:
     """Returns the charts of a run: evaluations first, then those of `PLANS` that were measured, then all other metrics."""
-    rows = thinned(run.metrics)
-    rows = [{**row, SPEED: speed(row)} for row in rows]
+    rows = [{**row, SPEED: speed(row)} for row in thinned(run.metrics)]
     planned = [chart for plan in plans(rows) if (chart := drawn(plan, rows)) is not None]
     return [*evaluation_charts(run.evaluations), *planned, *other_charts(rows)]
 
@@ -138,7 +114,6 @@ def thinned(records: Sequence[T]) -> Sequence[T]:
 
 
 def speed(row: Record) -> float | None:
-    """Returns the tokens that were sampled per second of a step."""
     tokens, seconds = number(row, Metric.TOKENS_GENERATED), number(row, Metric.TIME_STEP)
     return tokens / seconds if tokens is not None and seconds else None
 
@@ -146,8 +121,14 @@ def speed(row: Record) -> float | None:
 def plans(rows: Sequence[Record]) -> list[Plan]:
     """Returns `PLANS`, with one more if there are several rewards."""
     names = {key.split("/")[1]: key for row in rows for key in Family.REWARD_MEAN.keys(row)}
-    by_name = Plan(group="Learning", title="Rewards by name", keys=names)
+    by_name = Plan("Learning", "Rewards by name", names)
     return [*PLANS[:1], *([by_name] if len(names) > 1 else []), *PLANS[1:]]
+
+
+def explained(key: str) -> tuple[str, str]:
+    """Returns unit and meaning of a metric; empty texts for one that the glossary does not have."""
+    known: Metric | None = next((metric for metric in Metric if metric == key), None)
+    return (known.unit, known.what) if known else ("", "")
 
 
 def drawn(plan: Plan, rows: Sequence[Record]) -> Chart | None:
@@ -160,17 +141,11 @@ def drawn(plan: Plan, rows: Sequence[Record]) -> Chart | None:
             lines.append(Line(label=label, values=values, low=low, high=high))
     if not lines:
         return None
-    known: Metric | None = next((metric for metric in Metric if metric in plan.keys.values()), None)
-    return Chart(
-        group=plan.group,
-        title=plan.title,
-        unit=known.unit if known else "tokens/s" if SPEED in plan.keys.values() else "reward",
-        what=known.what if known else "",
-        x=[row[Metric.STEP] for row in rows],
-        lines=lines,
-        log=plan.log,
-        stacked=plan.stacked,
-    )
+    keys = plan.keys.values()
+    known = next((metric for metric in Metric if metric in keys), None)
+    unit, what = explained(known) if known else ("tokens/s" if SPEED in keys else "reward", "")
+    steps, log, stacked = [row[Metric.STEP] for row in rows], plan.log, plan.stacked
+    return Chart(group=plan.group, title=plan.title, unit=unit, what=what, x=steps, lines=lines, log=log, stacked=stacked)
 
 
 Values = Sequence[float | None]
@@ -183,37 +158,31 @@ def band(plan: Plan, rows: Sequence[Record], values: Values) -> tuple[Values | N
         return low, high
     if plan.spread is None:
         return None, None
-    spread = [number(row, plan.spread) for row in rows]
-    pairs = list(zip(values, spread, strict=True))
-    return (
-        [None if value is None or width is None else value - width for value, width in pairs],
-        [None if value is None or width is None else value + width for value, width in pairs],
-    )
+    pairs = [(value, number(row, plan.spread)) for value, row in zip(values, rows, strict=True)]
+    low, high = ([None if value is None or width is None else value + sign * width for value, width in pairs] for sign in (-1, 1))
+    return low, high
+
+
+def evaluated(evaluations: Sequence[Record]) -> list[str]:
+    """Returns the keys of all values of evaluations, without the edges of their intervals."""
+    keys = dict.fromkeys(key for row in evaluations for key in row)
+    return [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
 
 
 def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
     """Returns one chart for each value of the evaluations: those with intervals first, and no count of failures that stayed 0."""
-    keys = dict.fromkeys(key for row in evaluations for key in row)
-    values = [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
-    failures = {Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(keys)}
+    keys = evaluated(evaluations)
+    failures = {Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(dict.fromkeys(keys))}
+    steps = [row[Metric.STEP] for row in evaluations]
     charts = []
-    for key in values:
-        if all(number(row, key) is None for row in evaluations):
+    for key in keys:
+        values, low, high = ([number(row, key + edge) for row in evaluations] for edge in ("", *EDGES))
+        if all(value is None for value in values) or (key in failures and not any(values)):
             continue
-        if key in failures and not any(number(row, key) for row in evaluations):
-            continue
-        low, high = ([number(row, key + edge) for row in evaluations] for edge in EDGES)
         has_band = any(edge is not None for edge in low)
-        line = Line(
-            label="evaluation",
-            values=[number(row, key) for row in evaluations],
-            low=low if has_band else None,
-            high=high if has_band else None,
-        )
-        steps = [row[Metric.STEP] for row in evaluations]
-        known: Metric | None = next((metric for metric in Metric if metric == key), None)
+        line = Line(label="evaluation", values=values, low=low if has_band else None, high=high if has_band else None)
         title = EVALUATED.get(key) or key.removeprefix("eval/").removeprefix("reward/").removesuffix("/mean")
-        unit, what = (known.unit, known.what) if known else ("", "")
+        unit, what = explained(key)
         charts.append(Chart(group="Evaluation", title=f"Evaluation: {title}", unit=unit, what=what, x=steps, lines=[line]))
     return sorted(charts, key=lambda chart: chart.lines[0].low is None)
 
@@ -222,14 +191,12 @@ def other_charts(rows: Sequence[Record]) -> list[Chart]:
     """Returns a chart for each number that no plan names, so that a new metric is seen without a change here."""
     named = {key for plan in plans(rows) for key in (*plan.keys.values(), *(plan.band or ()), plan.spread)} | UNDRAWN
     keys = dict.fromkeys(key for row in rows for key in row if key not in named and not key.startswith(("health/", "eval/")))
-    glossary = {str(metric): metric for metric in Metric}
+    steps = [row[Metric.STEP] for row in rows]
     charts = []
     for key in keys:
         values = [None if isinstance(row.get(key), bool) else number(row, key) for row in rows]
         if len({value for value in values if value is not None}) > 1:  # a number that never moves tells nothing
-            unit, what = (glossary[key].unit, glossary[key].what) if key in glossary else ("", "")
-            steps = [row[Metric.STEP] for row in rows]
-            charts.append(
-                Chart(group="Other metrics", title=key, unit=unit, what=what, x=steps, lines=[Line(label=key, values=values)])
-            )
+            unit, what = explained(key)
+            line = Line(label=key, values=values)
+            charts.append(Chart(group="Other metrics", title=key, unit=unit, what=what, x=steps, lines=[line]))
     return charts

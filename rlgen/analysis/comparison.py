@@ -44,7 +44,6 @@ class Verdict:
 
     @property
     def place(self) -> str:
-        """Returns the steps in words."""
         return f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no step"
 
     @property
@@ -106,16 +105,14 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
-    """Compares two runs or more.
-
-    Raises:
-        UsageError: none of the runs has measured the metric, although there are steps; or there are too many recipes.
+    """Compares two runs or more. Raises UsageError if none has measured the metric, although there are steps, or for too many
+    recipes.
     """
     check(runs, metric)
     groups = groups_of(runs)
-    names = names_of(runs)
-    first, *others = groups
-    verdicts = [verdict(first, other, metric) for other in others]
+    folders = [run.name for run in runs]
+    names = {run: run.name if folders.count(run.name) == 1 else str(run.path) for run in runs}
+    verdicts = [verdict(groups[0], other, metric) for other in groups[1:]]
     return Comparison(
         names=names,
         groups=groups,
@@ -139,21 +136,16 @@ def check(runs: Sequence[Run], metric: str) -> None:
     raise UsageError(f"--metric {metric}: none of the runs has a number of that name; {hint}")
 
 
-def names_of(runs: Sequence[Run]) -> dict[Run, str]:
-    """Returns a name for each run: that of its folder, or its path if another run has the same name."""
-    names = [run.name for run in runs]
-    return {run: run.name if names.count(run.name) == 1 else str(run.path) for run in runs}
-
-
-def last_quarter(steps: Sequence[int]) -> list[int]:
-    """Returns the last quarter of some steps, at least one of them."""
-    return sorted(steps)[-math.ceil(len(steps) / 4) :] if steps else []
+def last_quarter(series: Sequence[Series]) -> list[int]:
+    """Returns the last quarter of the steps that all of these series have, at least one of them."""
+    steps = sorted(set.intersection(*map(set, series))) if series else []
+    return steps[-math.ceil(len(steps) / 4) :] if steps else []
 
 
 def end_of(group: Group, metric: str) -> Interval | float | None:
     """Returns the mean over the last quarter of the steps that a group's runs have: with its interval over two seeds or more."""
     values = [values for run in group.runs if (values := measured(run, metric))]
-    shared = last_quarter(list(set.intersection(*map(set, values)))) if values else []
+    shared = last_quarter(values)
     means = [mean for one in values if math.isfinite(mean := mean_of(one, shared))]
     return of_mean(means) if len(means) > 1 else means[0] if means else None
 
@@ -167,14 +159,9 @@ def mean_of(values: Series, steps: Sequence[int]) -> float:
 def verdict(left: Group, right: Group, metric: str) -> Verdict:
     """Returns the verdict on two groups. Runs that never measured the metric are left out."""
     sides = [[values for run in group.runs if (values := measured(run, metric))] for group in (left, right)]
-    steps = last_quarter(list(set.intersection(*(set(values) for side in sides for values in side)))) if all(sides) else []
-    return Verdict(
-        left=left.letter,
-        right=right.letter,
-        metric=metric,
-        steps=steps,
-        estimate=estimate(sides[0], sides[1], steps, (left.letter, right.letter)),
-    )
+    steps = last_quarter([*sides[0], *sides[1]]) if all(sides) else []
+    found = estimate(sides[0], sides[1], steps, (left.letter, right.letter))
+    return Verdict(left=left.letter, right=right.letter, metric=metric, steps=steps, estimate=found)
 
 
 def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int], letters: tuple[str, str]) -> Estimate:
@@ -184,25 +171,18 @@ def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[in
     if not all(means):
         empty = " and ".join(letter for letter, found in zip(letters, means, strict=True) if not found)
         return Estimate(basis=f"{empty} measured nothing there" if steps else "there is no step at which both have measured it")
-    seeds = [len(found) for found in means]
+    seeds, difference = [len(found) for found in means], float(np.mean(means[0]) - np.mean(means[1]))
     if min(seeds) > 1:
-        return Estimate(
-            difference=float(np.mean(means[0]) - np.mean(means[1])),
-            interval=of_difference(*means),
-            method="Welch's t over seeds",
-            basis=f"95 % interval over {seeds[0]} and {seeds[1]} seeds (Welch's t)",
-        )
+        basis = f"95 % interval over {seeds[0]} and {seeds[1]} seeds (Welch's t)"
+        return Estimate(difference=difference, interval=of_difference(*means), method="Welch's t over seeds", basis=basis)
     caution = "one seed each proves little" if max(seeds) == 1 else f"{letters[seeds.index(1)]} has one seed, which proves little"
     apart = differences(sides[0], sides[1], steps)
     if len(apart) < LEAST:
         basis = f"no interval: both sides have a number at {len(apart)} steps, but at least {LEAST} are needed; {caution}"
-        return Estimate(difference=float(np.mean(means[0]) - np.mean(means[1])), basis=basis)
-    return Estimate(
-        difference=float(np.mean(apart)),
-        interval=of_series(apart),
-        method="block bootstrap over steps",
-        basis=f"95 % interval over {len(apart)} steps (block bootstrap, {block_size(apart)} steps a block); {caution}",
-    )
+        return Estimate(difference=difference, basis=basis)
+    basis = f"95 % interval over {len(apart)} steps (block bootstrap, {block_size(apart)} steps a block); {caution}"
+    interval = of_series(apart)
+    return Estimate(difference=interval.value, interval=interval, method="block bootstrap over steps", basis=basis)
 
 
 def differences(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int]) -> list[float]:
@@ -232,7 +212,6 @@ def version_of(attempt: Mapping[str, Any]) -> str:
 
 
 def notes_of_all(runs: Sequence[Run], groups: Sequence[Group], verdicts: Sequence[Verdict]) -> list[str]:
-    """Returns what to know about the runs together."""
     found = []
     if len(groups) == 1:
         found.append("all runs have one recipe: there is nothing to compare it with")

@@ -31,12 +31,9 @@ class Group:
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
-    """Returns the runs by recipe, in the order in which they are given.
+    """Returns the runs by recipe, in the order in which they are given. Raises UsageError for more groups than letters.
 
     Two runs of the same recipe and seed are not independent: the second one begins a group of repetitions.
-
-    Raises:
-        UsageError: there are more groups than letters.
     """
     found: dict[tuple[str, int], list[Run]] = {}
     seen: Counter[tuple[str, int]] = Counter()
@@ -46,10 +43,8 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
         found.setdefault((recipe, seen[recipe, run.recipe.run.seed]), []).append(run)
     if len(found) > len(ascii_uppercase):
         raise UsageError(f"the runs have {len(found)} recipes, and compare shows {len(ascii_uppercase)} at most; name fewer runs")
-    return [
-        Group(letter=letter, runs=members, again=times > 1)
-        for letter, ((_, times), members) in zip(ascii_uppercase, found.items(), strict=False)
-    ]
+    by_letter = zip(ascii_uppercase, found.items(), strict=False)
+    return [Group(letter=letter, runs=members, again=times > 1) for letter, ((_, times), members) in by_letter]
 
 
 def compared(run: Run) -> dict[str, Any]:
@@ -71,7 +66,6 @@ def differences_of(runs: Sequence[Run]) -> dict[str, dict[Run, Any]]:
 
 
 def shown(values: Mapping[Run, Any], run: Run) -> str:
-    """Returns a run's value as text."""
     if run not in values:
         return ABSENT
     value = values[run]

@@ -11,45 +11,36 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from rlgen.analysis.run import Run
-from rlgen.analysis.weights import weights_of
+from rlgen.recipe import Recipe
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of
 from rlgen.rollout.read import metadata_of, read_rollouts, rollout_steps
+from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.types import Ragged
 
 MOST_TOKENS = 2_100_000  # completion tokens in one report, which keep it below 20 MB
 CHUNK_ROWS, CHUNK_TOKENS = 1000, 200_000  # a chunk ends after the step that exceeds one of them
 SCALE = 256  # of log-probs: small differences would lose digits as 16-bit floats
 DIGITS = 6  # significant digits of the numbers of a row
+TOKENIZER = "tokenizer.json"
+UNKNOWN = "\ufffd"  # what bytes decode to that are no whole character
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """The rollouts of a report. All texts are base64 of gzip."""
-
-    facts: Mapping[str, Any]  # what the browser needs to read the rest
-    parts: Mapping[str, str]  # by name: "rows", "pieces", "texts-0", "tokens-0", ...
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The steps whose rollouts are in the report, and how many steps and rollouts the run has."""
-
-    steps: Sequence[int]
-    total_steps: int
-    total_rows: int
-
-
-def choose(run: Path, most_rows: int) -> Choice:
-    """Returns the newest step and every n-th before it, with the smallest n that keeps to `most_rows` and `MOST_TOKENS`."""
+def choose(run: Path, most_rows: int) -> tuple[list[int], int, int]:
+    """Returns the newest step and every n-th before it, with the smallest n that keeps to `most_rows` and `MOST_TOKENS`; and how
+    many steps and rollouts the run has.
+    """
     steps = rollout_steps(run / "rollouts")
     sizes = [size_of(run / "rollouts" / f"step_{step:06d}.parquet") for step in steps]
     for every in range(1, len(steps) + 1):
@@ -57,15 +48,11 @@ def choose(run: Path, most_rows: int) -> Choice:
         rows, tokens = (sum(sizes[place][of] for place in chosen) for of in (0, 1))
         if rows <= most_rows and tokens <= MOST_TOKENS:
             break
-    return Choice([steps[place] for place in chosen][::-1] if steps else [], len(steps), sum(rows for rows, _ in sizes))
+    return [steps[place] for place in chosen][::-1] if steps else [], len(steps), sum(rows for rows, _ in sizes)
 
 
 def size_of(path: Path) -> tuple[int, int]:
-    """Returns the rows and the completion tokens of a step, from the metadata of its files.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
+    """Returns the rows and the completion tokens of a step, by its files' metadata. Raises CheckpointError if one is damaged."""
     rows, tokens = 0, 0
     for part in parts_of(path):
         found = metadata_of(part)
@@ -75,22 +62,19 @@ def size_of(path: Path) -> tuple[int, int]:
     return rows, tokens
 
 
-def pack(run: Run, most_rows: int) -> tuple[Packed, list[int]]:
+def pack(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, str], list[int]]:
     """Packs the rollouts of a run.
 
     Returns:
-        The rollouts, and the token ids that occur in them, in the order of `pieces`.
+        What the browser needs to read the rest; parts by name, "rows", "texts-0", "tokens-0", ..., each base64 of gzip; and the
+        token ids that occur, in the order of "pieces".
     """
-    choice = choose(run.path, most_rows)
+    steps, total_steps, total_rows = choose(run.path, most_rows)
     rows: dict[str, list[Any]] = {}
-    chunks: list[Chunk] = []
-    shown = 0
-    for tables in chunked(run.path, choice.steps, most_rows):
-        chunk = Chunk.of(run, tables)
+    chunks = [Chunk.of(run, table) for table in chunked(run.path, steps, most_rows)]
+    for chunk in chunks:
         for name, values in chunk.rows.items():
             rows.setdefault(name, []).extend(values)
-        chunks.append(chunk)
-        shown += len(tables)
     ids, counts = np.unique(np.concatenate([chunk.ids for chunk in chunks] or [np.zeros(0, np.int32)]), return_counts=True)
     by_frequency = np.argsort(-counts, kind="stable")
     rank = np.empty(len(ids), np.uint32)
@@ -98,21 +82,20 @@ def pack(run: Run, most_rows: int) -> tuple[Packed, list[int]]:
     parts = {"rows": packed_json(rows)}
     for place, chunk in enumerate(chunks):
         parts[f"texts-{place}"] = packed_json(chunk.texts)
-        parts[f"tokens-{place}"] = packed(
-            planes([rank[np.searchsorted(ids, chunk.ids)], chunk.sampler, chunk.delta, chunk.flags])
-        )
+        columns: list[NDArray[Any]] = [rank[np.searchsorted(ids, chunk.ids)], chunk.sampler, chunk.delta, chunk.flags]
+        parts[f"tokens-{place}"] = packed(planes(columns))
     correction = run.recipe.trainer.correction
     facts = {
-        "count": shown,
-        "total": choice.total_rows,
-        "steps": len(choice.steps),
-        "totalSteps": choice.total_steps,
+        "count": sum(len(chunk.rows["step"]) for chunk in chunks),
+        "total": total_rows,
+        "steps": len(steps),
+        "totalSteps": total_steps,
         "chunks": [len(chunk.rows["step"]) for chunk in chunks],
         "low": correction.min,
         "high": correction.max,
         "rewards": sorted({label for chunk in chunks for label in chunk.labels}),
     }
-    return Packed(facts=facts, parts=parts), ids[by_frequency].tolist()
+    return facts, parts, ids[by_frequency].tolist()
 
 
 def chunked(run: Path, steps: Sequence[int], most_rows: int) -> Iterator[pa.Table]:
@@ -149,9 +132,8 @@ class Chunk:
 
     @classmethod
     def of(cls, run: Run, table: pa.Table) -> "Chunk":
-        ids, sampler, policy, mask = (
-            ragged(table, name) for name in ("completion_ids", "sampler_logp", "policy_logp", "loss_mask")
-        )
+        names = ("completion_ids", "sampler_logp", "policy_logp", "loss_mask")
+        ids, sampler, policy, mask = (ragged(table, name) for name in names)
         lengths = ids.lengths
         delta = np.full(len(ids.values), np.nan, dtype=np.float32)
         compared = np.repeat(policy.lengths > 0, lengths)
@@ -163,10 +145,8 @@ class Chunk:
         prompts, place = prompts_of(table)
         numbers = {name: table[name].to_numpy() for name in ("step", "group_id", "sample_index", "reward", "advantage")}
         rows = {name: [short(value) for value in np.asarray(values, float).tolist()] for name, values in numbers.items()}
-        rows |= {
-            f"reward/{name}": [short(value) for value in values.to_pylist()]
-            for name, values in zip(labels, flat(single), strict=True)
-        }
+        for label, values in zip(labels, [] if single is None else single.flatten(), strict=True):
+            rows[f"reward/{label}"] = [short(value) for value in values.to_pylist()]
         return cls(
             labels=labels,
             rows={
@@ -191,8 +171,54 @@ class Chunk:
         )
 
 
-def flat(rewards: pa.StructArray | None) -> list[pa.Array]:
-    return [] if rewards is None else rewards.flatten()
+class Code(IntEnum):
+    """How the weight of a token follows from its ratio."""
+
+    NONE = 0  # it has no weight: outside the mask, or not trained
+    RATIO = 1
+    ZERO = 2
+    LOW = 3  # the lower cap
+    HIGH = 4  # the upper cap
+    ROW = 5  # the weight of its whole completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """The weights of some rollouts."""
+
+    codes: NDArray[np.uint8]  # [N]
+    rows: NDArray[np.float64]  # [B], for `Code.ROW`; NaN for rows without
+
+
+def weights_of(recipe: Recipe, policy_logp: Ragged, sampler_logp: Ragged, loss_mask: Ragged) -> Weights:
+    """Returns the weights that the loss used for these rows.
+
+    Args:
+        policy_logp: [B] rows; empty for a row that was not trained.
+    """
+    import torch
+
+    from rlgen.algorithms.base import correction_of
+    from rlgen.losses.correction import importance_weight, log_ratio, ratio_of
+
+    correction = correction_of(recipe.trainer.correction)
+    codes = np.full(len(sampler_logp.values), Code.NONE, dtype=np.uint8)
+    rows = np.full(len(sampler_logp), np.nan)
+    trained = policy_logp.lengths > 0
+    for row in trained.nonzero()[0].tolist():
+        mask = torch.from_numpy(np.array(loss_mask[row]))[None]
+        policy, sampler = (torch.from_numpy(np.array(of[row]))[None] for of in (policy_logp, sampler_logp))
+        weight = importance_weight(policy, sampler, mask, correction)
+        ratio = ratio_of(log_ratio(policy, sampler, mask), correction)
+        place = slice(int(sampler_logp.offsets[row]), int(sampler_logp.offsets[row + 1]))
+        if correction.of_rows or correction.mode == "none":
+            rows[row] = float(weight[0, 0])
+            code = torch.full_like(mask, Code.ROW, dtype=torch.uint8)
+        else:
+            code = torch.where(weight == ratio, Code.RATIO, torch.where(weight < ratio, Code.HIGH, Code.LOW))
+            code = torch.where(weight == 0, Code.ZERO, code)
+        codes[place] = torch.where(mask, code, Code.NONE)[0].numpy()
+    return Weights(codes=codes, rows=rows)
 
 
 def ragged(table: pa.Table, name: str) -> Ragged:
@@ -246,3 +272,45 @@ def packed_json(value: Any) -> str:
 def packed(content: bytes) -> str:
     """Returns the bytes as base64 of gzip, the same each time."""
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
+
+
+def tokenizer_of(run: Run) -> Tokenizer | None:
+    """Returns the tokenizer of a run: of its newest checkpoint, its model's folder, or the hub's cache; None: none is there.
+    Nothing is downloaded.
+    """
+    checkpoints = CheckpointFolder(run.path / "checkpoints").steps()
+    model = str((run.attempts[-1] if run.attempts else {}).get("model", run.recipe.model.path))
+    places = [*(path / TOKENIZER for _, path in sorted(checkpoints.items(), reverse=True)), Path(model) / TOKENIZER]
+    for place in places:
+        if place.is_file():
+            return Tokenizer.from_file(str(place))
+    if model.count("/") == 1 and not model.startswith("/"):
+        cached = try_to_load_from_cache(model, TOKENIZER, revision=run.recipe.model.revision)
+        return Tokenizer.from_file(cached) if isinstance(cached, str) else None
+    return None
+
+
+def pieces_of(tokenizer: Tokenizer | None, ids: Iterable[int]) -> list[str]:
+    """Returns the text of each id on its own; `#17` without a tokenizer."""
+    return [f"#{one}" if tokenizer is None else piece(tokenizer, one) for one in ids]
+
+
+def piece(tokenizer: Tokenizer, one: int) -> str:
+    """Returns the text of one id: " the", or "⟦E2 96⟧" for bytes that are no whole character."""
+    name, text = tokenizer.id_to_token(one), tokenizer.decode([one], skip_special_tokens=False)
+    if name is None:
+        return f"#{one}"
+    if UNKNOWN in text:
+        return f"⟦{' '.join(f'{BYTES[letter]:02X}' for letter in name)}⟧" if all(letter in BYTES for letter in name) else name
+    # SentencePiece writes a space as ▁, and decoding drops it at the start of a text.
+    return f" {text}" if name.startswith("▁") and not text.startswith(" ") else text
+
+
+def letters_of_bytes() -> dict[str, int]:
+    """Returns the byte of each letter of byte-level tokenizers: printable bytes are themselves, the others follow from U+0100."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES = letters_of_bytes()

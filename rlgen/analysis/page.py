@@ -19,15 +19,12 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 def write_page(path: Path, title: str, scripts: Sequence[str], facts: Any, parts: Mapping[str, str]) -> None:
-    """Writes a page.
+    """Writes a page. Raises CheckpointError if that fails.
 
     Args:
         scripts: names of the scripts in `assets`, in the order in which they run.
         facts: the data that the page shows at once, as JSON can hold it.
         parts: packed data by id, which scripts unpack when they need them.
-
-    Raises:
-        CheckpointError: the file cannot be written.
     """
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in scripts)

@@ -16,10 +16,8 @@ COLUMNS, WIDTH, HEIGHT, DPI = 3, 4.6, 2.9, 150  # of one chart, in inches
 COLOURS = ("#2f5bd7", "#d9652b", "#16906c", "#9a4bc9", "#b38600", "#c23b69", "#3a8fb7", "#6b7280")  # as in assets/page.css
 EVALUATION = "Evaluation"
 # What a slide shows, after the evaluations: the charts of `charts.PLANS` that say most.
-TITLES = (
-    *("Reward", "Rewards by name", "Completion length", "Entropy", "Gradient norm", "Difference of log-probs", "Speed"),
-    "Time of a step",
-)
+LEARNING = ("Reward", "Rewards by name", "Completion length", "Entropy", "Gradient norm")
+TITLES = (*LEARNING, "Difference of log-probs", "Speed", "Time of a step")
 MOST = 9  # charts
 
 
@@ -63,7 +61,6 @@ def write_png(
 
 
 def paint(axes: "Axes", chart: Chart) -> None:
-    """Draws one chart."""
     title = f"{EVALUATION}: {chart.title}" if chart.group == EVALUATION else chart.title
     axes.set_title(f"{title}{f' ({chart.unit})' if chart.unit else ''}", fontsize=10, loc="left")
     axes.grid(color="#dfe3e8", linewidth=0.8)
@@ -74,9 +71,7 @@ def paint(axes: "Axes", chart: Chart) -> None:
     if chart.stacked:
         values = [[value or 0.0 for value in line.values] for line in chart.lines]
         axes.stackplot(chart.x, values, labels=[line.label for line in chart.lines], colors=COLOURS, alpha=0.8)
-    for line, colour in zip(chart.lines, cycle(COLOURS), strict=False):
-        if chart.stacked:
-            break
+    for line, colour in zip(() if chart.stacked else chart.lines, cycle(COLOURS), strict=False):
         axes.plot(chart.x, gaps(line.values), color=colour, label=line.label, linewidth=1.4)
         if line.low is not None and line.high is not None:
             axes.fill_between(chart.x, gaps(line.low), gaps(line.high), color=colour, alpha=0.15, linewidth=0)
@@ -85,5 +80,4 @@ def paint(axes: "Axes", chart: Chart) -> None:
 
 
 def gaps(values: Sequence[float | None]) -> list[float]:
-    """Returns the values with NaN, which interrupts a line, for those that are missing."""
     return [float("nan") if value is None else value for value in values]

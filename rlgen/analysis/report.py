@@ -1,24 +1,26 @@
-"""Writes `report.html`: everything that a colleague wants to see of a run, in one file."""
+"""Writes `report.html`, everything that a colleague wants to see of a run, and the page of a comparison: one file each."""
 
 import time
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rlgen.analysis.aligned import BAND
 from rlgen.analysis.card import last_name
 from rlgen.analysis.charts import Chart, charts_of
-from rlgen.analysis.health import verdicts_of
-from rlgen.analysis.pack import Packed, pack, packed_json, short
+from rlgen.analysis.comparison import Comparison
+from rlgen.analysis.pack import pack, packed_json, pieces_of, short, tokenizer_of
 from rlgen.analysis.page import write_page
-from rlgen.analysis.pieces import pieces_of, tokenizer_of
 from rlgen.analysis.run import Run
-from rlgen.analysis.summary import facts_of, phases_of
+from rlgen.analysis.summary import facts_of, phases_of, verdicts_of
 
+COMPARE_SCRIPTS = ("base.js", "chart.js", "compare.js")
 SCRIPTS = ("base.js", "chart.js", "tokens.js", "rollouts.js", "report.js")
 
 
-def write_report(run: Run, path: Path, most_rows: int) -> Packed:
-    """Writes the report of a run, and returns its rollouts as they are packed.
+def write_report(run: Run, path: Path, most_rows: int) -> Mapping[str, Any]:
+    """Writes the report of a run, and returns what it says of its rollouts.
 
     Args:
         most_rows: most rollouts in the report; of a longer run only every n-th step is taken, counted from the newest.
@@ -26,16 +28,47 @@ def write_report(run: Run, path: Path, most_rows: int) -> Packed:
     Raises:
         CheckpointError: a file of rollouts is damaged, or the report cannot be written.
     """
-    rollouts, ids = pack(run, most_rows)
+    rollouts, parts, ids = pack(run, most_rows)
     tokenizer = tokenizer_of(run)
-    parts = {**rollouts.parts, "pieces": packed_json({"ids": ids, "texts": pieces_of(tokenizer, ids)})}
-    facts = {**facts_of_page(run), "rollouts": {**rollouts.facts, "tokenizer": tokenizer is not None}}
+    parts["pieces"] = packed_json({"ids": ids, "texts": pieces_of(tokenizer, ids)})
+    facts = {**facts_of_page(run), "rollouts": {**rollouts, "tokenizer": tokenizer is not None}}
     write_page(path, f"{run.name} – rlgen report", SCRIPTS, facts, parts)
     return rollouts
 
 
+def write_comparison(comparison: Comparison, charts: Sequence[Chart], by: str, path: Path) -> None:
+    """Writes the page of a comparison, with these charts; `by` is what they are aligned by. Raises CheckpointError."""
+    title = title_of(comparison)
+    facts = {
+        "title": title,
+        "metric": comparison.metric,
+        "by": by,
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "verdicts": [
+            {
+                "of": f"{verdict.left} and {verdict.right}, {verdict.place}",
+                "sentence": verdict.sentence,
+                "basis": verdict.estimate.basis,
+                "higher": verdict.higher is not None,
+            }
+            for verdict in comparison.verdicts
+        ],
+        "notes": comparison.notes,
+        "letters": [group.letter for group in comparison.groups],
+        "groups": [comparison.row_of(group) for group in comparison.groups],
+        "differences": comparison.differing,
+        "charts": [as_facts(chart) for chart in charts],
+        "band": BAND if any(len(group.runs) > 1 for group in comparison.groups) else "",
+    }
+    write_page(path, f"{title} – rlgen compare", COMPARE_SCRIPTS, facts, {})
+
+
+def title_of(comparison: Comparison) -> str:
+    """Returns the groups by the first of their runs: "grpo-0 … and rloo-0 …"."""
+    return " and ".join(comparison.names[group.runs[0]] + " …" * (len(group.runs) > 1) for group in comparison.groups)
+
+
 def facts_of_page(run: Run) -> dict[str, Any]:
-    """Returns everything of the page but the rollouts."""
     verdicts = verdicts_of(run)
     recipe = run.recipe
     return {
@@ -55,7 +88,7 @@ def facts_of_page(run: Run) -> dict[str, Any]:
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "summary": [asdict(fact) for fact in facts_of(run, verdicts)],
         "charts": [as_facts(chart) for chart in charts_of(run)],
-        "phases": [{"name": phase.name, "seconds": short(phase.seconds)} for phase in phases_of(run)],
+        "phases": [{"name": name, "seconds": short(seconds)} for name, seconds in phases_of(run).items()],
         "seconds": short(run.seconds),
         "health": [{**asdict(verdict), "last": None if verdict.last is None else short(verdict.last)} for verdict in verdicts],
         "sentinel": [
@@ -72,20 +105,10 @@ def facts_of_page(run: Run) -> dict[str, Any]:
 
 def as_facts(chart: Chart) -> dict[str, Any]:
     """Returns a chart as the scripts take it, with short numbers."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for line in chart.lines:
         edges = {"values": line.values, "low": line.low, "high": line.high}
         kept = {name: [short(value) for value in values] for name, values in edges.items() if values is not None}
         lines.append({"label": line.label, **kept})
-    return {
-        "group": chart.group,
-        "title": chart.title,
-        "unit": chart.unit,
-        "what": chart.what,
-        "log": chart.log,
-        "stacked": chart.stacked,
-        "axis": chart.axis,
-        "whole": all(place == int(place) for place in chart.x),
-        "x": list(chart.x),
-        "lines": lines,
-    }
+    whole = all(place == int(place) for place in chart.x)
+    return {**asdict(replace(chart, x=list(chart.x), lines=())), "whole": whole, "lines": lines}

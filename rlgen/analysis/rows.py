@@ -53,10 +53,6 @@ class Range:
             raise UsageError(f"{option} {text}: the range is empty; the lower number comes first")
         return cls(low, high)
 
-    def holds(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Returns which of the values are in the range."""
-        return (values >= self.low) & (values <= self.high)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
@@ -73,19 +69,14 @@ class Query:
 
     @property
     def order(self) -> str:
-        """Returns the name of the sort without its direction."""
         return self.sort.removeprefix("-")
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Returns the columns that decide which rows match and in which order."""
-        asked = {
-            "reward": self.reward_below is not None or self.reward_above is not None,
-            "length": self.length is not None,
-            "finish": self.finish is not None,
-            "text": self.text is not None,
-        }
-        names = ["step", self.order, *(name for name, used in asked.items() if used)]
+        bounds = (self.reward_below, self.reward_above, self.length, self.finish, self.text)
+        asked = zip(("reward", "reward", "length", "finish", "text"), bounds, strict=True)
+        names = ["step", self.order, *(name for name, bound in asked if bound is not None)]
         return tuple(dict.fromkeys(column for name in names for column in READ[name]))
 
 
@@ -140,7 +131,7 @@ def matching(table: pa.Table, query: Query) -> NDArray[np.bool_]:
     if query.reward_above is not None:
         keep &= numbers(table, "reward") > query.reward_above
     if query.length is not None:
-        keep &= query.length.holds(lengths(table))
+        keep &= (query.length.low <= lengths(table)) & (lengths(table) <= query.length.high)
     if query.finish is not None:
         keep &= np.asarray(pc.equal(table["finish_reason"], query.finish))
     if query.text is not None:

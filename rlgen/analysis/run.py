@@ -37,14 +37,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Reads a run.
-
-    Args:
-        path: its folder, as `find_run` returns it.
-
-    Raises:
-        RecipeError: resolved.yaml does not fit this version of rlgen.
-    """
+    """Reads the folder of a run. Raises RecipeError if resolved.yaml does not fit this version of rlgen."""
     resolved, written = path / "resolved.yaml", path / "recipe.yaml"
     records = read_records(path / "metrics.jsonl")
     return Run(

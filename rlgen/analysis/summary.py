@@ -1,13 +1,18 @@
-"""The few numbers that say how a run went: reward, evaluation, health, agreement, speed, time."""
+"""The few numbers that say how a run went: reward, evaluation, health, agreement, speed, time. For the report, and for the
+end of `rlgen train`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rlgen.analysis.charts import EDGES, PHASES
-from rlgen.analysis.health import Verdict
 from rlgen.analysis.run import Run, number, tenth
 from rlgen.metrics import Metric
+from rlgen.run.checkpoint_folder import CheckpointFolder
+from rlgen.run.clock import as_clock
+from rlgen.run.directory import Best
+from rlgen.run.health import Rows, Rule, rows_after, rules_of
 
 HEADLINE = Metric.EVAL_REWARD_MEAN  # the evaluation that is shown first, if it was measured
 
@@ -22,30 +27,70 @@ class Fact:
     tone: Literal["good", "bad", "plain"] = "plain"
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Where time went."""
+State = Literal["well", "broken", "was broken", "not measured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The state of one rule after the last recorded step."""
 
     name: str
-    seconds: float
+    state: State
+    what: str  # "entropy of a token"
+    bound: str  # the bad side: "below 0.01 for 5 steps"
+    last: float | None  # the newest value
+    steps: Sequence[int]  # at which the rule was broken
+    remedy: str
 
 
-def phases_of(run: Run) -> list[Phase]:
-    """Returns the time of each phase over all steps; what the steps took beyond them is "other"."""
-    phases = [Phase(name, sum(number(row, key) or 0.0 for row in run.metrics)) for name, key in PHASES.items()]
-    other = run.seconds - sum(phase.seconds for phase in phases)
-    return [phase for phase in (*phases, Phase("other", other)) if phase.seconds > 0.001 * run.seconds]
+def verdicts_of(run: Run) -> list[Verdict]:
+    """Returns the verdict of each rule of the recipe; broken ones come first."""
+    rules = rules_of(run.recipe)
+    rows: Rows = {}
+    broken: dict[str, list[int]] = {rule.name: [] for rule in rules}
+    for record in run.metrics:
+        rows = rows_after(rows, rules, record)
+        for rule in rules:
+            if rule.broken(rows):
+                broken[rule.name].append(record[Metric.STEP])
+    order: tuple[State, ...] = ("broken", "was broken", "well", "not measured")
+    return sorted((verdict_on(rule, rows, broken[rule.name]) for rule in rules), key=lambda found: order.index(found.state))
+
+
+def verdict_on(rule: Rule, rows: Rows, broken: Sequence[int]) -> Verdict:
+    measured = rows.get(rule.name, ())
+    state: State = "broken" if rule.broken(rows) else "was broken" if broken else "well" if measured else "not measured"
+    return Verdict(
+        name=rule.name,
+        state=state,
+        what=rule.what,
+        bound=f"{rule.side} {rule.threshold:g} for {rule.steps} step{'' if rule.steps == 1 else 's'}",
+        last=measured[-1] if measured else None,
+        steps=broken,
+        remedy=rule.remedy,
+    )
+
+
+def phases_of(run: Run) -> dict[str, float]:
+    """Returns the seconds of each phase over all steps; what the steps took beyond them is "other"."""
+    phases = {name: sum(number(row, key) or 0.0 for row in run.metrics) for name, key in PHASES.items()}
+    phases["other"] = run.seconds - sum(phases.values())
+    return {name: seconds for name, seconds in phases.items() if seconds > 0.001 * run.seconds}
 
 
 def facts_of(run: Run, verdicts: Sequence[Verdict]) -> list[Fact]:
-    """Returns the numbers of a run, as far as they were measured."""
     found = [reward_fact(run), evaluation_fact(run), health_fact(verdicts), agreement_fact(run), *speed_facts(run)]
     return [fact for fact in found if fact is not None]
 
 
-def reward_fact(run: Run) -> Fact | None:
+def rewards_of(run: Run) -> tuple[float | None, float | None]:
+    """Returns the mean reward in the first and in the last tenth of the steps."""
     values = [number(row, Metric.REWARD_MEAN) for row in run.metrics]
-    first, last = tenth(values, last=False), tenth(values, last=True)
+    return tenth(values, last=False), tenth(values, last=True)
+
+
+def reward_fact(run: Run) -> Fact | None:
+    first, last = rewards_of(run)
     if first is None or last is None:
         return None
     change = f"{first:.3g} in the first tenth, {last - first:+.3g}"
@@ -83,18 +128,17 @@ def agreement_fact(run: Run) -> Fact | None:
     largest = [value for row in run.metrics if (value := number(row, Metric.SAMPLER_DELTA_MAX)) is not None]
     if not means or not largest:
         return None
-    mean = sum(means) / len(means)
-    return Fact(
-        label="Engine and trainer differ by", value=f"{mean:.1e} nats", note=f"mean of a token; largest {max(largest):.1e}"
-    )
+    mean, note = sum(means) / len(means), f"mean of a token; largest {max(largest):.1e}"
+    return Fact(label="Engine and trainer differ by", value=f"{mean:.1e} nats", note=note)
 
 
 def speed_facts(run: Run) -> list[Fact]:
     tokens = sum(number(row, Metric.TOKENS_GENERATED) or 0.0 for row in run.metrics)
     if not run.seconds:
         return []
-    longest = max(phases_of(run), key=lambda phase: phase.seconds)
-    share = f"{longest.seconds / run.seconds:.0%} {longest.name}, {run.seconds / len(run.metrics):.3g} s a step"
+    phases = phases_of(run)
+    longest = max(phases, key=lambda name: phases[name])
+    share = f"{phases[longest] / run.seconds:.0%} {longest}, {run.seconds / len(run.metrics):.3g} s a step"
     return [
         Fact(label="Speed", value=f"{tokens / run.seconds:,.0f} tokens/s", note=f"{tokens:,.0f} tokens sampled"),
         Fact(label="Time of all steps", value=duration(run.seconds), note=share),
@@ -107,3 +151,39 @@ def duration(seconds: float) -> str:
     if minutes < 1:
         return f"{seconds:.3g} s"
     return f"{minutes} min {round(seconds) % 60} s" if hours < 1 else f"{hours} h {round(seconds / 60) % 60} min"
+
+
+def ending_of(run: Run, seconds: float, next_command: str) -> list[str]:
+    """Returns at most six lines for a command's end: steps and its time, reward, evaluation, checkpoint, the next command."""
+    step, steps = len(run.metrics), run.recipe.run.steps
+    state = "done" if step >= steps else "stopped"
+    lines = [f"{state}: {step} of {steps} steps, {as_clock(seconds)} since the command; {run.path}"]
+    first, last = rewards_of(run)
+    if first is not None and last is not None:
+        of = "step" if step < 20 else f"{step // 10} steps"
+        lines.append(f"reward: {first:.3f} in the first {of}, {last:.3f} in the last {of}")
+    return [*lines, *evaluation_lines(run), *checkpoint_lines(run), f"next: {next_command}"]
+
+
+def evaluation_lines(run: Run) -> list[str]:
+    """Returns the line of the first, the best and the last evaluation; none if nothing was evaluated."""
+    found = {record[Metric.STEP]: number(record, Metric.EVAL_REWARD_MEAN) for record in run.evaluations}
+    known = {step: reward for step, reward in found.items() if reward is not None}
+    if not known:
+        return []
+    best = Best(run.evaluations).step
+    named = dict.fromkeys(step for step in (min(known), best, max(known)) if step is not None)
+    words = [f"{known[step]:.3f} {'after' if step else 'before'} step {step or 1}{' (best)' * (step == best)}" for step in named]
+    return [f"evaluation: {', '.join(words)}"]
+
+
+def checkpoint_lines(run: Run) -> list[str]:
+    """Returns the line of the checkpoint with the best evaluation, or else of the newest; none if there is none."""
+    folder = CheckpointFolder(run.path / "checkpoints")
+    steps = list(folder.steps())
+    if not steps:
+        return []
+    best = Best(run.evaluations).step
+    if best is not None and best in steps:
+        return [f"best checkpoint: {folder.path(best)}"]
+    return [f"newest checkpoint: {folder.path(max(steps))}"]

@@ -13,11 +13,10 @@ from rich.text import Text
 from rlgen.analysis.aligned import BAND, By, other_charts
 from rlgen.analysis.charts import charts_of
 from rlgen.analysis.comparison import Comparison, Verdict, compare
-from rlgen.analysis.comparison_page import title_of, write_comparison
 from rlgen.analysis.interval import Interval
 from rlgen.analysis.plot import STYLES, plot
 from rlgen.analysis.png import chosen, write_png
-from rlgen.analysis.report import write_report
+from rlgen.analysis.report import title_of, write_comparison, write_report
 from rlgen.analysis.run import Run, read_run
 from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.cli.rollouts import finite
@@ -159,7 +158,7 @@ def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_js
     path = out or run.path / "report.html"
     if png:  # first: it fails without matplotlib, before anything is written
         write_png(path.with_suffix(".png"), run.name, chosen(charts_of(run)))
-    packed = write_report(run, path, rollouts).facts
+    packed = write_report(run, path, rollouts)
     size = path.stat().st_size
     if as_json:
         shown = {

@@ -147,7 +147,7 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]
         further = scorer.calls_of(group, step=0, first=len(asks))
         asks += further[0]
         calls += further[1]
-    with closing(scorer.pool.run(calls)) as outcomes:
+    with closing(scorer.run(calls)) as outcomes:
         for outcome in outcomes:
             ask = asks[outcome.id]
             result = outcome.value

@@ -69,8 +69,8 @@ def train_command(
 
 def ending(path: Path, seconds: float, resumes: str | None = None) -> list[str]:
     """Returns what to know at the end of a run, and what to do next. `resumes`: the command that goes on; None: it is done."""
-    from rlgen.analysis.ending import ending_of
     from rlgen.analysis.run import read_run
+    from rlgen.analysis.summary import ending_of
     from rlgen.run.find import RUNS, holds_run
 
     try:

@@ -22,10 +22,7 @@ class EarlyScoring:
         self._closed = False
 
     def open(self, step: int) -> None:
-        """Starts the calls for the groups of `step` that have arrived, and for each further one as it arrives.
-
-        The scoring of another step that is still open is given up.
-        """
+        """Starts the calls for the groups of `step` that have arrived and will arrive, and gives up another step that is open."""
         with self._lock:
             self._open(step)
 

@@ -7,11 +7,12 @@ import os
 import random
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlgen.errors import RewardError
+from rlgen.files import open_log, written
 from rlgen.recipe.judges import JudgeArgs
-from rlgen.rewards.answers import Answers
 from rlgen.worker_pool.failures import shortened
 
 PASSING = (408, 409, 425, 429)  # status codes of temporary failures, besides 5xx
@@ -33,6 +34,65 @@ class Passing(Exception):
         self.wait = wait
 
 
+class Answers:
+    """The answers of one judge so far, in memory and in a folder of the run: the same request gets the same answer, also after a
+    resume. One file for each judge and process of training, one line for each request that was sent:
+
+    {"request": "SHA-256", "answer": "Score: 7", "tokens": 321}     an answer
+    {"failed": "HTTP 503"}                                           no answer; it counts as a request, too
+    """
+
+    def __init__(self, folder: Path | None, name: str, rank: int) -> None:
+        """Reads what all processes and earlier attempts have written. Raises CheckpointError if a file cannot be read.
+
+        Args:
+            folder: None: answers are kept in memory only.
+            name: of the judge, without @.
+            rank: of the process of training that this one serves.
+        """
+        self.requests = self.tokens = 0  # sent and paid by this process, earlier attempts included
+        self._known: dict[str, str] = {}
+        self._path = None if folder is None else folder / f"{name}@{rank}.jsonl"
+        if folder is None:
+            return
+        with written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(folder.glob("*@*.jsonl")):
+                if path.name.rpartition("@")[0] == name:
+                    self._read(path)
+
+    def get(self, request: str) -> str | None:
+        """Returns the answer to a request, by its hash; None: it was not answered yet."""
+        return self._known.get(request)
+
+    def keep(self, request: str, answer: str, tokens: int) -> None:
+        """Stores an answer. Raises CheckpointError if it cannot be written."""
+        self._write({"request": request, "answer": answer, "tokens": tokens})
+        self._known[request] = answer
+        self.tokens += tokens
+
+    def lose(self, why: str) -> None:
+        self._write({"failed": why})
+
+    def _write(self, record: dict[str, str | int]) -> None:
+        if self._path is not None:
+            # Begins with a line end: the last line of a process that was killed may have none.
+            with open_log(self._path) as file, written(self._path):
+                file.write(b"\n" + json.dumps(record).encode())
+
+    def _read(self, path: Path) -> None:
+        for line in path.read_bytes().split(b"\n"):
+            try:
+                record = json.loads(line)
+            except ValueError:  # an empty line, or half of one
+                continue
+            if path == self._path:
+                self.requests += 1
+                self.tokens += record.get("tokens", 0)
+            if "request" in record:
+                self._known.setdefault(record["request"], record["answer"])
+
+
 @dataclass(slots=True)
 class Shared:
     """A request that is under way, and how many wait for it."""
@@ -45,14 +105,11 @@ class Endpoint:
     """The client of one judge in one worker."""
 
     def __init__(self, settings: JudgeArgs, timeout: float, answers: Answers, rank: int, world: int) -> None:
-        """Stores the settings and connects to nothing.
+        """Connects to nothing. Raises RewardError if the variable that should hold the key is not set.
 
         Args:
             timeout: seconds that a call of the reward may take, all of its requests together.
             rank, world: of the process of training that this worker serves, and how many there are: the budget is divided.
-
-        Raises:
-            RewardError: the variable that should hold the key is not set.
         """
         self._settings = settings
         self._timeout = timeout

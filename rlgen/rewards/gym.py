@@ -9,7 +9,6 @@ def reasoning_gym(completion: str, answer: str | None, metadata: str) -> float:
     The answer is what stands in the last `<answer>...</answer>`, or the whole completion where there is none.
 
     Args:
-        completion: text of the model.
         answer: the data set's own; None where it knows none, and only judges.
         metadata: JSON text of the column that `task:gym` makes; it names the data set.
 

@@ -5,18 +5,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import COMPARISON, PLACEHOLDER, RATING, SCORE, VERDICT, JudgeArgs
-from rlgen.rewards.answers import Answers
-from rlgen.rewards.endpoint import Endpoint
-from rlgen.rewards.winrates import win_rates
+from rlgen.rewards.endpoint import Answers, Endpoint
 from rlgen.worker_pool.failures import shortened
 
+T = TypeVar("T")
 SHOWN = 500  # characters of an answer in a message
 VERDICTS = {"A": 1.0, "B": 0.0, "C": 0.5, "TIE": 0.5}  # the first answer's share of the win
 
@@ -26,11 +25,7 @@ class Unreadable(Exception):
 
 
 def question_of(settings: JudgeArgs) -> str:
-    """Returns the question of a judge, with its placeholders.
-
-    Raises:
-        RewardError: its file cannot be read, or does not show what is judged.
-    """
+    """Returns the question. Raises RewardError if its file cannot be read, or does not show what is judged."""
     if settings.prompt is not None:
         return settings.prompt
     if settings.prompt_file is None:
@@ -60,12 +55,7 @@ class Judge:
     """One judge of the recipe."""
 
     def __init__(self, settings: JudgeArgs, timeout: float, answers: Path | None, name: str) -> None:
-        """Reads the question, the key and the answers so far, and connects to nothing.
-
-        Args:
-            timeout: seconds that a call may take.
-            answers: folder of the run for the judge's answers; None: they are kept in memory only.
-            name: of the reward, which names its files in `answers`.
+        """Reads the question, the key and the answers so far, and connects to nothing. For the arguments see `RewardSource`.
 
         Raises:
             RewardError: the question or the key is not there.
@@ -78,12 +68,7 @@ class Judge:
         self._pattern = re.compile(settings.pattern or (VERDICT if settings.pairwise else SCORE))
 
     async def rate(self, *, prompt: str, completion: str, prompt_messages: Any, **columns: Any) -> float:
-        """Returns the score of one completion.
-
-        Raises:
-            NoAnswer: the judge does not answer.
-            Unreadable: its answer holds no score within `low` and `high`.
-        """
+        """Returns the score of one completion. Raises NoAnswer, or Unreadable for no score within `low` and `high`."""
         values = {**columns, "prompt": transcript(prompt, prompt_messages), "completion": completion}
         said = await self._endpoint.ask(filled(self._question, values))
         settings, found = self._settings, self._found(said)
@@ -99,10 +84,7 @@ class Judge:
         self, *, prompts: Sequence[str], completions: Sequence[str], prompt_messages: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | None]:
         """Returns the win rate of each completion against the others: every pair is shown in both orders, and equal ones tie.
-
-        Raises:
-            NoAnswer: the judge does not answer to one of the comparisons.
-            Unreadable: one of its answers holds no verdict.
+        Raises NoAnswer or Unreadable if a comparison fails.
         """
         shared = {**{name: values[0] for name, values in columns.items()}, "prompt": transcript(prompts[0], prompt_messages[0])}
         pairs = list(combinations(dict.fromkeys(completions), 2))
@@ -132,6 +114,19 @@ class Judge:
         elif matches := self._pattern.findall(said):
             return matches[-1]
         raise Unreadable(f"the answer holds no score: {shortened(said, SHOWN)}")
+
+
+def win_rates(items: Sequence[T], wins: Callable[[T, T], float]) -> list[float | None]:
+    """Returns [G], the mean share from 0 to 1 that each item wins against the others; None for a single one. Their mean is 0.5.
+
+    Args:
+        wins: the share of the first of two items, from 0 (it loses) to 1; for the swapped items it gives 1 minus that.
+    """
+    rates: list[float | None] = []
+    for place, item in enumerate(items):
+        others = [wins(item, other) for index, other in enumerate(items) if index != place]
+        rates.append(sum(others) / len(others) if others else None)
+    return rates
 
 
 def transcript(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str:

@@ -28,8 +28,18 @@ class LoadedReward:
     timeout: float
 
     def value(self, answer: Any, size: int | None) -> list[float | None] | Failed:
-        """Returns the values of a call as a list, or why they are none. `size`: values of a group; None: a single one."""
-        return values_of(answer, size)
+        """Returns what the function returned as a list, of `size` values or with None of one; Failed if it is malformed."""
+        if size is None:
+            values: Any = [answer]
+        elif not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != size:
+            return Failed("error", f"returned {shown(answer)}, not a list of {size} rewards")
+        else:
+            values = answer
+        numbers = [None if value is None else as_number(value) for value in values]
+        for value, number in zip(values, numbers, strict=True):
+            if number is not None and not math.isfinite(number):
+                return Failed("error", f"returned {shown(value)}; a reward is a finite number, or None if it does not apply")
+        return numbers
 
     def failure(self, error: BaseException) -> Failed:
         """Returns the record of an exception that the function raised, with a hint for a mistake that many make."""
@@ -85,11 +95,7 @@ def load_model(source: RewardSource, settings: "RewardModelArgs | JudgeArgs") ->
 
 
 def facts_of_model(settings: "RewardModelArgs | JudgeArgs", sha256: str | None = None) -> FunctionFacts:
-    """Returns what a reward that asks a model is called with, without asking it. Raises RewardError if its question is not there.
-
-    Args:
-        sha256: of the model's files, or of the question's; None: not known.
-    """
+    """Returns what a reward that asks a model is called with. Raises RewardError if its question is not there."""
     from rlgen.recipe.judges import RewardModelArgs
 
     if isinstance(settings, RewardModelArgs):
@@ -99,23 +105,6 @@ def facts_of_model(settings: "RewardModelArgs | JudgeArgs", sha256: str | None =
     from rlgen.rewards.judge import parameters_of
 
     return FunctionFacts(parameters_of(settings), is_async=True, file=None, sha256=sha256)
-
-
-def values_of(answer: Any, of_group: int | None) -> list[float | None] | Failed:
-    """Checks what a function returned, and returns it as a list: one value, or `of_group` values. Returns Failed if it is
-    malformed.
-    """
-    if of_group is None:
-        values: Any = [answer]
-    elif not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != of_group:
-        return Failed("error", f"returned {shown(answer)}, not a list of {of_group} rewards")
-    else:
-        values = answer
-    numbers = [None if value is None else as_number(value) for value in values]
-    for value, number in zip(values, numbers, strict=True):
-        if number is not None and not math.isfinite(number):
-            return Failed("error", f"returned {shown(value)}; a reward is a finite number, or None if it does not apply")
-    return numbers
 
 
 def as_number(value: Any) -> float:

@@ -5,25 +5,25 @@ behind those of functions.
 """
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from rlgen.worker_pool.pool import CallOutcome, CallStream, Pool
+from rlgen.worker_pool.pool import Pool
 from rlgen.worker_pool.source import FunctionFacts
+from rlgen.worker_pool.stream import CallOutcome, CallStream
 from rlgen.worker_pool.worker import WorkerCall
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedStream:
-    """The calls of one step in several pools, whose outcomes arrive in one queue."""
+    """The calls of one step in several pools, whose outcomes arrive in one queue. Its methods are those of `CallStream`."""
 
     streams: Sequence[CallStream]  # one a pool, which put into the queue of the first
     places: Sequence[tuple[int, int]]  # reward -> its pool, and its index there
 
     def add(self, calls: Sequence[WorkerCall]) -> None:
-        """Queues each call in the pool of its reward, see `CallStream.add`."""
         by_pool: dict[int, list[WorkerCall]] = defaultdict(list)
         for call in calls:
             pool, place = self.places[call.source]
@@ -32,49 +32,38 @@ class JoinedStream:
             self.streams[pool].add(own)
 
     def outcomes(self) -> Iterator[CallOutcome]:
-        """Waits for the outcome of each call that was added, see `CallStream.outcomes`."""
         first = self.streams[0]
-        return first.next_outcomes(sum(stream.added for stream in self.streams) - first.taken)
+        for _ in range(sum(stream.added for stream in self.streams) - first.taken):
+            yield first.take()
 
     def there(self) -> Iterator[CallOutcome]:
-        """Yields the outcomes that have arrived, see `CallStream.there`."""
         return self.streams[0].there()
 
     def close(self) -> None:
-        """Cancels the calls that still run, in every pool."""
         for stream in self.streams:
             stream.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Holds the pools of one trainer process."""
+    """The pools of one trainer process. Its methods are those of `Pool`."""
 
     pools: Sequence[Pool]
     places: Sequence[tuple[int, int]]  # reward -> its pool, and its index there
 
     def facts(self) -> list[FunctionFacts]:
-        """Returns what the first worker of each pool found out, in the order of the recipe, see `Pool.facts`."""
         for pool in self.pools:
             pool.start()  # all of them load at the same time
         found = [pool.facts() for pool in self.pools]
         return [found[pool][place] for pool, place in self.places]
 
     def open(self) -> JoinedStream:
-        """Returns a stream for calls, see `Pool.open`. Raises as it does; no pool is then open."""
         outcomes: SimpleQueue[CallOutcome | Exception] = SimpleQueue()
         with ExitStack() as undo:
             streams = [undo.enter_context(closing(pool.open(outcomes))) for pool in self.pools]
-            undo.pop_all()
+            undo.pop_all()  # if one raises, no pool is open
         return JoinedStream(streams, self.places)
 
-    def run(self, calls: Sequence[WorkerCall]) -> Generator[CallOutcome, None, None]:
-        """Yields the outcome of each call, see `Pool.run`."""
-        with closing(self.open()) as stream:
-            stream.add(calls)
-            yield from stream.outcomes()
-
     def close(self) -> None:
-        """Ends the worker processes of all pools."""
         for pool in self.pools:
             pool.close()

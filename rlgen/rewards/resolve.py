@@ -36,7 +36,6 @@ class RewardFunction:
     max_error_fraction: float  # of the calls of a step
 
     def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those of `available` that the function takes, and the recipe's `args`."""
         taken = available if self.names is None else {n: v for n, v in available.items() if n in self.names}
         return {**taken, **self.args}
 
@@ -44,13 +43,9 @@ class RewardFunction:
 def resolve(entry: RewardRecipe, facts: FunctionFacts, columns: Collection[str]) -> RewardFunction:
     """Checks that every parameter of the function will be filled, and returns the reward.
 
-    Args:
-        facts: about the function behind `entry.use`.
-        columns: of the data set, `answer` included if the recipe maps it.
-
     Raises:
-        DataError: a parameter that is no column of the data, and that nothing else provides.
-        RewardError: a parameter that cannot be filled by name, or is filled twice.
+        DataError: a parameter is no column of the data (`answer` included, if the recipe maps it), and nothing else provides it.
+        RewardError: a parameter cannot be filled by name, or is filled twice.
     """
     named = {name: required for name, kind, required in facts.parameters if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")}
     takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in facts.parameters)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import RewardModelArgs
-from rlgen.rewards.winrates import win_rates
+from rlgen.rewards.judge import win_rates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +32,8 @@ class RewardModel:
     """One reward model of the recipe."""
 
     def __init__(self, settings: RewardModelArgs, further: int) -> None:
-        """Loads model and tokenizer, and then limits this process.
-
-        Args:
-            further: bytes that it may use besides what it uses once the model is loaded.
-
-        Raises:
-            RewardError: there is no such model, or it does not give one score to a text.
+        """Loads model and tokenizer, and then limits this process to `further` bytes more. Raises RewardError if there is no such
+        model, or it does not give one score to a text.
         """
         self._settings = settings
         folder = folder_of(settings)
@@ -99,16 +94,12 @@ class RewardModel:
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-        with torch.inference_mode():
-            return self._forward(ids, mask, pad)[:, 0].float().tolist()
-
-    def _forward(self, ids: "Tensor", mask: "Tensor", pad: int) -> "Tensor":
-        """Returns [B, 1] scores of padded rows [B, S]."""
         device, declared = self._model.device, self._config.pad_token_id
         self._config.pad_token_id = pad
         try:
-            logits: Tensor = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-            return logits
+            with torch.inference_mode():
+                logits: Tensor = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits  # [B, 1]
+                return logits[:, 0].float().tolist()
         finally:
             self._config.pad_token_id = declared
 
@@ -181,9 +172,7 @@ def limit_memory(further: int) -> None:
 
 
 def batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Returns the places of rows that go through the model together, of similar lengths: at most `most` tokens with padding, or
-    one longer row.
-    """
+    """Returns the places of rows of similar lengths, in batches of at most `most` tokens with padding, or of one longer row."""
     made: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: lengths[place], reverse=True):
         if made and lengths[made[-1][0]] * (len(made[-1]) + 1) <= most:

@@ -1,15 +1,13 @@
-"""Computes the rewards of samples: each by name, and their weighted sum. A failed reward is not a 0, and neither is one that does
-not apply.
-"""
+"""Computes the rewards of samples, by name and weighted. A failed reward is not a 0, and neither is one that does not apply."""
 
 import json
 import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from rlgen.rewards.pools import Pools
 from rlgen.rewards.resolve import MESSAGES, RewardFunction, resolve
 from rlgen.types import Group, Ids, Sample, whole_conversation
 from rlgen.worker_pool.failures import Failed
-from rlgen.worker_pool.pool import CallOutcome, Pool, WorkerLimits, limits_of
+from rlgen.worker_pool.pool import Pool, WorkerLimits, limits_of
+from rlgen.worker_pool.stream import CallOutcome
 from rlgen.worker_pool.worker import WorkerCall, ids_from
 
 log = logging.getLogger(__name__)
@@ -59,8 +58,13 @@ class Scorer:
         return {reward.label: reward.weight for reward in self.rewards}
 
     def close(self) -> None:
-        """Ends the worker processes."""
         self.pool.close()
+
+    def run(self, calls: Sequence[WorkerCall]) -> Generator[CallOutcome, None, None]:
+        """Yields the outcomes of calls as they arrive. Closing the generator early kills what still runs."""
+        with closing(self.pool.open()) as stream:
+            stream.add(calls)
+            yield from stream.outcomes()
 
     def begin(self, step: int) -> "Scoring":
         """Returns an object that scores the groups of a step one by one, while other groups are still sampled."""
@@ -76,9 +80,7 @@ class Scorer:
             return scoring.result(groups)
 
     def calls_of(self, group: Group, step: int, first: int) -> tuple[list[Ask], list[WorkerCall]]:
-        """Returns the calls that a group needs, and the same calls in the form that is sent to a worker, numbered from `first`
-        on.
-        """
+        """Returns the calls that a group needs, and the same in the form that workers are sent, numbered from `first` on."""
         labels, longest = [reward.label for reward in self.rewards], self.max_completion_tokens
         asks = [ask for reward in self.rewards for ask in asks_of(reward, group, step, longest, self.turns)]
         return asks, [
@@ -86,35 +88,43 @@ class Scorer:
             for number, ask in enumerate(asks, first)
         ]
 
-    def scored(self, group: Group, values: "Values") -> Group:
-        """Returns the group with the values of its rewards, in the recipe's order, and their weighted sums."""
-        weights = self.weights
-        table = [{label: values.rewards[key(sample)][label] for label in weights} for sample in group.samples]
+    def scored(self, group: Group, results: Iterable[tuple[Ask, Sequence[float | None] | Failed]]) -> Group:
+        """Returns the group with the values of its rewards and their weighted sums.
+
+        A failed call gives 0.0 if the reward's `on_error` is zero, else None, and an entry in `reward_errors`.
+
+        Args:
+            results: of its calls, in the order of `calls_of`, which is the recipe's.
+        """
+        table: dict[int, dict[str, float | None]] = {sample.sample_index: {} for sample in group.samples}
+        errors: dict[int, dict[str, str]] = {sample.sample_index: {} for sample in group.samples}
+        for ask, result in results:
+            label, values = ask.reward.label, result
+            if isinstance(values, Failed):
+                for sample in ask.samples:
+                    errors[sample.sample_index][label] = f"{values.cause}: {values.message}"
+                values = [0.0 if ask.reward.on_error == "zero" else None] * len(ask.samples)
+            for sample, value in zip(ask.samples, values, strict=True):
+                table[sample.sample_index][label] = value
         samples: list[Sample] = []
-        for sample, rewards, total in zip(group.samples, table, weighted_sums(table, weights), strict=True):
-            wrong = values.errors.get(key(sample), {})
+        for sample, total in zip(group.samples, weighted_sums(list(table.values()), self.weights), strict=True):
+            rewards, wrong = table[sample.sample_index], errors[sample.sample_index]
             # The value of a failed reward is unknown: its sample is not compared with the others.
             known = all(rewards[label] is not None for label in wrong)
             samples.append(replace(sample, rewards=rewards, reward=total if known else None, reward_errors=wrong))
         return replace(group, samples=tuple(samples))
 
     def failed(self, ask: Ask, failed: Failed, step: int, count: int, budget: int) -> None:
-        """Logs and saves the first failure of a reward.
-
-        Args:
-            count: calls of this reward that have failed in this step, this one included.
-            budget: calls of this reward that may fail in this step.
-
-        Raises:
-            RewardError: the reward's `on_error` is fail, or `count` exceeds `budget`.
+        """Logs and saves the first failure of a reward. Raises RewardError if its `on_error` is fail, or if `count`, its failures
+        in this step, exceeds `budget`.
         """
         reward = ask.reward
         first = reward.label not in self.known
         self.known.add(reward.label)
         ends = reward.on_error == "fail" or count > budget
-        what = f"{place(ask)}: {failed.message}"
         if not (first or ends):
             return
+        what = f"{place(ask)}: {failed.message}"
         saved = self.save(ask, failed, step)
         where = f"; the sample is in {saved}" if saved else ""
         text = f"\n{failed.traceback}" if failed.traceback else ""
@@ -129,11 +139,7 @@ class Scorer:
         raise RewardError(f"{what}{hint}{where}{text}")
 
     def save(self, ask: Ask, failed: Failed, step: int) -> Path | None:
-        """Writes the arguments and the error of a failed call to a JSON file, so that the call can be repeated.
-
-        Returns:
-            The file; None: there is no folder for it, or it could not be written.
-        """
+        """Writes a failed call to a JSON file, so that it can be repeated. Returns the file; None: there is none."""
         if self.failures is None:
             return None
         sample = "" if ask.reward.of_group else f"_{ask.samples[0].sample_index}"
@@ -144,9 +150,7 @@ class Scorer:
             "step": step,
             "group_id": ask.group.group_id,
             "sample_index": [one.sample_index for one in ask.samples],
-            "cause": failed.cause,
-            "message": failed.message,
-            "traceback": failed.traceback,
+            **asdict(failed),
             "arguments": ask.arguments,
         }
         try:
@@ -182,12 +186,8 @@ class Scoring:
             self._stream.add(calls)
 
     def settled(self) -> list[Group]:
-        """Returns, without waiting, the groups whose calls have all returned since the last time, with their rewards.
-
-        Failures are judged by `result`.
-
-        Raises:
-            RewardError: workers that were started cannot import the functions.
+        """Returns, without waiting, the groups whose calls have all returned since the last time, with their rewards. Failures
+        are judged by `result`.
         """
         settled = []
         for outcome in self._stream.there():
@@ -196,10 +196,7 @@ class Scoring:
                 group = self._asks[outcome.id].group
                 calls = self._calls[group.group_id]
             if outcome.id in calls and all(number in self._outcomes for number in calls):
-                values = Values({}, {})
-                for number in calls:
-                    values.take(self._asks[number], self._outcomes[number].value)
-                settled.append(self._scorer.scored(group, values))
+                settled.append(self._scored(group))
         return settled
 
     def result(self, groups: Sequence[Group]) -> list[Group]:
@@ -211,49 +208,29 @@ class Scoring:
         Raises:
             RewardError: as `Scorer.score` does. Calls that still run are then cancelled.
         """
-        scorer, values = self._scorer, Values({}, {})
         for group in groups:
             if self._groups.get(group.group_id) != group:
                 self.add(group)
-        counting = {number for number, ask in enumerate(self._asks) if self._groups[ask.group.group_id] is ask.group}
+        counting = {number for calls in self._calls.values() for number in calls}
         calls = Counter(self._asks[number].reward.label for number in counting)
-        budget = {reward.label: math.ceil(reward.max_error_fraction * calls[reward.label]) for reward in scorer.rewards}
         spent: Counter[str] = Counter()
         with closing(self._stream):
             for outcome in chain(list(self._outcomes.values()), self._stream.outcomes()):
-                if outcome.id not in counting:
-                    continue
-                ask, result = self._asks[outcome.id], outcome.value
-                label = ask.reward.label
-                if isinstance(result, Failed):
+                self._outcomes[outcome.id] = outcome
+                if outcome.id in counting and isinstance(outcome.value, Failed):
+                    ask = self._asks[outcome.id]
+                    label = ask.reward.label
                     spent[label] += 1
-                    scorer.failed(ask, result, self._step, spent[label], budget[label])
-                values.take(ask, result)
-        return [scorer.scored(group, values) for group in groups]
+                    budget = math.ceil(ask.reward.max_error_fraction * calls[label])
+                    self._scorer.failed(ask, outcome.value, self._step, spent[label], budget)
+        return [self._scored(group) for group in groups]
+
+    def _scored(self, group: Group) -> Group:
+        calls = self._calls[group.group_id]
+        return self._scorer.scored(group, [(self._asks[number], self._outcomes[number].value) for number in calls])
 
     def close(self) -> None:
-        """Cancels the calls that still run."""
         self._stream.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """Results of calls so far, by (group id, sample index) and by the reward's label."""
-
-    rewards: dict[tuple[int, int], dict[str, float | None]]
-    errors: dict[tuple[int, int], dict[str, str]]
-
-    def take(self, ask: Ask, result: tuple[float | None, ...] | Failed) -> None:
-        """Stores the result of a call. A failed call gives 0.0 if the reward's `on_error` is zero, else None, and an entry in
-        `errors`.
-        """
-        label = ask.reward.label
-        if isinstance(result, Failed):
-            for sample in ask.samples:
-                self.errors.setdefault(key(sample), {})[label] = f"{result.cause}: {result.message}"
-            result = (0.0 if ask.reward.on_error == "zero" else None,) * len(ask.samples)
-        for sample, value in zip(ask.samples, result, strict=True):
-            self.rewards.setdefault(key(sample), {})[label] = value
 
 
 class SentIds:
@@ -264,10 +241,6 @@ class SentIds:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ids_from, (numpy.asarray(self.ids, dtype=numpy.int32).tobytes(),)
-
-    def tolist(self) -> list[int]:
-        """Returns the list that the worker receives."""
-        return ids_from(self.__reduce__()[1][0])
 
 
 def open_scorer(
@@ -281,14 +254,13 @@ def open_scorer(
     answers: Path | None = None,
     group_size: int | None = None,
 ) -> Scorer:
-    """Starts a worker that imports the functions, one for each model that is asked, and checks that every parameter will be
-    filled.
+    """Starts a worker that imports the functions, one for each model, and checks that every parameter will be filled.
 
     Args:
         columns: of the data set, `answer` included if the recipe maps it.
         output: file for what the functions print; None: standard error.
         failures: folder for samples whose reward failed; None: they are not kept.
-        turns: completions are conversations, whose messages a function may take.
+        turns: whether a function may take the messages of conversations.
         answers: folder of the run for the answers of judges; None: the next attempt asks them again.
         group_size: completions of a prompt, by which a pairwise judge compares several groups at once; None: one after the other.
 
@@ -311,9 +283,7 @@ def open_scorer(
 def open_pools(
     entries: Sequence[RewardRecipe], limits: WorkerLimits, output: Path | None, answers: Path | None, group_size: int | None
 ) -> Pool | Pools:
-    """Returns the processes of rewards, not started yet: one pool for all functions, and one for each reward that asks a model.
-    For the arguments see `open_scorer`.
-    """
+    """Returns the processes, not started yet: one pool for all functions, and one for each reward that asks a model."""
     functions = [entry for entry in entries if settings_of(entry) is None]
     if len(functions) == len(entries):
         return Pool([RewardSource(entry.use, entry.timeout) for entry in entries], limits, output)
@@ -341,12 +311,7 @@ def limits_of_model(settings: RewardModelArgs | JudgeArgs, limits: WorkerLimits,
 
 def shown_as(value: Any) -> Any:
     """Converts a value that JSON cannot encode: token ids to a list, anything else to its repr."""
-    return value.tolist() if isinstance(value, SentIds) else repr(value)
-
-
-def key(sample: Sample) -> tuple[int, int]:
-    """Returns (group id, sample index), which identifies a sample within a step."""
-    return sample.group_id, sample.sample_index
+    return numpy.asarray(value.ids).tolist() if isinstance(value, SentIds) else repr(value)
 
 
 def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, float]) -> list[float | None]:
@@ -366,55 +331,36 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
 
 
 def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int, turns: bool = False) -> list[Ask]:
-    """Returns the calls of one reward for a group, with every argument that the function takes: one call, or one for each
-    sample.
-
-    Args:
-        turns: give the messages of each conversation, too.
+    """Returns the calls of one reward for a group, with every argument that the function takes: one call, or one a sample; with
+    `turns` the messages of each conversation too.
     """
-    prompt = group.prompt
-    messages = [whole_conversation(sample.messages, sample.completion) for sample in group.samples] if turns else []
+    prompt, samples = group.prompt, group.samples
+    shared = {"max_completion_tokens": max_completion_tokens, "step": step}
+    each: dict[str, list[Any]] = {
+        "prompt_ids": [SentIds(sample.prompt_ids) for sample in samples],
+        "completion_ids": [SentIds(sample.completion_ids) for sample in samples],
+        "finish_reason": [sample.finish_reason for sample in samples],
+        "prompt_messages": [prompt.messages] * len(samples),
+    }
+    if turns:
+        each[MESSAGES] = [whole_conversation(sample.messages, sample.completion) for sample in samples]
     if reward.of_group:
-        count = len(group.samples)
-        available: dict[str, Any] = {
-            **{name: [value] * count for name, value in prompt.columns.items()},
-            "prompts": [prompt.text] * count,
-            "completions": [sample.completion for sample in group.samples],
-            "prompt_ids": [SentIds(sample.prompt_ids) for sample in group.samples],
-            "completion_ids": [SentIds(sample.completion_ids) for sample in group.samples],
-            "finish_reason": [sample.finish_reason for sample in group.samples],
-            "finish_reasons": [sample.finish_reason for sample in group.samples],
-            "max_completion_tokens": max_completion_tokens,
-            "step": step,
-            "prompt_messages": [prompt.messages] * count,
-            **({MESSAGES: messages} if turns else {}),
+        lists = {
+            **{name: [value] * len(samples) for name, value in prompt.columns.items()},
+            **each,
+            "prompts": [prompt.text] * len(samples),
+            "completions": [sample.completion for sample in samples],
+            "finish_reasons": each["finish_reason"],
         }
-        return [Ask(reward, group, group.samples, reward.arguments(available))]
-    return [
-        Ask(
-            reward,
-            group,
-            (sample,),
-            reward.arguments(
-                {
-                    **prompt.columns,
-                    "prompt": prompt.text,
-                    "completion": sample.completion,
-                    "prompt_ids": SentIds(sample.prompt_ids),
-                    "completion_ids": SentIds(sample.completion_ids),
-                    "finish_reason": sample.finish_reason,
-                    "max_completion_tokens": max_completion_tokens,
-                    "step": step,
-                    "prompt_messages": prompt.messages,
-                    **({MESSAGES: messages[index]} if turns else {}),
-                }
-            ),
-        )
-        for index, sample in enumerate(group.samples)
-    ]
+        return [Ask(reward, group, samples, reward.arguments({**lists, **shared}))]
+    asks = []
+    for index, sample in enumerate(samples):
+        own = {name: values[index] for name, values in each.items()}
+        available = {**prompt.columns, **own, "prompt": prompt.text, "completion": sample.completion, **shared}
+        asks.append(Ask(reward, group, (sample,), reward.arguments(available)))
+    return asks
 
 
 def place(ask: Ask) -> str:
-    """Returns the position of a call in the words of messages: reward, prompt and sample."""
     which = "" if ask.reward.of_group else f", sample {ask.samples[0].sample_index}"
     return f"reward {ask.reward.label}, prompt at position {ask.group.group_id}{which}"

@@ -17,7 +17,8 @@ from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe
 from rlgen.tools.box import CHARACTERS
 from rlgen.tools.environment import EnvironmentSource
 from rlgen.worker_pool.failures import Failed
-from rlgen.worker_pool.pool import CLOSED, CallOutcome, CallStream, Pool, limits_of
+from rlgen.worker_pool.pool import CLOSED, Pool, limits_of
+from rlgen.worker_pool.stream import CallOutcome, CallStream
 from rlgen.worker_pool.worker import WorkerCall
 
 Done = Callable[[dict[str, Any] | Failed | RlgenError], None]

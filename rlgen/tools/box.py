@@ -15,7 +15,8 @@ from rlgen.errors import RlgenError
 from rlgen.recipe.models import ScoringRecipe, ToolRecipe
 from rlgen.tools.load import ToolSource
 from rlgen.worker_pool.failures import Failed
-from rlgen.worker_pool.pool import CLOSED, CallOutcome, CallStream, Pool, limits_of
+from rlgen.worker_pool.pool import CLOSED, Pool, limits_of
+from rlgen.worker_pool.stream import CallOutcome, CallStream
 from rlgen.worker_pool.worker import WorkerCall
 
 # Why a call has no answer of the tool; "" if it has one.

@@ -22,9 +22,7 @@ def user_line(error: BaseException, file: str | None) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Returns the type and text of an exception that user code raised: redacted, shortened, printable. All such messages come
-    from here.
-    """
+    """Returns the type and text of an exception that user code raised: redacted, shortened, printable."""
     try:
         text = str(error)
     except Exception:  # its own __str__ fails
@@ -33,9 +31,7 @@ def described(error: BaseException) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Removes secrets and unencodable characters from a text, and cuts out its middle if it is longer than `longest`
-    characters.
-    """
+    """Removes secrets and unencodable characters from a text, and its middle beyond `longest` characters."""
     text = redacted(text).encode("utf-8", "replace").decode()
     return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
 
@@ -50,7 +46,6 @@ class Failed:
 
 
 def failure_of(error: BaseException, file: str | None) -> Failed:
-    """Returns the record of an exception that the user's code raised: its cause, message, line and traceback."""
     cause: Cause = "memory" if isinstance(error, MemoryError) else "error"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != WORKER]

@@ -35,22 +35,19 @@ def facts_of(use: str, function: Callable[..., Any], sha256: str | None, trade: 
 
 
 def find(use: str, trade: Trade) -> tuple[Callable[..., Any], str | None]:
-    """Returns the function that `use` names, and the hash of its code; None instead of the hash if the file is unknown.
-
-    Raises:
-        RlgenError: `trade.error`, if there is no such module or function.
+    """Returns the function that `use` names, and the hash of its code; None instead of the hash if the file is unknown. Raises
+    `trade.error` if there is no such module or function.
     """
     source, _, name = use.rpartition(":")
-    written: str | None = None
-    if source.endswith(".py"):
-        path = Path(source)
-        if not path.is_file():
-            raise trade.error(f"{trade.plural}: {path} does not exist; a path in a recipe starts at the recipe's folder")
-        written, name_of_module = source, FILE_MODULE + file_hash(path)[:16]
-        module = run_module(source, trade, lambda: load_file(path, name_of_module))
-    else:
-        module = run_module(source, trade, lambda: importlib.import_module(source))
-        written = inspect.getsourcefile(module) if module.__file__ else None
+    is_file = source.endswith(".py")
+    if is_file and not Path(source).is_file():
+        raise trade.error(f"{trade.plural}: {source} does not exist; a path in a recipe starts at the recipe's folder")
+    try:
+        module = load_file(Path(source)) if is_file else importlib.import_module(source)
+    except BaseException as error:  # user code may raise anything
+        why = f"{described(error)} {user_line(error, source)}"
+        raise trade.error(f"{trade.plural}: {source} cannot be imported: {why}") from error
+    written = source if is_file else inspect.getsourcefile(module) if module.__file__ else None
     function = vars(module).get(name)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -82,12 +79,12 @@ def code_hash(file: Path) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file's bytes, in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def load_file(path: Path, name: str) -> ModuleType:
-    """Imports a file as a module called `name`, once per process."""
+def load_file(path: Path) -> ModuleType:
+    """Imports a file as a module, once per process."""
+    name = FILE_MODULE + file_hash(path)[:16]
     if name in sys.modules:  # another function of the same file has imported it
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -100,12 +97,3 @@ def load_file(path: Path, name: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def run_module(source: str, trade: Trade, load_it: Callable[[], ModuleType]) -> ModuleType:
-    """Runs an import of user code. Raises `trade.error` with the user's line if it fails in any way."""
-    try:
-        return load_it()
-    except BaseException as error:
-        why = f"{described(error)} {user_line(error, source)}"
-        raise trade.error(f"{trade.plural}: {source} cannot be imported: {why}") from error

@@ -14,8 +14,8 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,6 +26,7 @@ from rlgen.recipe.models import ScoringRecipe
 from rlgen.worker_pool.failures import Failed
 from rlgen.worker_pool.process import CLOSING, Printer, Worker, WorkerLost, ending, start_worker
 from rlgen.worker_pool.source import FunctionFacts, Source
+from rlgen.worker_pool.stream import CallOutcome, CallStream
 from rlgen.worker_pool.worker import WorkerCall
 
 AHEAD = 128  # most calls that a worker is sent at a time
@@ -54,7 +55,6 @@ class WorkerLimits:
 
 
 def limits_of(scoring: ScoringRecipe) -> WorkerLimits:
-    """Returns the limits that a recipe sets."""
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # trainer processes on this machine: each has its own workers
     return WorkerLimits(
         workers=scoring.workers or max(1, min(MOST_WORKERS, cores() // beside)),
@@ -64,78 +64,11 @@ def limits_of(scoring: ScoringRecipe) -> WorkerLimits:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CallOutcome:
-    """The result of one call: its value, or why it failed."""
-
-    id: int
-    value: Any | Failed  # what JSON gives of it; of a reward a list with one value a sample
-    seconds: float
-
-
-class CallStream:
-    """Collects the outcomes of calls, which may be added while earlier ones run: those of a step, or of a run."""
-
-    def __init__(self, pool: "Pool", came: "SimpleQueue[CallOutcome | Exception] | None") -> None:
-        self._pool = pool
-        self._came: SimpleQueue[CallOutcome | Exception] = SimpleQueue() if came is None else came
-        self.added = 0  # number of calls
-        self.taken = 0  # of these and of those of streams that share the queue, outcomes that were taken
-
-    def add(self, calls: Sequence[WorkerCall]) -> None:
-        """Queues calls, which run as soon as a worker is free. May be called from any thread; after an error it does nothing."""
-        self.added += len(calls)
-        self._pool.add(self, calls)
-
-    def put(self, what: CallOutcome | Exception) -> None:
-        """Stores the outcome of a call, or the error after which no more outcomes follow."""
-        self._came.put(what)
-
-    def outcomes(self) -> Iterator[CallOutcome]:
-        """Waits for the outcome of each call that was added, and yields those that were not taken, in the order of their arrival.
-
-        Raises:
-            RlgenError: workers that were started cannot import the functions.
-        """
-        return self.next_outcomes(self.added - self.taken)
-
-    def there(self) -> Iterator[CallOutcome]:
-        """Yields the outcomes that have arrived, without waiting. Raises as `outcomes` does."""
-        while not self._came.empty():  # nobody else takes from it
-            yield self.take()
-
-    def next_outcomes(self, count: int) -> Iterator[CallOutcome]:
-        """Yields the next outcomes in the queue, those of other pools that share it among them; raises as `outcomes` does."""
-        for _ in range(count):
-            yield self.take()
-
-    def take(self) -> CallOutcome:
-        """Waits for the next outcome.
-
-        Raises:
-            RlgenError: workers that were started cannot import the functions.
-            RuntimeError: the pool was closed.
-        """
-        outcome = self._came.get()
-        if isinstance(outcome, Exception):
-            raise outcome
-        self.taken += 1
-        return outcome
-
-    def close(self) -> None:
-        """Cancels the calls that still run, by killing their workers."""
-        self._pool.end(self)
-
-
 class Pool:
     """Holds the workers of one trainer process. Workers are started when they are needed, and serve all steps."""
 
     def __init__(self, sources: Sequence[Source], limits: WorkerLimits, output: Path | None) -> None:
-        """Stores the settings and starts no process.
-
-        Args:
-            output: file for what the user's code prints; None: standard error.
-        """
+        """Starts no process. What the user's code prints goes to the file `output`; None: to standard error."""
         self._sources = list(sources)
         self._trade = sources[0].trade
         self._limits = limits
@@ -159,23 +92,18 @@ class Pool:
         self._error: Exception | None = None  # of the first imports
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def start(self) -> None:
-        """Starts the first worker, unless it has been started, and does not wait for it."""
+        """Starts the first worker, unless it runs, and does not wait for it."""
         with self._changed:
             if not self._thread.ident:
                 self._thread.start()
 
     def facts(self) -> list[FunctionFacts]:
-        """Returns what the first worker found out about the functions when it imported them. Starts that worker if needed, and
-        waits.
-
-        Raises:
-            RlgenError: an import fails or does not end.
-        """
+        """Waits for what the first worker found out about the functions. Raises RlgenError if an import fails or does not end."""
         self.start()
         with self._changed:
             self._changed.wait_for(lambda: self._facts is not None or self._error is not None)
@@ -185,15 +113,10 @@ class Pool:
             return self._facts
 
     def open(self, came: "SimpleQueue[CallOutcome | Exception] | None" = None) -> CallStream:
-        """Returns a stream for calls. Only one stream is open at a time; closing it early kills the workers of calls that still
-        run.
+        """Returns a stream for calls; only one is open at a time. Raises as `facts` does, and RuntimeError in a closed pool.
 
         Args:
             came: queue for the outcomes, which streams of other pools may share; None: one of its own.
-
-        Raises:
-            RlgenError: an import fails or does not end.
-            RuntimeError: the pool is closed, or another stream is open.
         """
         self.facts()
         with self._changed:
@@ -206,24 +129,13 @@ class Pool:
             self._stream = CallStream(self, came)
             return self._stream
 
-    def run(self, calls: Sequence[WorkerCall]) -> Generator[CallOutcome, None, None]:
-        """Yields the outcome of each call, in the order in which they arrive. Closing the generator early kills what still runs.
-
-        Raises:
-            RlgenError: workers that were started cannot import the functions.
-        """
-        with closing(self.open()) as stream:
-            stream.add(calls)
-            yield from stream.outcomes()
-
     def add(self, stream: CallStream, calls: Sequence[WorkerCall]) -> None:
         """Queues calls of `stream` until workers are free. Does nothing if `stream` is not the open one."""
         with self._changed:
-            if self._stream is not stream:
-                return
-            for call in calls:
-                self._queue_of(call).append(call)
-            self._notify()
+            if self._stream is stream:
+                for call in calls:
+                    self._queue_of(call).append(call)
+                self._notify()
 
     def end(self, stream: CallStream) -> None:
         """Cancels the calls of `stream` by killing their workers. Does nothing if `stream` is not the open one."""
@@ -232,15 +144,13 @@ class Pool:
                 self._abandon()
 
     def close(self) -> None:
-        """Stops the thread and ends the workers: idle workers have CLOSING seconds to end by themselves, all others are
-        killed.
-        """
+        """Stops the thread and ends the workers: idle ones have CLOSING seconds to end by themselves, others are killed."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             if self._stream is not None:
-                self._stream.put(RuntimeError(CLOSED))
+                self._stream.came.put(RuntimeError(CLOSED))
             self._notify()
         if self._thread.ident:
             self._thread.join()
@@ -253,10 +163,8 @@ class Pool:
                 # A worker that imports or runs a call does not notice that the socket is closed.
                 worker.process.wait(max(0.0, deadline - time.monotonic()) if worker.ready and not worker.calls else 0)
             self._end(worker)
-        self._printer.close()
-        self._selector.close()
-        self._wake.close()
-        self._woken.close()
+        for opened in (self._printer, self._selector, self._wake, self._woken):
+            opened.close()
 
     def _queue_of(self, call: WorkerCall) -> deque[WorkerCall]:
         return self._async if self._is_async(call) else self._plain
@@ -280,10 +188,13 @@ class Pool:
         self._stream = None
 
     @property
+    def _waiting(self) -> bool:
+        return bool(self._plain or self._async or self._alone)
+
+    @property
     def _busy(self) -> bool:
         """Returns whether calls wait or run, or the first import is not done. Between steps nothing is, and the thread sleeps."""
-        waiting = self._plain or self._async or self._alone
-        return bool(waiting) or any(worker.calls for worker in self._workers) or self._facts is None
+        return self._waiting or any(worker.calls for worker in self._workers) or self._facts is None
 
     def _serve(self) -> None:
         """Runs the thread: waits for an event on a worker's socket and handles it, until the pool is closed."""
@@ -296,31 +207,22 @@ class Pool:
             with self._changed:
                 if self._closed:
                     return
+                if late > STOPPED:
+                    for worker in self._workers:
+                        worker.excuse(late)
+                stream = self._stream
                 try:
-                    self._step(events, late)
-                except Exception as error:  # raised again in the thread that waits for the outcomes
-                    self._raise(error)
+                    self._step(events)
+                except Exception as error:  # raised again in the thread that waits for the outcomes, or for the facts
+                    self._abandon()
+                    if stream is not None:
+                        stream.came.put(error)
+                    elif self._facts is None:
+                        self._error = error
+                    self._changed.notify_all()
 
-    def _raise(self, error: Exception) -> None:
-        """Passes an error to the caller that waits: through the stream, or through `facts` if no import has succeeded yet."""
-        stream = self._stream
-        self._abandon()
-        if stream is not None:
-            stream.put(error)
-        elif self._facts is None:
-            self._error = error
-        self._changed.notify_all()
-
-    def _step(self, events: Sequence[tuple[selectors.SelectorKey, int]], late: float) -> None:
-        """Reads the messages of workers, checks workers for death and timeouts, and sends out calls.
-
-        Args:
-            events: what the selector returned.
-            late: seconds by which the selector returned too late; more than STOPPED means that this process was suspended.
-        """
-        if late > STOPPED:
-            for worker in self._workers:
-                worker.excuse(late)
+    def _step(self, events: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+        """Reads the messages of workers, checks workers for death and timeouts, and sends out calls."""
         for key, mask in events:
             if key.fileobj is self._woken:
                 with suppress(BlockingIOError):
@@ -336,7 +238,7 @@ class Pool:
             self._hand_out()
 
     def _exchange(self, worker: Worker, mask: int) -> None:
-        """Reads from a worker or writes to it, as `mask` says. Replaces the worker if its connection is lost."""
+        """Reads from a worker or writes to it, as `mask` says."""
         try:
             if mask & selectors.EVENT_READ:
                 self._hear(worker)
@@ -347,11 +249,8 @@ class Pool:
             self._replace_lost(worker, how)
 
     def _hear(self, worker: Worker) -> None:
-        """Reads and handles the records that a worker has sent.
-
-        Raises:
-            WorkerLost: the worker closed its socket or sent something that is not a valid record.
-            RlgenError: the worker could not import the functions, or imported other code than the first one.
+        """Handles the records that a worker has sent. Raises WorkerLost for what is no valid record, and RlgenError if it could
+        not import the functions, or imported other code than the first one.
         """
         for record in worker.read():
             worker.heard = time.monotonic()
@@ -364,7 +263,8 @@ class Pool:
                 elif "began" in record:
                     worker.began[worker.calls[record["began"]].id] = worker.heard
                 else:
-                    outcome = outcome_of(record)
+                    failed = Failed(record["cause"], record["message"], record["traceback"]) if "cause" in record else None
+                    outcome = CallOutcome(record["done"], failed or record["value"], float(record["seconds"]))
                     call = worker.calls.pop(outcome.id)
                     worker.began.pop(call.id, None)
                     if worker.calls and not self._is_async(call):  # its calls run one after the other
@@ -376,9 +276,7 @@ class Pool:
                 raise WorkerLost("sent invalid data to the trainer") from error
 
     def _learn(self, worker: Worker, found: list[dict[str, Any]]) -> None:
-        """Stores the facts that a worker sent after its imports. Raises RlgenError if the code's hashes differ from the first
-        worker's.
-        """
+        """Stores what a worker found. Raises RlgenError if the code's hashes differ from the first worker's."""
         worker.ready, self._failed = True, 0
         facts = [
             FunctionFacts(tuple((name, kind, required) for name, kind, required in fact.pop("parameters")), **fact)
@@ -392,9 +290,8 @@ class Pool:
             raise self._trade.error(f"{self._trade.plural}: the code of a {one} has changed since the run began; start it again")
 
     def _put(self, outcome: CallOutcome) -> None:
-        """Stores an outcome in the open stream."""
         assert self._stream is not None  # calls run only while a stream is open
-        self._stream.put(outcome)
+        self._stream.came.put(outcome)
 
     def _hand_out(self) -> None:
         """Sends calls to workers that may take more, and starts another worker if calls have waited longer than GROW_AFTER."""
@@ -415,15 +312,13 @@ class Pool:
         if self._workers:
             start = more and now - self._none_waited > GROW_AFTER and all(w.calls or not w.ready for w in self._workers)
         else:
-            start = self._facts is None or bool(self._plain or self._async or self._alone)
+            start = self._facts is None or self._waiting
         if start:
             self._none_waited = now
             self._start()
 
     def _send_async(self, worker: Worker) -> None:
-        """Sends async calls to the first worker. All of them go there, because clients that the user's code opened live in its
-        event loop.
-        """
+        """Sends async calls to the first worker: clients that the user's code opened live in its event loop."""
         if self._alone:
             if not worker.calls:
                 worker.ask([self._alone.popleft()], takes_more=False)
@@ -443,7 +338,6 @@ class Pool:
         return calls
 
     def _start(self) -> None:
-        """Starts a worker and sends it the sources. An OSError counts as a failed start, see `_not_started`."""
         try:
             worker = start_worker(self._limits.memory, self._printer)
         except OSError as error:
@@ -473,14 +367,15 @@ class Pool:
             return
         if not worker.ready:
             if now > worker.started + self._limits.import_timeout:
-                self._end_import(worker)
+                within = f"{self._limits.import_timeout:g} s {self._kill(worker)}"
+                remedy = "make it shorter, or raise scoring.import_timeout"
+                why = f"{self._trade.plural}: the import of {self._uses()} did not end within {within}; {remedy}"
+                self._not_started(worker.started, why)
             return
         overdue = next((call for call, since in worker.began.items() if now > since + self._allowed(worker.calls[call])), None)
         if overdue is None and (worker.began or not worker.calls or now < worker.heard + PATIENCE):
             return
-        self.killed += 1
-        where = worker.place_while_it_hangs(self._file(worker))
-        self._end(worker)
+        where = self._kill(worker)
         if overdue is None:
             failed = Failed("died", f"the process of the {self._trade.one} began no call within {PATIENCE:g} s {where}".rstrip())
         else:
@@ -489,25 +384,19 @@ class Pool:
         self._settle(worker, failed)
 
     def _allowed(self, call: WorkerCall) -> float:
-        """Returns the seconds after which the worker of a call is killed: the call's timeout, and GRACE more for an async
-        call.
-        """
         return self._sources[call.source].timeout + (GRACE if self._is_async(call) else 0.0)
 
-    def _end_import(self, worker: Worker) -> None:
-        """Kills a worker whose imports have timed out. Raises RlgenError where that ends the run, see `_not_started`."""
+    def _kill(self, worker: Worker) -> str:
         self.killed += 1
         where = worker.place_while_it_hangs(self._file(worker))
         self._end(worker)
-        uses = ", ".join(source.use for source in self._sources)
-        limit = f"{self._limits.import_timeout:g} s {where}"
-        remedy = "make it shorter, or raise scoring.import_timeout"
-        self._not_started(worker.started, f"{self._trade.plural}: the import of {uses} did not end within {limit}; {remedy}")
+        return where
+
+    def _uses(self) -> str:
+        return ", ".join(source.use for source in self._sources)
 
     def _replace_lost(self, worker: Worker, lost: WorkerLost) -> None:
-        """Removes a worker that has died, and fails or requeues its calls. Raises RlgenError if too many workers died while
-        importing.
-        """
+        """Removes a worker that has died, and fails or requeues its calls."""
         deadline = time.monotonic() + ENDING
         while not (ended := worker.ended()) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -516,8 +405,7 @@ class Pool:
         status = self._end(worker)
         how = f"{ending(status) if ended else lost} {where}".rstrip()
         if not worker.ready:
-            uses = ", ".join(source.use for source in self._sources)
-            self._not_started(worker.started, f"{self._trade.plural}: the process that imports {uses} {how}")
+            self._not_started(worker.started, f"{self._trade.plural}: the process that imports {self._uses()} {how}")
         else:
             self._settle(worker, Failed("died", f"the process of the {self._trade.one} {how}"))
 
@@ -542,11 +430,7 @@ class Pool:
                 self._put(CallOutcome(call.id, Failed("died", f"{failed.message}, each time before the call began"), 0.0))
 
     def _not_started(self, since: float, why: str) -> None:
-        """Counts a worker that failed before it was ready.
-
-        Raises:
-            RlgenError: no worker has ever been ready, or STARTS have failed in a row and none is left.
-        """
+        """Counts a failed start. Raises RlgenError if none ever worked, or STARTS have failed in a row and no worker is left."""
         if since > self._failed_at:  # workers started at the same time fail for the same reason: count once
             self._failed, self._failed_at = self._failed + 1, time.monotonic()
         if self._facts is None or (self._failed >= STARTS and not self._workers):
@@ -559,9 +443,3 @@ class Pool:
             return next((self._facts[worker.calls[call].source].file for call in worker.began), None)
         files = (source.use.rpartition(":")[0] for source in self._sources)
         return next((file for file in files if file.endswith(".py")), None)
-
-
-def outcome_of(record: dict[str, Any]) -> CallOutcome:
-    """Returns the outcome that a worker's record holds. Raises KeyError, TypeError or ValueError if the record is malformed."""
-    failed = Failed(record["cause"], record["message"], record["traceback"]) if "cause" in record else None
-    return CallOutcome(record["done"], failed or record["value"], float(record["seconds"]))

@@ -17,11 +17,7 @@ HELD = 1 << 13  # bytes of a longer line that are held back: a secret may have b
 
 
 def main(longest: int) -> None:
-    """Copies standard input to standard output until the input ends.
-
-    Args:
-        longest: most bytes of the log; a longer one is emptied. 0: standard output is not a log file.
-    """
+    """Copies standard input to standard output, a log of at most `longest` bytes; 0: it is no file. A longer log is emptied."""
     rest = b""
     while data := read():
         whole, end, rest = (rest + data).rpartition(b"\n")
@@ -33,10 +29,7 @@ def main(longest: int) -> None:
 
 
 def read() -> bytes:
-    """Returns what is printed now, and in the next moment, at most about a block; b"" at the end.
-
-    Lines that are written one by one would each cost a removal of secrets.
-    """
+    """Returns what is printed now and in the next moment, about a block at most: single lines would each cost a removal."""
     data = os.read(0, BLOCK)
     while data and len(data) < BLOCK and select([0], [], [], MOMENT)[0]:
         if not (more := os.read(0, BLOCK)):
@@ -64,5 +57,4 @@ def between_secrets(line: bytes) -> int:
 
 
 def unsaid(text: bytes) -> bytes:
-    """Returns the text without its secrets."""
     return redacted(text.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")

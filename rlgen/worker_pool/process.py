@@ -1,6 +1,4 @@
-"""Starts one worker process, exchanges records with it, reads its stack when it hangs, and kills it with all its
-children.
-"""
+"""Starts one worker process, exchanges records with it, reads its stack when it hangs, and kills it with its children."""
 
 import json
 import os
@@ -86,10 +84,8 @@ class Worker:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yields the complete records that have arrived. Records before a malformed one are yielded first.
-
-        Raises:
-            WorkerLost: the worker closed its socket, or sent something that is not a JSON object.
+        """Yields the complete records that have arrived. Raises WorkerLost behind them, if the worker closed its socket or sent
+        something that is not a JSON object.
         """
         try:
             data = self.line.recv(BLOCK)
@@ -116,9 +112,7 @@ class Worker:
         self.began = {call: since + seconds for call, since in self.began.items()}
 
     def place(self, file: str | None) -> str:
-        """Returns the position that the process wrote when it hung or crashed, as "(rewards.py:12)". Prefers a line in `file`; ""
-        if there is none.
-        """
+        """Returns the position that the process wrote when it hung or crashed, as "(rewards.py:12)", if it can in `file`."""
         written = self._stack().decode("utf-8", "replace")
         frames = re.findall(r'File "(.+?)", line (\d+) in', written)
         frames = [frame for frame in frames if not NOT_USERS.search(frame[0])] or frames
@@ -126,13 +120,10 @@ class Worker:
         return f"({own[0][0]}:{own[0][1]})" if own else ""
 
     def _stack(self) -> bytes:
-        """Returns what the process has written of its stack."""
         return os.pread(self.stack.fileno(), 1 << 16, 0)
 
     def place_while_it_hangs(self, file: str | None) -> str:
-        """Asks a hanging process to write its stack (SIGUSR1), waits at most TELLING seconds, and returns what `place`
-        returns.
-        """
+        """Asks a hanging process to write its stack (SIGUSR1), waits at most TELLING seconds, and returns `place`."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + TELLING
@@ -141,9 +132,7 @@ class Worker:
         return self.place(file)
 
     def ended(self) -> bool:
-        """Returns whether the process has ended by itself. It is not reaped, so that its pid is not reused before its group is
-        killed.
-        """
+        """Returns whether the process has ended. It is not reaped: its pid must not be reused before its group is killed."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def kill(self) -> int:
@@ -165,27 +154,17 @@ class Worker:
 
 
 class Printer:
-    """Runs the process that receives what the workers print, removes secrets from it and writes it to a file
-    (`rlgen.worker_pool.printed`).
-    """
+    """Runs the process that writes what the workers print to a file, without its secrets (`rlgen.worker_pool.printed`)."""
 
     def __init__(self, output: Path | None) -> None:
-        """Stores the settings; `pipe` starts the process.
-
-        Args:
-            output: file for what the user's code prints; None: standard error.
-        """
+        """Starts nothing: `pipe` does. `output`: the file; None: standard error."""
         self._output = output
         self.process: subprocess.Popen[bytes] | None = None
 
     def pipe(self) -> IO[bytes]:
-        """Returns the pipe to the process. Starts the process if it does not run: workers would die when they write to a broken
-        pipe.
-        """
+        """Returns the pipe to the process, which is started if it does not run: workers would die at a broken pipe."""
         if self.process is not None and self.process.poll() is not None:
-            assert self.process.stdin is not None  # a pipe
-            self.process.stdin.close()
-            self.process = None
+            self.close()
         if self.process is None:
             with open_log(self._output) if self._output else open(os.dup(2), "wb") as end:
                 self.process = subprocess.Popen(
@@ -212,10 +191,7 @@ class Printer:
 
 
 def start_worker(memory: int | None, printer: Printer) -> Worker:
-    """Starts a worker process.
-
-    Args:
-        memory: bytes that it may use; None: as many as there are, until it limits itself.
+    """Starts a worker process, which may use `memory` bytes; None: as many as there are, until it limits itself.
 
     Raises:
         OSError: no process can be started.
@@ -273,7 +249,6 @@ def marked(mark: str) -> list[int]:
 
 
 def ending(status: int) -> str:
-    """Describes how a process ended, from its exit status."""
     if status >= 0:
         return f"ended with exit code {status}"
     try:

@@ -32,26 +32,16 @@ class Loaded(Protocol):
     """An imported function, in a worker."""
 
     @property
-    def facts(self) -> FunctionFacts:
-        """Returns what the trainer must know of it."""
-        ...
+    def facts(self) -> FunctionFacts: ...  # what the trainer must know of it
 
     @property
-    def timeout(self) -> float:
-        """Returns the seconds that a call may take."""
-        ...
+    def timeout(self) -> float: ...  # seconds of a call
 
     @property
-    def function(self) -> Callable[..., Any]:
-        """Returns what is called with the arguments by name."""
-        ...
+    def function(self) -> Callable[..., Any]: ...  # takes the arguments by name
 
     def value(self, answer: Any, size: int | None) -> Any:
-        """Checks what the function returned. Returns a value that JSON can encode, or `Failed`.
-
-        Args:
-            size: of the call.
-        """
+        """Checks what the function returned to a call of this size. Returns a value that JSON can encode, or `Failed`."""
         ...
 
     def failure(self, error: BaseException) -> Failed:
@@ -63,19 +53,13 @@ class Source(Protocol):
     """What a worker imports. It is pickled, and unpickled in the worker, where `load` is called."""
 
     @property
-    def use(self) -> str:
-        """Returns file.py:function, pkg.mod:function or a built-in name."""
-        ...
+    def use(self) -> str: ...  # file.py:function, pkg.mod:function or a built-in name
 
     @property
-    def timeout(self) -> float:
-        """Returns the seconds that a call may take."""
-        ...
+    def timeout(self) -> float: ...  # seconds of a call
 
     @property
-    def trade(self) -> Trade:
-        """Returns the words for messages."""
-        ...
+    def trade(self) -> Trade: ...
 
     def load(self) -> Loaded:
         """Imports the function. Raises `trade.error`."""

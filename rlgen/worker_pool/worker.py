@@ -65,9 +65,7 @@ def ids_from(data: bytes) -> list[int]:
 
 @dataclass(slots=True)
 class Line:
-    """The worker's end of the socket to the trainer. A child process that the user's code forked exits when it uses the
-    socket.
-    """
+    """The worker's end of the socket to the trainer. A child process that the user's code forked exits when it uses it."""
 
     socket: socket.socket
     pid: int
@@ -79,9 +77,7 @@ class Line:
         return pickle.loads(self.read(int.from_bytes(length))) if length else None
 
     def read(self, size: int) -> bytes:
-        """Returns exactly `size` bytes, and b"" at the end of the stream. Reads no further, so that a selector sees later
-        bytes.
-        """
+        """Returns exactly `size` bytes, b"" at the end of the stream. Reads no further: a selector must see later bytes."""
         data = bytearray()
         while len(data) < size:
             part = self.socket.recv(min(BLOCK, size - len(data)))
@@ -91,7 +87,6 @@ class Line:
         return bytes(data)
 
     def say(self, **record: Any) -> None:
-        """Sends a record to the trainer."""
         self.end_forked()
         self.socket.sendall(json.dumps(record).encode() + b"\n")
 
@@ -121,9 +116,7 @@ def run_in_order(calls: Sequence[WorkerCall], loaded: Sequence[Loaded], line: Li
 
 
 async def run_async(call: WorkerCall, one: Loaded, line: Line) -> None:
-    """Calls an async function, cancels it at its timeout, and sends the result. If the loop is blocked, the trainer kills the
-    process.
-    """
+    """Calls an async function, cancels it at its timeout, and sends the result."""
     import asyncio
 
     line.say(began=call.id)
@@ -143,10 +136,8 @@ async def run_async(call: WorkerCall, one: Loaded, line: Line) -> None:
 
 
 async def run_at_once(calls: Sequence[WorkerCall], loaded: Sequence[Loaded], line: Line) -> list[WorkerCall]:
-    """Runs async calls concurrently, and also those that the trainer sends meanwhile. The trainer limits how many run at once.
-
-    Returns:
-        Calls of functions that are not async, which the trainer sent once the last async call was answered.
+    """Runs async calls concurrently, and also those that the trainer sends meanwhile. Returns calls of functions that are not
+    async, which it sent once the last async call was answered.
     """
     import asyncio
 

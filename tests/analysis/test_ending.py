@@ -5,8 +5,8 @@ from pathlib import Path
 
 from helpers.runs import bare_run
 
-from rlgen.analysis.ending import ending_of
 from rlgen.analysis.run import read_run
+from rlgen.analysis.summary import ending_of
 from rlgen.cli.train import ending
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from rlgen.analysis.pieces import BYTES
+from rlgen.analysis.pack import BYTES
 from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rollout.parquet import Rollout, write_part
 from rlgen.types import Ragged, Samples

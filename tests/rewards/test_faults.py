@@ -133,7 +133,7 @@ def test_a_hanging_call_is_killed_at_its_deadline(misbehaving, proof, name):
     late = []
     for _ in range(3):
         asks, calls = misbehaving.calls_of(group("a", name), 1, 0)
-        seconds = {asks[outcome.id].samples[0].completion: outcome.seconds for outcome in misbehaving.pool.run(calls)}
+        seconds = {asks[outcome.id].samples[0].completion: outcome.seconds for outcome in misbehaving.run(calls)}
         late.append(seconds[name] - LIMIT)
     assert min(late) >= 0 and max(late) < HANGS, late
     proof(f"killed {min(late):.2f} s after the deadline")
@@ -162,7 +162,7 @@ def test_while_a_call_hangs_those_beside_it_and_the_trainer_go_on(scorer, proof)
         """Seconds of twenty calls, and of all until they are answered."""
         asks, calls = build.calls_of(group(first, *"a" * 20), 2, 0)
         start = time.monotonic()
-        with closing(build.pool.run(calls)) as outcomes:
+        with closing(build.run(calls)) as outcomes:
             done = list(islice((one for one in outcomes if asks[one.id].samples[0].completion == "a"), 20))
         return [outcome.seconds for outcome in done], time.monotonic() - start
 
@@ -343,7 +343,7 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path, proof):
     code = (
         "from rlgen.recipe.models import RewardRecipe, ScoringRecipe\nfrom rlgen.rewards.score import open_scorer\n"
         f"scorer = open_scorer([RewardRecipe(use='{tmp_path}/rewards.py:f')], set(), 20, ScoringRecipe())\n"
-        "from rlgen.worker_pool.worker import WorkerCall\nlist(scorer.pool.run([WorkerCall(0, 0, {'completion': ''}, None)]))\n"
+        "from rlgen.worker_pool.worker import WorkerCall\nlist(scorer.run([WorkerCall(0, 0, {'completion': ''}, None)]))\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + HANGS

@@ -17,8 +17,7 @@ from rlgen.errors import RewardError
 from rlgen.recipe.judges import SCORE, JudgeArgs
 from rlgen.rewards import endpoint
 from rlgen.rewards.endpoint import NoAnswer
-from rlgen.rewards.judge import Judge, Unreadable, objects_in
-from rlgen.rewards.winrates import win_rates
+from rlgen.rewards.judge import Judge, Unreadable, objects_in, win_rates
 
 __all__ = ["opened"]
 
