@@ -1,7 +1,7 @@
 """Changes weights temporarily, because only a sync of changed weights shows that weights arrive."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,25 +35,14 @@ class Change:
             part(parameter).add_(part_like(noise.to(parameter.device, parameter.dtype), parameter))
         self.noise *= 2
 
-    @contextmanager
-    def put_back(self, *names: str) -> Iterator[None]:
+    def put_back(self, *names: str) -> AbstractContextManager[None]:
         """Restores the original values of the tensors `names` inside the block."""
-        now = {name: part(self.parameters[name]).detach().clone() for name in names}
-        fill(self.parameters, {name: self.saved[name] for name in names})
-        try:
-            yield
-        finally:
-            fill(self.parameters, now)
+        return filled(self.parameters, {name: self.saved[name] for name in names})
 
-    @contextmanager
-    def swapped(self, one: str, other: str) -> Iterator[None]:
+    def swapped(self, one: str, other: str) -> AbstractContextManager[None]:
         """Exchanges the values of two tensors of equal shape inside the block."""
-        now = {name: part(self.parameters[name]).detach().clone() for name in (one, other)}
-        fill(self.parameters, {one: now[other], other: now[one]})
-        try:
-            yield
-        finally:
-            fill(self.parameters, now)
+        first, second = (part(self.parameters[name]).detach().clone() for name in (one, other))
+        return filled(self.parameters, {one: second, other: first})
 
 
 @torch.no_grad()
@@ -63,15 +52,23 @@ def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None
 
 
 @contextmanager
-def changed_weights(policy: Policy) -> Iterator[Change]:
+def filled(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Gives the tensors that `values` names those values inside the block."""
+    now = {name: part(parameters[name]).detach().clone() for name in values}
+    fill(parameters, values)
+    try:
+        yield
+    finally:
+        fill(parameters, now)
+
+
+def changed_weights(policy: Policy) -> AbstractContextManager[Change]:
     """Changes every tensor of the policy except those of an adapter inside the block, and restores them bit for bit after it."""
     parameters = own_tensors(policy.model)  # includes buffers, such as a router's bias
-    with changed(parameters, {name: max(size(parameter), LEAST) for name, parameter in parameters.items()}) as change:
-        yield change
+    return changed(parameters, {name: max(size(parameter), LEAST) for name, parameter in parameters.items()})
 
 
-@contextmanager
-def changed_adapter(policy: Policy) -> Iterator[Change]:
+def changed_adapter(policy: Policy) -> AbstractContextManager[Change]:
     """Changes the adapter inside the block: each product of its factors by `NOISE` of its base weight. Then restores it.
 
     The noise is relative to the base weight, because one factor is zero at first: relative to its own size it would not change.
@@ -82,8 +79,7 @@ def changed_adapter(policy: Policy) -> Iterator[Change]:
         first, _ = factors(layer)
         sizes[first_name] = size(first)
         sizes[second_name] = max(size(base_weight(layer)), LEAST) / (scale(layer) * len(first) ** 0.5 * size(first))
-    with changed(parameters, sizes) as change:
-        yield change
+    return changed(parameters, sizes)
 
 
 def size(tensor: Tensor) -> float:

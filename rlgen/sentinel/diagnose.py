@@ -6,7 +6,9 @@ again is the cause. The statistics of a gap alone say little: raw log-probs at t
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import TypeVar
 
@@ -171,9 +173,7 @@ def other_prompts(
 def explain_sync(
     trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds, change: Change
 ) -> Cause | None:
-    """Returns why samples after a sync of changed weights do not fit them: tensors that did not arrive, or were exchanged.
-
-    Returns None if neither explains it.
+    """Returns why samples after a sync of changed weights do not fit them: lost or exchanged tensors. None: neither does.
 
     Args:
         change: the weights before the change (`saved`) and, in the policy, as they were sent.
@@ -192,7 +192,7 @@ def explain_sync(
                         f"the engine's head multiplies with an earlier copy of {name}, to which it is tied: repack it after"
                         " each reload",
                     )
-    if stale := stale_tensors(trainer, few, distribution, bounds, change):
+    if stale := explaining(trainer, few, distribution, bounds, names, lambda chosen: change.put_back(*chosen)):
         return Fault.STALE_TENSOR, f"the engine computes with earlier values of {named(stale)}"
     pairs = [(a, b) for a, b in combinations(names, 2) if change.parameters[a].shape == change.parameters[b].shape]
     place = {name: number for number, name in enumerate(names)}
@@ -227,12 +227,8 @@ def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], distributio
         if bounds.hold(trainer.gap(samples, distribution)):
             return ADAPTER_IGNORED
     few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
-
-    def left(*names: str) -> Gap:
-        with without_adapter(model, only=names):
-            return trainer.gap(few, distribution)
-
-    if ignored := explaining(left, list(adapted_layers(model)), bounds, trainer.processes):
+    without = partial(without_adapter, model)
+    if ignored := explaining(trainer, few, distribution, bounds, list(adapted_layers(model)), without):
         return (
             Fault.ADAPTER_IGNORED,
             f"the engine ignores the adapter of {named(ignored)}: there its weights are the base model's",
@@ -240,28 +236,28 @@ def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], distributio
     return None
 
 
-def stale_tensors(
-    trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds, change: Change
+def explaining(
+    trainer: TrainerSide,
+    samples: Sequence[Sample],
+    distribution: Distribution,
+    bounds: Bounds,
+    names: Sequence[str],
+    without: Callable[[Sequence[str]], AbstractContextManager[None]],
 ) -> list[str]:
-    """Returns the names of tensors whose old values explain the samples; [] if there are none."""
-
-    def left(*names: str) -> Gap:
-        with change.put_back(*names):
-            return trainer.gap(samples, distribution)
-
-    return explaining(left, list(change.parameters), bounds, trainer.processes)
-
-
-def explaining(left: Callable[..., Gap], names: Sequence[str], bounds: Bounds, processes: Processes) -> list[str]:
-    """Returns names for which `left(*names)` is within the bounds; [] if there are none.
+    """Returns names for which the gap inside of `without(names)` is within the bounds; [] if there are none.
 
     Adds the names one by one, in the order of the gap that each leaves alone, and keeps those that reduce it.
     """
-    least = left()
-    alone = {name: left(name).mean_delta for name in in_time(names, processes)}
+
+    def left(chosen: Sequence[str]) -> Gap:
+        with without(chosen):
+            return trainer.gap(samples, distribution)
+
+    least = left([])
+    alone = {name: left([name]).mean_delta for name in in_time(names, trainer.processes)}
     stale: list[str] = []
-    for name in in_time(sorted(alone, key=alone.__getitem__), processes):
-        gap = left(*stale, name)
+    for name in in_time(sorted(alone, key=alone.__getitem__), trainer.processes):
+        gap = left([*stale, name])
         if gap.mean_delta < least.mean_delta:
             stale, least = [*stale, name], gap
             if bounds.hold(least):

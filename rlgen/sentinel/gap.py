@@ -41,11 +41,7 @@ def sampler_logp(samples: Sequence[Sample]) -> list[Tensor]:
 
 
 def compare(samples: Sequence[Sample], logp: Sequence[Tensor], sure: Sequence[Tensor] | None = None) -> Gap:
-    """Returns the gap between what the engine reported and `logp`, one [L] tensor per sample.
-
-    Args:
-        sure: [L] bool per sample, the tokens to compare; None: all.
-    """
+    """Returns the gap between what the engine reported and `logp`, one [L] tensor per sample, at the tokens `sure`; None: all."""
     return between(logp, sampler_logp(samples), sure)
 
 

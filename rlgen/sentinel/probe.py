@@ -18,6 +18,7 @@ from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score, score_at, score_in, sure_of
 from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Noise
 from rlgen.sentinel.gap import Gap, compare, where
+from rlgen.sentinel.sync import send_weights
 from rlgen.types import Distribution, Prompt, Sample, Samples, Sampling
 
 PROMPTS = 8
@@ -167,11 +168,7 @@ class Probe:
         """Returns one completion of each prompt from each engine, in every process.
 
         The samples of the first engine come first. With tensor parallelism, the first process of each engine contributes them.
-
-        Args:
-            distribution: to sample from; None: that of the run.
-            tokens: maximum length of a completion; that of the run also applies.
-            prompts: None: those of the probe.
+        See `plain` for the arguments. Without `prompts` it samples those of the probe.
         """
         settings = self.plain(distribution, tokens)
 
@@ -181,6 +178,11 @@ class Probe:
 
         of_all = self.processes.gather_all(of_engine, has_collectives=self.engine_share.shared, keepalive=True)
         return [sample for samples in of_all for sample in samples]
+
+    def sync(self, hashed: bool = False, whole: bool = False) -> None:
+        """Sends the present weights of the policy to the engine, see `send_weights`. It sleeps first, as it does in a run."""
+        self.engine.sleep()
+        send_weights(self.engine, self.policy.model, self.version, self.processes, hashed, whole)
 
     def by_engine(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Splits what `sample` returned into one list for each engine."""

@@ -6,6 +6,7 @@ Check 0 is `contract`. The code and its messages call check N rung N.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from rlgen.sentinel.change import Change, changed_adapter, changed_weights
 from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
 from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
-from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.types import WHOLE, Prompt, Sample
 
@@ -46,8 +46,7 @@ def judged(
 
     Args:
         sentence: what an ok result means.
-        cause: finds the cause of a gap beyond the bounds.
-        otherwise: the cause if `cause` finds none.
+        cause: finds the cause of a gap beyond the bounds; if there is none, it is `otherwise`.
         power: the gap that the fault would cause. If the bounds would not detect it, the result is not measurable.
     """
     bounds = probe.bounds
@@ -147,8 +146,7 @@ def changed_sync(probe: Probe) -> Rung:
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
         power, changed = enough(probe, change, before)
-        probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True, whole=True)
+        probe.sync(hashed=True, whole=True)
         samples = probe.sample(whole, FEWER_TOKENS)
         gap = trainer.gap(samples, whole)
         changed = changed.looked_closer(gap, samples, whole)
@@ -160,8 +158,7 @@ def changed_sync(probe: Probe) -> Rung:
             else:
                 cause = cached_only(changed, samples) or explain_sync(trainer, samples, whole, bounds, change)
     if bounds.hold(gap):
-        probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
+        probe.sync()
         samples = probe.sample(whole, FEWER_TOKENS)
         if not same_answers(before, samples):  # otherwise the old weights are there again
             gap = bounds.worst(gap, trainer.gap(samples, whole))
@@ -188,8 +185,7 @@ def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tup
 def enough(probe: Probe, change: Change, before: list[Sample]) -> tuple[Gap, Probe]:
     """Changes the weights further until the bounds would detect the gap to the samples `before`.
 
-    Returns:
-        That gap; and a probe with the noise of the changed weights.
+    Returns that gap, and a probe with the noise of the changed weights.
 
     Raises:
         SentinelError: the gap is still too small after `ATTEMPTS` changes.
@@ -225,8 +221,7 @@ def changed_adapter_sync(probe: Probe) -> Rung:
     cause: Cause | None = None
     with changed_adapter(probe.policy) as change:
         _, changed = enough(probe, change, probe.sample(whole, FEWER_TOKENS))
-        probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, hashed=True)
+        probe.sync(hashed=True)
         samples = probe.sample(whole, FEWER_TOKENS)
         own = trainer.logp(samples, whole)
         with without_adapter(probe.policy.model):
@@ -236,8 +231,7 @@ def changed_adapter_sync(probe: Probe) -> Rung:
         bounds = changed.bounds
         if not bounds.hold(gap):
             cause = cached_only(changed, samples) or explain_adapter(trainer, samples, whole, bounds)
-    probe.engine.sleep()
-    send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
+    probe.sync()
     if bounds.hold(gap):
         gap = bounds.worst(gap, trainer.gap(probe.sample(whole, FEWER_TOKENS), whole))
     rung = judged(
@@ -272,35 +266,32 @@ def cached_only(probe: Probe, samples: list[Sample]) -> Cause | None:
 
 def prefix_cache(probe: Probe) -> Rung:
     """Check 4: samples a prompt that is in the prefix cache after its weights have changed."""
-    number, name = 4, "prefix cache"
+    skipped = partial(Rung, number=4, name="prefix cache")
     facts, whole, tokens = probe.engine.facts(), probe.whole, 8
     if facts.cache_block is None:
-        return Rung(number=number, name=name, verdict=Verdict.NOT_NEEDED, sentence="The engine keeps no prefix cache.")
+        return skipped(verdict=Verdict.NOT_NEEDED, sentence="The engine keeps no prefix cache.")
     length, longest = facts.cache_block + 1, facts.max_model_len
     if longest is not None and length + tokens > longest:
         sentence = f"The prefix cache is not used: it needs rows of {length + tokens} tokens, but they have at most {longest}."
-        return Rung(number=number, name=name, verdict=Verdict.NOT_NEEDED, sentence=sentence)
+        return skipped(verdict=Verdict.NOT_NEEDED, sentence=sentence)
     prompt = long_prompt(probe, length)
     first, again = (probe.sample(whole, tokens, [prompt]) for _ in range(2))
     if not all(sample.cached_tokens for sample in again):
         sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be checked."
-        return Rung(number=number, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
+        return skipped(verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
     with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy) as change:
         power, probe = enough(probe, change, first)
-        probe.engine.sleep()
-        send_weights(probe.engine, probe.policy.model, probe.version, probe.processes, whole=True)
+        probe.sync(whole=True)
         after = probe.sample(whole, tokens, [prompt])
         gap = probe.trainer.gap(after, whole)
         probe = probe.looked_closer(gap, after, whole)
-    probe.engine.sleep()
-    send_weights(probe.engine, probe.policy.model, probe.version, probe.processes)
+    probe.sync()
     reused = max(sample.cached_tokens for sample in after)
+    cause: Cause | None = None
     if reused and not probe.bounds.hold(gap):
         stale = f"{reused} tokens of a prompt came from the cache right after a sync: it holds activations of earlier weights"
-        cause: Cause | None = (Fault.STALE_PREFIX_CACHE, f"{stale}; empty it with each sync, and salt it with the version")
-    else:
-        cause = None
-    return judged(number, name, probe, gap, "A cached prompt is computed anew after a sync.", lambda: cause, power=power)
+        cause = Fault.STALE_PREFIX_CACHE, f"{stale}; empty it with each sync, and salt it with the version"
+    return judged(4, "prefix cache", probe, gap, "A cached prompt is computed anew after a sync.", lambda: cause, power=power)
 
 
 def long_prompt(probe: Probe, length: int) -> Prompt:

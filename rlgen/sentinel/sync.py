@@ -59,8 +59,7 @@ def check_receipt(sent: Mapping[str, str], receipt: SyncReport, version: int, ec
             where,
         )
     got = receipt.received
-    missing = sorted(set(sent) - set(got)) + [name for name in receipt.not_loaded if name not in sent]
-    missing += [name for name in receipt.not_loaded if name in sent]
+    missing = sorted(set(sent) - set(got)) + sorted(receipt.not_loaded, key=lambda name: name in sent)
     if missing:
         raise SentinelError(
             Fault.INCOMPLETE_SYNC,
