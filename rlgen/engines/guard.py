@@ -123,6 +123,21 @@ def locked(folder: str) -> int:
     return lock
 
 
+def is_locked(folder: str) -> bool:
+    """Returns whether a running process holds FOLDER/lock; False, too, if there is no such file."""
+    try:
+        lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+
+
 def sweep(parent: str) -> None:
     """Removes the folders that servers of this user left in `parent` when owner, guard and command were all killed."""
     for folder in glob.glob(f"{glob.escape(parent)}/rlgen-????????"):

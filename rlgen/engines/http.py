@@ -2,7 +2,7 @@
 
 import asyncio
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from rlgen.engines.answer import JSON_ROUTE, ROUTE
-from rlgen.engines.base import EngineInfo, Settings, SyncReport
+from rlgen.engines.base import EngineInfo, SyncReport
 from rlgen.errors import EngineError, ServerLost
 
 ANSWER_SECONDS = 30.0  # timeout of a request that needs no computing
@@ -30,7 +30,9 @@ FLAGS = {
 }
 BUSY = (429, 500, 502, 503)  # statuses of a server, or of a proxy in front of it, that may pass within seconds
 AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
-WORKER = "--worker-extension-cls rlgen.engines.worker.Worker"
+NOT_OURS = (
+    "the server's workers are not rlgen's; start it with --worker-extension-cls rlgen.engines.worker.Worker, or by `rlgen serve`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,7 @@ class Server:
         self._soon = min(ANSWER_SECONDS, timeout)
 
     def session(self) -> aiohttp.ClientSession:
-        """Returns a client session that sends the token with every request. Must be called inside an event loop.
-
-        The caller limits the number of connections. Proxies named in the environment are not used.
-        """
+        """Returns a client session of the running event loop. It sets no limit of connections, and uses no proxy."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
             headers={"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
@@ -80,13 +79,9 @@ class Server:
     async def ask(
         self, session: aiohttp.ClientSession, method: str, route: str, body: bytes | None, timeout: float | None = None
     ) -> Reply:
-        """Sends one request and returns the server's response, whatever its status.
+        """Sends one request and returns the response, whatever its status. Raises ServerLost if there is none.
 
-        Args:
-            timeout: seconds. None: no limit here; the caller must detect a server that hangs.
-
-        Raises:
-            ServerLost: there is no response.
+        Without `timeout`, in seconds, the caller must detect a server that hangs.
         """
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
@@ -109,7 +104,7 @@ class Server:
         return msgspec.json.decode(content) if content else None
 
     def _reply(self, method: str, route: str, body: Mapping[str, Any] | None, timeout: float) -> Reply:
-        """Sends one request in an event loop of its own and returns the response. Raises ServerLost if there is none."""
+        """Does as `ask`, in an event loop and a session of its own."""
 
         async def ask() -> Reply:
             async with self.session() as session:
@@ -126,11 +121,8 @@ class Server:
         """
         body = {"method": method, "kwargs": arguments}
         results = self.call("POST", "/collective_rpc", body, timeout)["results"]
-        for result in results:
-            if not isinstance(result, dict):
-                raise EngineError(
-                    f"{self.url}: the server's workers are not rlgen's; start it with {WORKER}, or by `rlgen serve`"
-                )
+        if not all(isinstance(result, dict) for result in results):
+            raise EngineError(f"{self.url}: {NOT_OURS}")
         for result in results:
             if "error" in result:
                 kept = all(other.get("intact") for other in results)
@@ -148,9 +140,7 @@ class Server:
                 self.checked(route, reply)
 
     def look(self, needs_token: bool = True) -> None:
-        """Checks whether the server has rlgen's own route, which returns arrays, and sets `arrays`.
-
-        Only servers with the gate have it.
+        """Sets `arrays`: whether the server has rlgen's own route, which comes with the gate.
 
         Raises:
             ServerLost: the server cannot be reached from here.
@@ -162,7 +152,7 @@ class Server:
         self.arrays = reply.status == 405
 
     def healthy(self) -> bool:
-        """Returns whether the server passes its health check. Must not be called inside an event loop."""
+        """Does as `is_healthy`, in an event loop and a session of its own."""
 
         async def ask() -> bool:
             async with self.session() as session:
@@ -179,21 +169,8 @@ class Server:
 
     def facts(self) -> tuple[EngineInfo, dict[str, Any]]:
         """Returns the description of the server's engine, and the shape of its model (see `model_shape`)."""
-        told = dict(self.rpc("rlgen_facts", self._soon)[0])
-        facts = EngineInfo(
-            engine=told["engine"],
-            plan=told["plan"],
-            model=told["model"],
-            revision=told["revision"],
-            settings=Settings(**told["settings"]),
-            stop_ids=tuple(told["stop_ids"]),
-            max_model_len=told["max_model_len"],
-            cache_block=told["cache_block"],
-            runner=told.get("runner"),  # servers of an older rlgen do not report it
-            quantization=told.get("quantization"),
-            wider=tuple(told["wider"]),
-        )
-        return facts, told["shape"]
+        told = self.rpc("rlgen_facts", self._soon)[0]
+        return msgspec.convert(told, EngineInfo), told["shape"]
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         """Makes every worker load the weights in `folder`; the receipt lists every tensor that any worker did not load.
@@ -203,26 +180,17 @@ class Server:
             EngineError: a worker reports an error, or the workers received different weights.
         """
         results = self.rpc("rlgen_load", self.timeout, path=folder, version=version, hashed=hashed)
-        received = results[0]["received"]
-        if any(result["received"] != received for result in results):
-            raise EngineError(f"{self.url}: its workers received different weights from {folder}")
-        missed = sorted({name for result in results for name in result["not_loaded"]})
-        return SyncReport(version=results[0]["version"], received=received, not_loaded=tuple(missed))
+        return receipt_of(self.url, results, version)
 
     def label(self) -> str:
-        """Returns the label of the weights that the server reports, such as `RUN.VERSION`."""
+        """Returns the server's label of its weights, such as `RUN.VERSION`."""
         return str(self.call("GET", "/weight_info")["weight_version"])
 
     def set_label(self, label: str) -> None:
-        """Sets the label that the server reports for its weights."""
         self.call("POST", "/update_weight_version", {"new_version": label})
 
     def reset_cache(self) -> None:
-        """Empties the server's prefix cache; the activations of running requests are computed again.
-
-        Raises:
-            EngineError: the server did not empty it.
-        """
+        """Empties the prefix cache; activations of running requests are computed again. Raises EngineError if that failed."""
         if not self.call("POST", "/reset_prefix_cache?reset_running_requests=true", timeout=self.timeout)["success"]:
             raise EngineError(f"{self.url} did not empty its prefix cache after a weight sync")
 
@@ -231,11 +199,10 @@ class Server:
         self.call("POST", "/pause?mode=keep", timeout=self.timeout)
 
     def resume(self) -> None:
-        """Continues the requests that `pause` stopped."""
         self.call("POST", "/resume", timeout=self.timeout)
 
     def lost(self, route: str, error: Exception, timeout: float) -> ServerLost:
-        """Returns the ServerLost error that explains a failed request: refused connection, timeout, or closed connection."""
+        """Returns the error that explains why a request has no response."""
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return ServerLost(self.url, f"cannot be reached: no server listens there ({error}); `rlgen serve RECIPE` starts one")
         if isinstance(error, TimeoutError):
@@ -262,8 +229,20 @@ class Server:
         if reply.status >= 500 and path != "/collective_rpc":
             raise ServerLost(self.url, f"failed at {path} with {reply.status}: {words}")
         if path == "/collective_rpc" and "no attribute" in words:
-            raise EngineError(f"{self.url}: the server's workers are not rlgen's; start it with {WORKER}, or by `rlgen serve`")
+            raise EngineError(f"{self.url}: {NOT_OURS}")
         raise EngineError(f"{self.url} answered {path} with {reply.status}: {words}")
+
+
+def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> SyncReport:
+    """Returns the receipt of one server from the records of its workers; lists every tensor that any worker did not load.
+
+    Raises EngineError if the workers received different weights.
+    """
+    received = heard[0]["received"]
+    if any(other["received"] != received for other in heard):
+        raise EngineError(f"{url}: its workers received different weights of version {version}")
+    missed = {name for worker in heard for name in worker["not_loaded"]}
+    return SyncReport(version=version, received=received, not_loaded=tuple(sorted(missed)))
 
 
 def connections() -> int:

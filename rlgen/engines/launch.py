@@ -161,6 +161,10 @@ class ServerProcess:
             )
         return cls(process, plan, token, log, folder, lock)
 
+    def started_again(self) -> "ServerProcess":
+        """Starts the same server again and returns it without waiting for it. This one must have been stopped."""
+        return self.start(self.plan, self._token, self.log)
+
     @property
     def url(self) -> str:
         return self.plan.url
@@ -168,10 +172,6 @@ class ServerProcess:
     def alive(self) -> bool:
         """Returns whether the server's guard process still runs."""
         return self._process.poll() is None
-
-    def wait_ready(self, timeout: float) -> float:
-        """Waits until the server passes its health check, as `wait_all_ready` does, and returns the seconds that took."""
-        return wait_all_ready([self], timeout)
 
     def answers(self) -> bool:
         """Returns whether the server passes its health check."""

@@ -108,7 +108,7 @@ def open_servers(
         supervisors = launched(recipe, settings, location, token, logs) if settings.launch else []
         for supervisor in supervisors:
             undo.callback(supervisor.stop)
-        members = [Member(Server(one.url, token, settings.timeout), one) for one in supervisors]
+        members = [Member(Server(one.process.url, token, settings.timeout), one) for one in supervisors]
         members += [Member(Server(url, token, settings.timeout, again=True), None) for url in servers(settings)]
         if carrier is None:
             at = own_address([member.server.url for member in members])
@@ -143,10 +143,7 @@ def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token:
         )
     files = [logs / ("server.log" if len(plans) == 1 else f"server{number}.log") for number in range(len(plans))]
     started = start_servers(plans, token, files, settings.start_timeout)
-    return [
-        Supervisor(plan, token, log, settings.start_timeout, process)
-        for plan, log, process in zip(plans, files, started, strict=True)
-    ]
+    return [Supervisor(process, settings.start_timeout) for process in started]
 
 
 def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlgen.engines.base import EngineInfo, SyncReport
-from rlgen.engines.fleet import ServerPool
+from rlgen.engines.fleet import Held, ServerPool
 from rlgen.engines.http import Server
-from rlgen.engines.server import Held
 from rlgen.errors import EngineError, RlgenError, ServerLost
 from rlgen.processes import Processes
 
@@ -84,7 +83,7 @@ class SharedServerPool:
         return self._fleet.brought_back if self._fleet is not None else self._board.read("brought_back")
 
     def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
-        """Recovers a server as `Keeper.recover`; outside the main process, asks it to and waits for the result."""
+        """Recovers a server as `ServerPool.recover`; outside the main process, asks it to and waits for the result."""
         if self._fleet is not None:
             self._bring_back(self._fleet, lost, before)
             return

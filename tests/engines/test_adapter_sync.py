@@ -63,7 +63,7 @@ class ByFiles:
         (told,) = self.vllm._llm.collective_rpc("rlgen_load", args=(str(folder), version, hashed))
         if "error" in told:
             raise EngineError(told["error"])
-        self.outbox.keep(folder)
+        self.outbox.current = folder
         assert self.vllm._llm.reset_prefix_cache()
         self.vllm._version, self.vllm._syncs = version, self.vllm._syncs + 1
         return SyncReport(version=version, received=told["received"], not_loaded=tuple(told["not_loaded"]))
