@@ -1,4 +1,7 @@
-"""Sends many requests to servers at once. The cost per request in this process does not grow with the number of open requests."""
+"""Sends many requests to servers at once, and raises errors as `http` does.
+
+The cost per request in this process does not grow with the number of open requests.
+"""
 
 import asyncio
 import threading
@@ -32,12 +35,7 @@ class Line:
         self._answers = 0
 
     async def post(self, route: str, body: bytes) -> bytes:
-        """Posts one request and returns the body of the response. A repeated request changes nothing, as it has its seed.
-
-        Raises:
-            ServerLost: the server cannot be reached, or keeps failing.
-            EngineError: the server refused the request.
-        """
+        """Posts one request and returns the body of the response. A repeated request changes nothing, as it has its seed."""
         if not self.open:
             self._heard = self._clock()
         self.open += 1
@@ -56,9 +54,8 @@ class Line:
     async def watch(self) -> None:
         """Watches the server with health checks, until cancelled.
 
-        Raises:
-            ServerLost: the server has open requests and answered none of them for `timeout` seconds, even if it still passes its
-                health check, or it failed MISSED_PROBES health checks in a row.
+        Raises ServerLost if the server has open requests and answered none of them for `timeout` seconds, even if it still passes
+        its health check, or it failed MISSED_PROBES health checks in a row.
         """
         patience = min(PROBE_SECONDS, self.server.timeout)
         looked, missed, answers = self._clock(), 0, 0
@@ -108,8 +105,7 @@ async def each(
         more: called again and again for further things while the others are being requested, until it returns none.
         closed: ends the calls within CLOSING_SECONDS once it is set.
 
-    Raises:
-        ServerLost, EngineError: raised by the first call that fails; the others are cancelled.
+    Raises the error of the first call that fails; the others are cancelled.
     """
     room = asyncio.Semaphore(most)
     async with servers[0].session() as session:
@@ -172,10 +168,6 @@ async def sample(
         arrived: receives index and completion.
         most, more, closed: as in `each`.
         held: no weights change while a request is decoded, see `vllm_compat.HELD`.
-
-    Raises:
-        ServerLost: a server is gone, hangs, or another client aborted a request.
-        EngineError: a server refused a request.
     """
     shared = sampling_body(sampling) | {"extra_args": {HELD: held}}
 

@@ -71,16 +71,14 @@ class ServerPool:
     or none, means that the server was restarted or used by another run: it is sent the current weights again.
 
     Args:
-        members: the servers.
-        shape: shape of the model that is trained, see `model_shape`.
+        shape: of the model that is trained, see `model_shape`.
         in_flight: whether a sync pauses running requests instead of waiting for them.
         merges: whether an adapter is sent alone, and each server merges it.
         restarts: how often servers may be restarted or sent their weights again, all servers together.
         carrier: sends weights to the servers. A broadcast keeps no copy of them, so with it no server can be recovered.
         say: receives a line for each recovery.
 
-    Raises:
-        EngineError: a server cannot be reached, refuses, or lacks what training needs.
+    Raises EngineError if a server cannot be reached, refuses, or lacks what training needs.
     """
 
     def __init__(
@@ -211,12 +209,8 @@ class ServerPool:
     def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Sends a server the current weights again, after a restart if it does not answer.
 
-        Args:
-            before: recoveries of each server when the failed request was sent; if there were more since, nothing is done, because
-                another thread has recovered it.
-
-        Raises:
-            EngineError: the server cannot be restarted from here, or the limit engine.restarts is reached.
+        Does nothing if it was recovered more often than `before` the failed request was sent: another thread has done it. Raises
+        EngineError if the server cannot be restarted from here, or the limit engine.restarts is reached.
         """
         if isinstance(self._carrier, Broadcast):
             raise EngineError(

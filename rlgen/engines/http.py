@@ -1,4 +1,7 @@
-"""Calls one vLLM server over HTTP. Every call has a timeout, and every failure is raised as ServerLost or EngineError."""
+"""Calls one vLLM server over HTTP, always with a timeout.
+
+A call raises ServerLost if the server is gone, hangs, or fails with a status of 500 or more, and EngineError if it refuses.
+"""
 
 import asyncio
 import resource
@@ -93,12 +96,7 @@ class Server:
     def call(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Sends one request and returns the JSON of the response. Must not be called inside an event loop.
 
-        Args:
-            timeout: seconds. None: the short limit for a request that needs no computing.
-
-        Raises:
-            ServerLost: the server is gone, or did not respond within the timeout.
-            EngineError: the server refused the request.
+        Without `timeout`, in seconds, there is the short limit for a request that needs no computing.
         """
         content = self.checked(route, self._reply(method, route, body, timeout or self._soon))
         return msgspec.json.decode(content) if content else None
@@ -115,9 +113,7 @@ class Server:
     def rpc(self, method: str, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
         """Calls `method` of `rlgen.engines.worker.Worker` on every worker of the server and returns one object per worker.
 
-        Raises:
-            WeightsKept: every worker refused what it was sent before it changed anything.
-            EngineError: the server's workers do not have rlgen's worker class, or a worker reports an error.
+        Raises WeightsKept if every worker refused what it was sent before it changed anything.
         """
         body = {"method": method, "kwargs": arguments}
         results = self.call("POST", "/collective_rpc", body, timeout)["results"]
@@ -140,12 +136,7 @@ class Server:
                 self.checked(route, reply)
 
     def look(self, needs_token: bool = True) -> None:
-        """Sets `arrays`: whether the server has rlgen's own route, which comes with the gate.
-
-        Raises:
-            ServerLost: the server cannot be reached from here.
-            EngineError: the server refuses the token.
-        """
+        """Sets `arrays`: whether the server has rlgen's own route, which comes with the gate."""
         reply = self._reply("GET", ROUTE, None, self._soon)
         if reply.status == 401 and needs_token:
             self.checked(ROUTE, reply)
@@ -153,12 +144,10 @@ class Server:
 
     def healthy(self) -> bool:
         """Does as `is_healthy`, in an event loop and a session of its own."""
-
-        async def ask() -> bool:
-            async with self.session() as session:
-                return await self.is_healthy(session)
-
-        return asyncio.run(ask())
+        try:
+            return self._reply("GET", "/health", None, PROBE_SECONDS).status == 200
+        except ServerLost:
+            return False
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         """Returns whether the server passes its health check within PROBE_SECONDS."""
@@ -173,12 +162,7 @@ class Server:
         return msgspec.convert(told, EngineInfo), told["shape"]
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
-        """Makes every worker load the weights in `folder`; the receipt lists every tensor that any worker did not load.
-
-        Raises:
-            WeightsKept: the files cannot be loaded, and the server still has the weights it had.
-            EngineError: a worker reports an error, or the workers received different weights.
-        """
+        """Makes every worker load the weights in `folder`. Raises WeightsKept if the files cannot be loaded."""
         results = self.rpc("rlgen_load", self.timeout, path=folder, version=version, hashed=hashed)
         return receipt_of(self.url, results, version)
 
@@ -210,12 +194,7 @@ class Server:
         return ServerLost(self.url, f"closed the connection while it worked on {route.partition('?')[0]}: it died")
 
     def checked(self, route: str, reply: Reply) -> bytes:
-        """Returns the body of a response with status 200.
-
-        Raises:
-            ServerLost: the server failed (status 500 and above).
-            EngineError: the server refused the request.
-        """
+        """Returns the body of a response with status 200."""
         path = route.partition("?")[0]
         if reply.status == 200:
             return reply.body

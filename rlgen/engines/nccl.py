@@ -30,7 +30,7 @@ from torch import Tensor
 from rlgen.engines.base import SyncReport
 from rlgen.engines.http import ANSWER_SECONDS, Server, receipt_of
 from rlgen.engines.launch import claim
-from rlgen.engines.vllm_compat import NcclEndpoint
+from rlgen.engines.vllm_weights import NcclEndpoint
 from rlgen.errors import EngineError, SetupError
 from rlgen.recipe.rules import is_loopback
 
@@ -44,7 +44,6 @@ class Broadcast:
     """The sender of weights to several servers at once over NCCL.
 
     Args:
-        servers: started with engine.transfer nccl; all their workers join the group.
         host: an address of this machine that the servers can reach.
         connect: joins as rank 0, given host, port and number of ranks; waits until all have joined.
         timeout: seconds that each phase of a sync may take.
@@ -81,8 +80,7 @@ class Broadcast:
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[SyncReport]:
         """Sends all weights and returns one receipt per server. The caller empties the servers' prefix caches.
 
-        Raises:
-            EngineError: a phase failed or timed out; the group is then closed and cannot send any more.
+        Raises EngineError if a phase failed or timed out; the group is then closed and cannot send any more.
         """
         if self._endpoint is None:
             raise EngineError(f"engine.transfer nccl: an earlier sync failed; {RESTART}")
@@ -121,10 +119,8 @@ class Broadcast:
     def _together(self, phase: str, call: Callable[[Server], Any], ours: Callable[[], Any] | None = None) -> dict[str, Any]:
         """Calls `call` with every server, and `ours`, at the same time. Returns the results by URL, that of `ours` by TRAINER.
 
-        When one fails, the others are not waited for, because they may never end.
-
-        Raises:
-            EngineError: a call failed, or the timeout passed.
+        When one fails, the others are not waited for, because they may never end. Raises EngineError if a call failed, or the
+        timeout passed.
         """
         calls = {server.url: partial(call, server) for server in self._servers} | ({TRAINER: ours} if ours else {})
         futures = {who: started(call) for who, call in calls.items()}

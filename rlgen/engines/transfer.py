@@ -58,10 +58,9 @@ class FileTransfer:
         self.current: Path | None = None
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Writes `weights` to a new folder in place of the current one, and returns it. Once it is loaded, the caller sets `current`.
+        """Writes `weights` to a new folder in place of the current one, and returns it: `current`, once it is loaded.
 
-        Raises:
-            EngineError: the files cannot be written, for example because the disk is full.
+        Raises EngineError if the files cannot be written, for example because the disk is full.
         """
         if self.current is not None:
             shutil.rmtree(self.current, ignore_errors=True)

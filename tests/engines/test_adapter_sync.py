@@ -59,7 +59,7 @@ class ByFiles:
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         folder = self.outbox.write(self.on_the_way(dict(weights)).items(), version)
-        self.bytes.append(sum(file.stat().st_size for file in verified_files(folder, version)))
+        self.bytes.append(sum(file.stat().st_size for file in verified_files(folder, version)[0]))
         (told,) = self.vllm._llm.collective_rpc("rlgen_load", args=(str(folder), version, hashed))
         if "error" in told:
             raise EngineError(told["error"])
