@@ -128,8 +128,8 @@ class ServerEngine:
                 call.arrived,
                 self._connections,
                 call.more,
-                held=not self._keeper.in_flight,
-                closed=self._closed,
+                not self._keeper.in_flight,
+                self._closed,
             )
         finally:
             if call.further is not None:

@@ -391,7 +391,7 @@ def test_a_lost_server_cannot_be_brought_back(
 ) -> None:
     _, _, engine = on_servers
 
-    async def sample(*_: Any, **__: Any) -> None:
+    async def sample(*_: Any) -> None:
         raise ServerLost("http://one", "closed the connection: it died")
 
     monkeypatch.setattr(client, "sample", sample)

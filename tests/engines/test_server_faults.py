@@ -205,7 +205,7 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
     sample = client.sample
 
     async def killing(
-        servers: Any, requests: Any, sampling: Any, salt: Any, version_of: Any, hand_over: Any, most: int, more: Any, held: bool
+        servers: Any, requests: Any, sampling: Any, salt: Any, version_of: Any, hand_over: Any, *others: Any
     ) -> None:
         def one_more(place: int, answer: Completion) -> None:
             hand_over(place, answer)
@@ -213,7 +213,7 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
             if len(arrived) == 5:
                 bench.kill()
 
-        await sample(servers, requests, sampling, salt, version_of, one_more, most, more, held)
+        await sample(servers, requests, sampling, salt, version_of, one_more, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "sample", killing)
