@@ -36,7 +36,7 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
     if not is_loopback(settings.host):
         echo(f"warning: {settings.host}: everyone who reaches this machine sees what is sent; for trusted networks only")
 
-    from rlgen.engines.launch import ServerProcess, claim
+    from rlgen.engines.launch import ServerProcess, claim, wait_all_ready
     from rlgen.engines.open import server_plans
     from rlgen.models.load import locate
     from rlgen.models.tiny import cache_dir
@@ -51,7 +51,7 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
         (plan,) = server_plans(with_sizes(recipe).model_copy(update={"engine": settings}), locate(recipe.model.path))
         server = ServerProcess.start(plan, token, log)
         try:
-            seconds = server.wait_ready(settings.start_timeout)
+            seconds = wait_all_ready([server], settings.start_timeout)
             sets = (word for override in (*overrides, connection(settings, server.url)) for word in ("--set", override))
             echo(f"ready after {seconds:.0f} s at {server.url}; {shown} {shlex.join(['rlgen', 'train', str(path), *sets])}")
             watch(server)

@@ -1,6 +1,6 @@
 """Decodes a server's response into arrays, so that no Python object per token remains.
 
-rlgen's own route (`rlgen.engines.arrays`) sends arrays after a short header:
+rlgen's own route (`rlgen.engines.gate`) sends arrays after a short header:
 
     uint32: bytes of the header | header: JSON, padded with spaces to 4 bytes | int32: prompt ids | int32: ids | float32:
     log-probs
@@ -17,9 +17,9 @@ import msgspec
 import numpy
 
 from rlgen.errors import ServerLost
-from rlgen.types import Completion, FinishReason, Ids, LogProbs, Span, logp_of
+from rlgen.types import Completion, Ids, LogProbs, Span, logp_of
 
-ROUTE = "/rlgen/generate"  # rlgen's route, see `rlgen.engines.arrays`
+ROUTE = "/rlgen/generate"  # rlgen's route, see `rlgen.engines.gate`
 JSON_ROUTE = "/inference/v1/generate"  # vLLM's route
 ARRAYS = "application/vnd.rlgen.arrays"
 LENGTH = struct.Struct("<I")
@@ -92,16 +92,27 @@ def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], 
         version_of: maps a label of weights to their version.
 
     Raises:
-        ServerLost: the response is incomplete or has another format.
+        ServerLost: the response is incomplete or has another format, or something else than rlgen ended the completion.
     """
     try:
-        return from_arrays(raw, url, version_of) if arrays else from_json(raw, url, version_of)
+        head, prompt_ids, ids, logp = (from_arrays if arrays else from_json)(raw)
+        if head.finish_reason not in ("stop", "length"):
+            what = f"ended a completion with finish_reason {head.finish_reason!r}: something other than rlgen stopped it"
+            raise ServerLost(url, what)
+        return Completion(
+            token_ids=ids.astype(numpy.int32),  # copies: views of the response would keep all its bytes in memory
+            logp=logp.astype(numpy.float32),
+            finish_reason="stop" if head.finish_reason == "stop" else "length",
+            spans=tuple(Span(span.start, span.end, version_of(span.version)) for span in head.weight_versions),
+            prompt_ids=prompt_ids.astype(numpy.int32),
+            cached_tokens=head.cached_tokens,
+        )
     except (msgspec.MsgspecError, ValueError, OverflowError, IndexError, struct.error) as error:
         raise ServerLost(url, f"sent a response that is not a completion ({error})") from error
 
 
-def from_arrays(raw: bytes, url: str, version_of: Callable[[str], int]) -> Completion:
-    """Decodes a response of rlgen's route. Raises ValueError, MsgspecError or struct.error if the format is wrong."""
+def from_arrays(raw: bytes) -> tuple[Head, Ids, Ids, LogProbs]:
+    """Decodes a response of rlgen's route: its header, and prompt ids, ids and log-probs, which are views of `raw`."""
     (length,) = LENGTH.unpack_from(raw)
     at = LENGTH.size + length
     head = HEAD.decode(raw[LENGTH.size : at])
@@ -110,64 +121,29 @@ def from_arrays(raw: bytes, url: str, version_of: Callable[[str], int]) -> Compl
     prompt_ids = numpy.frombuffer(raw, "<i4", head.prompt_tokens, at)
     at += prompt_ids.nbytes
     ids = numpy.frombuffer(raw, "<i4", head.tokens, at)
-    logp = numpy.frombuffer(raw, "<f4", head.tokens, at + ids.nbytes)
-    reason = finished(head.finish_reason, url)
-    return completion_of(ids, logp, reason, spans_of(head.weight_versions, version_of), prompt_ids, head.cached_tokens)
+    return head, prompt_ids, ids, numpy.frombuffer(raw, "<f4", head.tokens, at + ids.nbytes)
 
 
-def from_json(raw: bytes, url: str, version_of: Callable[[str], int]) -> Completion:
-    """Decodes a response of vLLM's route. Raises MsgspecError, ValueError, IndexError or OverflowError if it is not one."""
+def from_json(raw: bytes) -> tuple[Head, Ids, Ids, LogProbs]:
+    """Decodes a response of vLLM's route as `from_arrays` does."""
     answer = ANSWER.decode(raw)
     choice = answer.choices[0]
     content = (choice.logprobs.content if choice.logprobs else None) or []
     details = answer.usage.prompt_tokens_details if answer.usage else None
-    return completion_of(
-        numpy.array(choice.token_ids or (), numpy.int32),
-        numpy.fromiter(map(logprob_of, content), numpy.float32, len(content)),
-        finished(choice.finish_reason, url),
-        spans_of(choice.weight_versions or (), version_of),
-        numpy.array(answer.prompt_token_ids or (), numpy.int32),
-        (details.cached_tokens if details else None) or 0,
+    ids = numpy.array(choice.token_ids or (), numpy.int32)
+    prompt_ids = numpy.array(answer.prompt_token_ids or (), numpy.int32)
+    head = Head(
+        finish_reason=choice.finish_reason,
+        tokens=len(ids),
+        prompt_tokens=len(prompt_ids),
+        cached_tokens=(details.cached_tokens if details else None) or 0,
+        weight_versions=tuple(choice.weight_versions or ()),
     )
-
-
-def finished(reason: str | None, url: str) -> FinishReason:
-    """Returns the finish reason. Raises ServerLost unless a stop token or the length limit ended the completion."""
-    if reason == "stop":
-        return "stop"
-    if reason == "length":
-        return "length"
-    raise ServerLost(url, f"ended a completion with finish_reason {reason!r}: something other than rlgen stopped it")
-
-
-def spans_of(spans: Sequence[Labelled], version_of: Callable[[str], int]) -> tuple[Span, ...]:
-    """Returns the spans with weight versions in place of labels."""
-    return tuple(Span(span.start, span.end, version_of(span.version)) for span in spans)
-
-
-def completion_of(
-    token_ids: Ids, logp: LogProbs, finish_reason: FinishReason, spans: tuple[Span, ...], prompt_ids: Ids, cached_tokens: int
-) -> Completion:
-    """Returns the completion record of a response.
-
-    The arrays are copied: views of the response would keep all its bytes in memory, and are read-only.
-    """
-    return Completion(
-        token_ids=token_ids.astype(numpy.int32),
-        logp=logp.astype(numpy.float32),
-        finish_reason=finish_reason,
-        spans=spans,
-        prompt_ids=prompt_ids.astype(numpy.int32),
-        cached_tokens=cached_tokens,
-    )
+    return head, prompt_ids, ids, numpy.fromiter(map(logprob_of, content), numpy.float32, len(content))
 
 
 def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogProbs:
-    """Returns the log-probs of `ids` from index `first` on.
-
-    Raises:
-        ServerLost: they are not in the response.
-    """
+    """Returns the log-probs of `ids` from index `first` on. Raises ServerLost if they are not in the response."""
     try:
         found: Any = PREFILLED.decode(raw).prompt_logprobs
         return logp_of([found[at][str(ids[at])].logprob for at in range(first, len(ids))])
@@ -183,11 +159,7 @@ def packed(
     spans: Sequence[Labelled],
     cached_tokens: int,
 ) -> bytes:
-    """Returns the bytes of a response of rlgen's route, which `from_arrays` decodes.
-
-    Raises:
-        ValueError: the numbers of ids and log-probs differ.
-    """
+    """Returns the bytes of a response of rlgen's route. Raises ValueError if the numbers of ids and log-probs differ."""
     if len(token_ids) != len(logp):
         raise ValueError(f"{len(token_ids)} ids and {len(logp)} log-probs")
     head = msgspec.json.encode(

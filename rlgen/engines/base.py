@@ -115,29 +115,24 @@ def cast_for(facts: EngineInfo, weights: Iterable[tuple[str, Tensor]]) -> Iterat
 
 
 class SyncRecorder:
-    """A recorder of the fingerprints of tensors that pass through an iterator."""
+    """Records the fingerprints of tensors that pass through an iterator."""
 
     def __init__(self, hashed: bool) -> None:
         self.received: dict[str, str] = {}
         self._hashed = hashed
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields `weights` unchanged and records the fingerprint of each tensor in `received`."""
         for name, tensor in weights:
             self.received[name] = fingerprint(tensor, self._hashed)
             yield name, tensor
 
 
 class Pending(Protocol):
-    """Completions that are being sampled in the background, see `EngineCapabilities.submit`."""
+    """Completions that are being sampled in the background: a `Future`, of which only this is used."""
 
-    def result(self) -> list[Completion]:
-        """Waits for the completions and returns them. Raises EngineError if sampling failed."""
-        ...
+    def result(self) -> list[Completion]: ...
 
-    def exception(self) -> BaseException | None:
-        """Waits, and returns the error that `result` would raise, or None."""
-        ...
+    def exception(self) -> BaseException | None: ...
 
 
 class Submit(Protocol):
@@ -174,10 +169,7 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """Returns the version of the current weights.
-
-        0 for those the model was opened with; -1 for a server's weights before the first sync.
-        """
+        """Returns 0 for the weights that the model was opened with, -1 for a server's before the first sync."""
         ...
 
     @property
@@ -186,7 +178,7 @@ class Engine(Protocol):
         ...
 
     def facts(self) -> EngineInfo:
-        """Returns the engine's description, read from the engine itself and not from the settings it was given."""
+        """Returns the description, read from the engine itself and not from the settings it was given."""
         ...
 
     def generate(
@@ -215,17 +207,13 @@ class Engine(Protocol):
         ...
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
-        """Computes log-probs at temperature 1 of given completions, in one forward pass instead of decoding.
+        """Computes log-probs [L] at temperature 1 of given completions, in one forward pass instead of decoding.
 
         Args:
             rows: prompt ids and completion ids; together shorter than `EngineInfo.max_model_len`.
             images: of each prompt; (): no prompt has any.
 
-        Returns:
-            [L] log-probs of each completion's ids.
-
-        Raises:
-            EngineError: the engine failed.
+        Raises EngineError if the engine failed.
         """
         ...
 
@@ -233,13 +221,8 @@ class Engine(Protocol):
         """Loads *all* weights, under the names of the checkpoint, and empties the prefix cache.
 
         Where `EngineCapabilities.merges` holds, `weights` may be the factors of an adapter alone: the others are then those of
-        the files that the engine was opened with.
-
-        Args:
-            hashed: the receipt holds a hash of every tensor; costs a pass over all bytes.
-
-        Raises:
-            EngineError: the weights were not loaded.
+        the files that the engine was opened with. With `hashed` the receipt holds a hash of every tensor, which costs a pass over
+        all bytes. Raises EngineError if the weights were not loaded.
         """
         ...
 
@@ -248,5 +231,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees all resources. The engine cannot be used afterwards."""
+        """Frees all resources."""
         ...

@@ -1,7 +1,11 @@
-"""Sends many requests to servers at once. The cost per request in this process does not grow with the number of open requests."""
+"""Sends many requests to servers at once, and raises errors as `http` does.
+
+The cost per request in this process does not grow with the number of open requests.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
@@ -10,9 +14,10 @@ import msgspec
 from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
 from rlgen.engines.http import AGAIN, BUSY, PROBE_SECONDS, Server
 from rlgen.engines.vllm_compat import HELD
-from rlgen.errors import ServerLost
+from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
+CLOSING_SECONDS = 0.2  # sampling ends this soon after the engine is closed
 MISSED_PROBES = 3  # a server that fails this many health checks in a row while it has open requests counts as lost
 # If `watch` wakes up this many seconds late, this process was suspended, and perhaps the server too: the delay does not count.
 STOPPED = 1.0
@@ -30,12 +35,7 @@ class Line:
         self._answers = 0
 
     async def post(self, route: str, body: bytes) -> bytes:
-        """Posts one request and returns the body of the response. A repeated request changes nothing, as it has its seed.
-
-        Raises:
-            ServerLost: the server cannot be reached, or keeps failing.
-            EngineError: the server refused the request.
-        """
+        """Posts one request and returns the body of the response. A repeated request changes nothing, as it has its seed."""
         if not self.open:
             self._heard = self._clock()
         self.open += 1
@@ -54,9 +54,8 @@ class Line:
     async def watch(self) -> None:
         """Watches the server with health checks, until cancelled.
 
-        Raises:
-            ServerLost: the server has open requests and answered none of them for `timeout` seconds, even if it still passes its
-                health check, or it failed MISSED_PROBES health checks in a row.
+        Raises ServerLost if the server has open requests and answered none of them for `timeout` seconds, even if it still passes
+        its health check, or it failed MISSED_PROBES health checks in a row.
         """
         patience = min(PROBE_SECONDS, self.server.timeout)
         looked, missed, answers = self._clock(), 0, 0
@@ -96,6 +95,7 @@ async def each(
     things: Sequence[T],
     ask: Callable[[Line, T], Awaitable[None]],
     more: More[T] | None = None,
+    closed: threading.Event | None = None,
 ) -> None:
     """Calls `ask` for each of `things`, with the server that has the fewest open requests of this client.
 
@@ -103,57 +103,48 @@ async def each(
         servers: among those with equally few requests, the first is taken.
         most: maximum of open requests; how many of them run at once is decided by the servers.
         more: called again and again for further things while the others are being requested, until it returns none.
+        closed: ends the calls within CLOSING_SECONDS once it is set.
 
-    Raises:
-        ServerLost, EngineError: raised by the first call that fails; the others are cancelled.
+    Raises the error of the first call that fails; the others are cancelled.
     """
     room = asyncio.Semaphore(most)
     async with servers[0].session() as session:
         lines = [Line(server, session) for server in servers]
-
-        calls: set[asyncio.Future[None]] = set()
-        work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def start(call: Coroutine[Any, Any, None]) -> None:
-            asked = asyncio.ensure_future(call)
-            calls.add(asked)
-            asked.add_done_callback(ended)
-
-        def ended(call: "asyncio.Future[None]") -> None:
-            calls.discard(call)
-            error = None if call.cancelled() else call.exception()
-            if work.done():
-                return
-            if error is not None:
-                work.set_exception(error)
-            elif not calls:
-                work.set_result(None)
 
         async def one(thing: T) -> None:
             async with room:
                 await ask(min(lines, key=lambda line: line.open), thing)
 
         async def all_of_them() -> None:
-            for thing in things:
-                start(one(thing))
-            while more is not None and (further := await more()):
-                for thing in further:
-                    start(one(thing))
+            async with asyncio.TaskGroup() as calls:
+                for thing in things:
+                    calls.create_task(one(thing))
+                while more is not None and (further := await more()):
+                    for thing in further:
+                        calls.create_task(one(thing))
 
-        start(all_of_them())
-        watching: list[asyncio.Future[Any]] = [asyncio.ensure_future(line.watch()) for line in lines]
+        failed: BaseException | None = None
         try:
-            await asyncio.wait({work, *watching}, return_when=asyncio.FIRST_COMPLETED)
-            for watch in watching if not work.done() else ():
-                if watch.done():
-                    watch.result()
-            await work
-        finally:
-            tasks = (*calls, *watching)
-            for task in tasks:
-                task.cancel()
-            work.cancel()
-            await asyncio.gather(work, *tasks, return_exceptions=True)  # retrieves the errors of calls that failed too
+            async with asyncio.TaskGroup() as group:
+                watching = [group.create_task(line.watch()) for line in lines]
+                if closed is not None:
+                    watching.append(group.create_task(until(closed)))
+                await all_of_them()
+                for watch in watching:
+                    watch.cancel()
+        except BaseExceptionGroup as errors:
+            failed = errors
+        while isinstance(failed, BaseExceptionGroup):
+            failed = failed.exceptions[0]
+        if failed is not None:
+            raise failed
+
+
+async def until(closed: threading.Event) -> None:
+    """Waits for `closed`, and raises EngineError."""
+    while not closed.is_set():
+        await asyncio.sleep(CLOSING_SECONDS)
+    raise EngineError("the engine was closed while it sampled")
 
 
 async def sample(
@@ -166,6 +157,7 @@ async def sample(
     most: int,
     more: More[tuple[int, Request]] | None = None,
     held: bool = False,
+    closed: threading.Event | None = None,
 ) -> None:
     """Samples one completion for each request and passes it to `arrived` as soon as it is finished.
 
@@ -174,13 +166,8 @@ async def sample(
         salt: returns a part of the prefix-cache key, so that activations of other weights are not used.
         version_of: maps a label of weights and the server's URL to the weight version.
         arrived: receives index and completion.
-        most: maximum of open requests, as in `each`.
-        more: further requests by index, as in `each`.
+        most, more, closed: as in `each`.
         held: no weights change while a request is decoded, see `vllm_compat.HELD`.
-
-    Raises:
-        ServerLost: a server is gone, hangs, or another client aborted a request.
-        EngineError: a server refused a request.
     """
     shared = sampling_body(sampling) | {"extra_args": {HELD: held}}
 
@@ -195,7 +182,7 @@ async def sample(
         raw = await line.post(ROUTE if server.arrays else JSON_ROUTE, msgspec.json.encode(body))
         arrived(place, read_answer(raw, server.arrays, server.url, lambda label: version_of(label, server.url)))
 
-    await each(servers, most, list(requests.items()), ask, more)
+    await each(servers, most, list(requests.items()), ask, more, closed)
 
 
 async def prefill(servers: Sequence[Server], rows: Sequence[tuple[Ids, Ids]], most: int) -> list[LogProbs]:

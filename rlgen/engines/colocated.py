@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlgen.engines import vllm_compat
+from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, SyncRecorder, SyncReport
 from rlgen.engines.further import FollowUpQueue
 from rlgen.engines.plan import EnginePlan
@@ -57,9 +57,9 @@ class ColocatedEngine:
         return EngineCapabilities(sleeps=self._plan.sleep, submit=None, whole_step=False, elsewhere=False, in_flight=False)
 
     def facts(self) -> EngineInfo:
-        engine, model = self._llm.llm_engine, vllm_compat.model_in(self._llm)
+        engine, model = self._llm.llm_engine, vllm_weights.model_in(self._llm)
+        (runner,) = self._llm.collective_rpc(vllm_compat.runner_of)
         caches = engine.vllm_config.cache_config
-        runner = vllm_compat.runner_in(self._llm)
         return vllm_compat.facts(self._vllm, self._plan.digest(), engine.model_config, caches, model, runner)
 
     def _kept_as_is(self) -> AbstractContextManager[None]:
@@ -123,9 +123,14 @@ class ColocatedEngine:
         with self._kept_as_is():
             prompts = [{"prompt_token_ids": np.concatenate(row).tolist()} for row in rows]
             prompts = vllm_compat.with_images(prompts, images or [()] * len(rows), self._plan.image_token)
-            outputs = self._run(prompts, [vllm_compat.prefill_params(self._vllm)] * len(rows))
+            # vLLM reports log-probs of a prompt only at temperature 1, and must decode one token to report them.
+            params = self._vllm.SamplingParams(
+                temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+            )
+            outputs = self._run(prompts, [params] * len(rows))
+            # The first id of a prompt has no log-prob, so the flat list is one shorter than the prompt.
             return [
-                logp_of(vllm_compat.prompt_logp(output, first=len(prompt_ids)))
+                logp_of(output.prompt_logprobs.logprobs[len(prompt_ids) - 1 :])
                 for output, (prompt_ids, _) in zip(outputs, rows, strict=True)
             ]
 
@@ -136,7 +141,7 @@ class ColocatedEngine:
                 if self._asleep:
                     # Restores buffers (rotary caches, scales) from main memory; parameters are allocated empty.
                     self._llm.wake_up(["weights"])
-                not_loaded = vllm_compat.load_weights(self._llm, ledger.record(weights))
+                not_loaded = vllm_weights.load_weights(self._llm, ledger.record(weights))
                 if self._asleep:
                     # After the load, whose temporary memory is free again.
                     if self._llm.wake_up(["kv_cache"]) is False:

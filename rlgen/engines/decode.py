@@ -5,9 +5,8 @@ that takes longer than the model's forward pass. While no request joins or leave
 token, and a block only where one is full. This module computes such steady steps, with the same result. vLLM's own code handles
 every other step, and every request that ends.
 
-Only vLLM imports this module, through the argument `scheduler_cls`. `vllm_compat.arguments` sets it only for the versions that
-the module was compared with. `tests/engines/test_decode.py` compares it with vLLM's scheduler: ids, log-probs and blocks are the
-same.
+Only vLLM imports this module. `vllm_compat.arguments` names it only to the versions that it was compared with: in
+`tests/engines/test_decode.py` ids, log-probs and blocks are the same.
 """
 
 from collections.abc import Mapping
@@ -61,7 +60,6 @@ class DecodeScheduler(Scheduler):
 
     @cached_property
     def _held(self) -> dict[str, Held]:
-        """Returns the tokens held back, by request."""
         return {}
 
     @cached_property
@@ -230,11 +228,7 @@ def is_decoding(request: Request) -> bool:
 
 
 def row_of(request: Request, max_model_len: int, log_stats: bool) -> Row:
-    """Returns a running request with the ids and the length that end it.
-
-    Args:
-        log_stats: whether vLLM counts the tokens of each step; then none may be held back.
-    """
+    """Returns a running request with the ids and the length that end it. With `log_stats`, vLLM counts each step's tokens."""
     params = request.sampling_params
     held: bool = (
         params.output_kind == RequestOutputKind.FINAL_ONLY

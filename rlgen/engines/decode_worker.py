@@ -2,11 +2,8 @@
 
 With a small model, most of a decode step is not arithmetic: vLLM prepares the inputs of the batch anew, goes through the model's
 modules, draws a seed for each request's noise from a generator of its own, counts the rank of each token, and normalises with
-seven operations although it has a kernel for that. This module skips all of this where the result is known to be the same. For
-all other steps vLLM's own code runs.
-
-Only vLLM imports this module, through the argument `worker_cls`. `vllm_compat.arguments` sets it only for the versions that the
-module was compared with. `tests/engines/test_decode_worker.py` compares it with vLLM's worker.
+seven operations although it has a kernel for that. This module skips all of this where the result is known to be the same.
+Otherwise vLLM's own code runs. `tests/engines/test_decode_worker.py` compares it with vLLM's worker.
 """
 
 from collections.abc import Iterator
@@ -47,7 +44,6 @@ class DecodeWorker(CPUWorker):
     """vLLM's worker with the runner of this module."""
 
     def init_device(self) -> None:
-        """Initializes the device and the runner."""
         super().init_device()
         if type(self.model_runner) is CPUModelRunner:  # the class is named in vLLM's method, so it is changed afterwards
             self.model_runner.__class__ = DecodeRunner
@@ -77,7 +73,6 @@ class DecodeRunner(CPUModelRunner):
     _compared: bool = False  # whether a repeated step gave what the model itself gives
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        """Loads the model, and chooses its kernels and its sampler."""
         super().load_model(load_dummy_weights)
         if self.vllm_config.compilation_config.mode == CompilationMode.NONE:
             choose_kernels(self.model)
@@ -204,7 +199,7 @@ class DecodeRunner(CPUModelRunner):
         return computed
 
     def _run_model(self, last: Step) -> tuple[Tensor, ...]:
-        """Returns hidden states and logits of a step that continues `last`, computed by the model itself."""
+        """Does as `_compute`, by the model itself."""
         last.context.moe_layer_index = 0
         with override_forward_context(last.context):
             hidden = super()._model_forward(**last.arguments)
@@ -263,12 +258,7 @@ def draw(
 ) -> tuple[Tensor, Tensor | None]:
     """Samples as `TopKTopPSampler.forward_cpu` does. Draws many seeds of a request at a time, which are the same seeds.
 
-    Args:
-        logits: [B, V]; they are changed.
-        generators: by row.
-
-    Returns:
-        [B] ids, and the log-probs [B, V] of those that can be sampled, if they are asked for.
+    Changes `logits` [B, V]. Returns ids [B], and the log-probs [B, V] of those that can be sampled, if they are asked for.
     """
     if len(generators) != len(logits):
         drawn: tuple[Tensor, Tensor | None] = sampler.forward_cpu(logits, generators, k, p)

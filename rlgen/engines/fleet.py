@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch import Tensor
 
 from rlgen.engines.base import EngineInfo, SyncReport
 from rlgen.engines.http import Server, WeightsKept
-from rlgen.engines.launch import ServerPlan, ServerProcess
+from rlgen.engines.launch import ServerProcess, wait_all_ready
 from rlgen.engines.nccl import Broadcast
-from rlgen.engines.server import Held
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import EngineError, ServerLost
 
@@ -24,53 +22,38 @@ STALE = -1  # weight version before the first sync of this run
 LOADING = "loading"  # label of weights that are being replaced
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The weights that all servers were sent last, labelled `RUN.VERSION`. Held(run="5f0c2b7a", version=3, syncs=4)"""
+
+    run: str
+    version: int
+    syncs: int  # number of syncs so far
+
+
 class Supervisor:
-    """One server that this process starts, and restarts when it has died.
+    """One server that this process has started, and restarts when it has died."""
 
-    Args:
-        started: the running server. None: it is started here.
-
-    Raises:
-        EngineError: the server did not start.
-    """
-
-    def __init__(
-        self, plan: ServerPlan, token: str, log: Path, start_timeout: float, started: ServerProcess | None = None
-    ) -> None:
-        self._token, self._log, self._start_timeout = token, log, start_timeout
+    def __init__(self, process: ServerProcess, start_timeout: float) -> None:
+        self.process, self._start_timeout = process, start_timeout
         self._stopped = False
-        if started is not None:
-            self._process = started
-        else:
-            self._start(plan)
-
-    @property
-    def url(self) -> str:
-        return self._process.url
-
-    def _start(self, plan: ServerPlan) -> None:
-        """Starts the server and waits until it is ready; ends it if that fails, or if `stop` was called meanwhile."""
-        self._process = ServerProcess.start(plan, self._token, self._log)
-        try:
-            if self._stopped:
-                raise EngineError("the server was stopped while it started")
-            self._process.wait_ready(self._start_timeout)
-        except BaseException:
-            self._process.stop()
-            raise
-
-    def processes(self) -> list[psutil.Process]:
-        return self._process.processes()
 
     def restart(self) -> None:
         """Ends the server and starts it again at the same host and port. Raises EngineError if it does not start."""
-        self._process.stop()
-        self._start(self._process.plan)
+        self.process.stop()
+        self.process = self.process.started_again()
+        try:
+            if self._stopped:
+                raise EngineError("the server was stopped while it started")
+            wait_all_ready([self.process], self._start_timeout)
+        except BaseException:
+            self.process.stop()
+            raise
 
     def stop(self) -> None:
         """Ends the server for good, even while another thread is starting it."""
         self._stopped = True
-        self._process.stop()
+        self.process.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +71,14 @@ class ServerPool:
     or none, means that the server was restarted or used by another run: it is sent the current weights again.
 
     Args:
-        members: the servers.
-        shape: shape of the model that is trained, see `model_shape`.
+        shape: of the model that is trained, see `model_shape`.
         in_flight: whether a sync pauses running requests instead of waiting for them.
         merges: whether an adapter is sent alone, and each server merges it.
         restarts: how often servers may be restarted or sent their weights again, all servers together.
         carrier: sends weights to the servers. A broadcast keeps no copy of them, so with it no server can be recovered.
         say: receives a line for each recovery.
 
-    Raises:
-        EngineError: a server cannot be reached, refuses, or lacks what training needs.
+    Raises EngineError if a server cannot be reached, refuses, or lacks what training needs.
     """
 
     def __init__(
@@ -112,36 +93,27 @@ class ServerPool:
         say: Callable[[str], None],
     ) -> None:
         self._members = tuple(members)
+        self.servers = tuple(member.server for member in members)
         self.in_flight, self.merges = in_flight, merges
-        self._restarts = restarts
-        self._carrier = carrier
-        self._say = say
-        self._held = Held(run=secrets.token_hex(4), version=STALE, syncs=0)
+        self._restarts, self._carrier, self._say = restarts, carrier, say
+        self.held = Held(run=secrets.token_hex(4), version=STALE, syncs=0)
         self._recovering = threading.RLock()
         self._counting = threading.Lock()
         self._brought_back: Counter[str] = Counter()
         self._stopped = threading.Event()
-        facts = [self._examined(member.server, shape) for member in members]
-        for member, other in zip(members[1:], facts[1:], strict=True):
-            if (other.settings, other.stop_ids, other.quantization) != (
-                facts[0].settings,
-                facts[0].stop_ids,
-                facts[0].quantization,
-            ):
+        first, *others = facts = [self._examined(server, shape) for server in self.servers]
+        for server, other in zip(self.servers[1:], others, strict=True):
+            if any(getattr(other, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization")):
                 raise EngineError(
-                    f"{member.server.url} and {members[0].server.url} have different settings, {other} and {facts[0]}; start both"
-                    " with the same recipe"
+                    f"{server.url} and {self.servers[0].url} have different settings, {other} and {first}; start both with the"
+                    " same recipe"
                 )
         # Servers that were started with different plans count as one engine, whose plan is all of theirs.
-        self.facts = replace(facts[0], plan=" ".join(sorted({one.plan for one in facts})))
+        self.facts = replace(first, plan=" ".join(sorted({one.plan for one in facts})))
 
     @staticmethod
     def _examined(server: Server, shape: Mapping[str, Any]) -> EngineInfo:
-        """Checks that the server has what training needs, and returns its facts.
-
-        Raises:
-            EngineError: a route is missing, or the server's model has another shape.
-        """
+        """Returns the facts of a server. Raises EngineError if a route is missing, or its model has another shape."""
         server.require()
         server.look()
         server.resume()  # a trainer that died while it sent weights may have left it paused
@@ -154,14 +126,6 @@ class ServerPool:
         return facts
 
     @property
-    def servers(self) -> tuple[Server, ...]:
-        return tuple(member.server for member in self._members)
-
-    @property
-    def held(self) -> Held:
-        return self._held
-
-    @property
     def brought_back(self) -> Counter[str]:
         """Returns how often each server has been recovered, by URL."""
         return self._brought_back.copy()
@@ -171,10 +135,12 @@ class ServerPool:
 
         If the servers' receipts differ, returns one that differs, for the caller to report.
         """
-        if isinstance(self._carrier, FileTransfer):
-            receipts = self._deliver(self._carrier, weights, version, hashed)
-        else:
-            receipts = self._broadcast(self._carrier, weights, version, hashed)
+        with self._recovering:
+            if isinstance(self._carrier, FileTransfer):
+                receipts = self._deliver(self._carrier, weights, version, hashed)
+            else:
+                receipts = self._broadcast(self._carrier, weights, version, hashed)
+            self.held = replace(self.held, version=version, syncs=self.held.syncs + 1)
         for receipt in receipts[1:]:
             if receipt.received != receipts[0].received or receipt.not_loaded:
                 return receipt  # the sender compares it with what it sent
@@ -192,44 +158,35 @@ class ServerPool:
                 self._restart(member, lost)
                 return self._load(member, folder, version, hashed)
 
-        with self._recovering, ThreadPoolExecutor(len(self._members), thread_name_prefix="rlgen-loading") as each:
+        with ThreadPoolExecutor(len(self._members), thread_name_prefix="rlgen-loading") as each:
             folder = outbox.write(weights, version)  # no server is recovered meanwhile: the previous weights are gone
             receipts = list(each.map(give, self._members))
-            outbox.keep(folder)
-            self._synced(version)
+        outbox.current = folder
         return receipts
 
     def _broadcast(
         self, broadcast: Broadcast, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool
     ) -> list[SyncReport]:
         """Sends weights over NCCL to all servers at once."""
-        servers = [member.server for member in self._members]
-        with self._recovering:
-            try:
-                for server in servers if self.in_flight else ():
-                    server.pause()
-                for server in servers:
-                    server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
-                receipts = broadcast.send(weights, version, hashed)
-                for server in servers:
-                    server.reset_cache()
-                    server.set_label(f"{self._held.run}.{version}")
-            finally:
-                # After a failed broadcast the servers do not respond; a second error would hide the first.
-                for server in servers if self.in_flight and not broadcast.broken else ():
-                    server.resume()
-            self._synced(version)
+        try:
+            for server in self.servers if self.in_flight else ():
+                server.pause()
+            for server in self.servers:
+                server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
+            receipts = broadcast.send(weights, version, hashed)
+            for server in self.servers:
+                server.reset_cache()
+                server.set_label(f"{self.held.run}.{version}")
+        finally:
+            # After a failed broadcast the servers do not respond; a second error would hide the first.
+            for server in self.servers if self.in_flight and not broadcast.broken else ():
+                server.resume()
         return receipts
-
-    def _synced(self, version: int) -> None:
-        """Records that all servers hold the weights of `version`."""
-        self._held = Held(run=self._held.run, version=version, syncs=self._held.syncs + 1)
 
     def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> SyncReport:
         """Makes one server load the weights in `folder`, empty its prefix cache and take the new label.
 
-        Raises:
-            WeightsKept: the files cannot be loaded; the server keeps its weights and their label.
+        Raises WeightsKept if the files cannot be loaded; the server keeps its weights and their label.
         """
         server = member.server
         try:
@@ -243,7 +200,7 @@ class ServerPool:
                 server.set_label(before)
                 raise
             server.reset_cache()
-            server.set_label(f"{self._held.run}.{version}")
+            server.set_label(f"{self.held.run}.{version}")
         finally:
             if self.in_flight:
                 server.resume()
@@ -252,12 +209,8 @@ class ServerPool:
     def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Sends a server the current weights again, after a restart if it does not answer.
 
-        Args:
-            before: recoveries of each server when the failed request was sent; if there were more since, nothing is done, because
-                another thread has recovered it.
-
-        Raises:
-            EngineError: the server cannot be restarted from here, or the limit engine.restarts is reached.
+        Does nothing if it was recovered more often than `before` the failed request was sent: another thread has done it. Raises
+        EngineError if the server cannot be restarted from here, or the limit engine.restarts is reached.
         """
         if isinstance(self._carrier, Broadcast):
             raise EngineError(
@@ -273,16 +226,16 @@ class ServerPool:
                 self._count(lost)
             else:
                 self._restart(member, lost)
-            self._load(member, self._carrier.current, self._held.version, hashed=False)
+            self._load(member, self._carrier.current, self.held.version, hashed=False)
             self._say(
-                f"engine: {member.server.url} has the weights of version {self._held.version} again; its open requests are sent"
+                f"engine: {member.server.url} has the weights of version {self.held.version} again; its open requests are sent"
                 " again"
             )
 
     def _has_lost_its_weights(self, member: Member) -> bool:
         """Returns whether the server answers but has other weights: it then needs the weights but no restart."""
         try:
-            return not member.server.label().startswith(f"{self._held.run}.")
+            return not member.server.label().startswith(f"{self.held.run}.")
         except ServerLost:
             return False
 

@@ -27,11 +27,9 @@ class FollowUpQueue:
             self._expected += 1
 
     def put(self, request: Request) -> None:
-        """Hands in an expected request."""
         self._change([request])
 
     def drop(self) -> None:
-        """Says that an expected request will not come."""
         self._change([])
 
     def fail(self, error: BaseException) -> None:
@@ -46,8 +44,7 @@ class FollowUpQueue:
             self._there += requests
             self._notify()
 
-    def _notify(self) -> None:
-        """Wakes whoever waits. The lock is held."""
+    def _notify(self) -> None:  # the lock is held
         self._changed.notify_all()
         if self._wake is not None:
             self._wake()
@@ -67,11 +64,7 @@ class FollowUpQueue:
             return there
 
     def wait(self, whole: bool = False) -> list[Request]:
-        """Waits until a request is there or none is expected any more, and returns what has come, as `take` does.
-
-        Args:
-            whole: wait until none is expected any more.
-        """
+        """Waits until a request is there, or with `whole` until none is expected any more, and returns as `take` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or not self._expected or (self._there and not whole))
         return self.take()

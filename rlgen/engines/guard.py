@@ -68,7 +68,7 @@ def main(owner: int, lock: int, folder: str, command: list[str]) -> int:
 
 
 def only_remove(owner: int, folder: str) -> None:
-    """Removes the folder when its owner has ended; returns early if the owner has removed it."""
+    """Removes the folder when its owner has ended, unless the owner has."""
     while os.getppid() == owner and os.path.isdir(folder):
         time.sleep(POLL)
     shutil.rmtree(folder, ignore_errors=True)
@@ -123,10 +123,25 @@ def locked(folder: str) -> int:
     return lock
 
 
+def is_locked(folder: str) -> bool:
+    """Returns whether a running process holds FOLDER/lock; False, too, if there is no such file."""
+    try:
+        lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+
+
 def sweep(parent: str) -> None:
     """Removes the folders that servers of this user left in `parent` when owner, guard and command were all killed."""
     for folder in glob.glob(f"{glob.escape(parent)}/rlgen-????????"):
-        with contextlib.suppress(OSError, ValueError):  # no lock file: incomplete or not rlgen's; locked: in use
+        with contextlib.suppress(OSError, ValueError):  # no lock file: incomplete or not rlgen's
             if os.lstat(folder).st_uid != os.getuid():
                 continue
             lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_NOFOLLOW)

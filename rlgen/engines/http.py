@@ -1,8 +1,11 @@
-"""Calls one vLLM server over HTTP. Every call has a timeout, and every failure is raised as ServerLost or EngineError."""
+"""Calls one vLLM server over HTTP, always with a timeout.
+
+A call raises ServerLost if the server is gone, hangs, or fails with a status of 500 or more, and EngineError if it refuses.
+"""
 
 import asyncio
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +13,7 @@ import aiohttp
 import msgspec
 
 from rlgen.engines.answer import JSON_ROUTE, ROUTE
-from rlgen.engines.base import EngineInfo, Settings, SyncReport
+from rlgen.engines.base import EngineInfo, SyncReport
 from rlgen.errors import EngineError, ServerLost
 
 ANSWER_SECONDS = 30.0  # timeout of a request that needs no computing
@@ -30,7 +33,9 @@ FLAGS = {
 }
 BUSY = (429, 500, 502, 503)  # statuses of a server, or of a proxy in front of it, that may pass within seconds
 AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
-WORKER = "--worker-extension-cls rlgen.engines.worker.Worker"
+NOT_OURS = (
+    "the server's workers are not rlgen's; start it with --worker-extension-cls rlgen.engines.worker.Worker, or by `rlgen serve`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +70,7 @@ class Server:
         self._soon = min(ANSWER_SECONDS, timeout)
 
     def session(self) -> aiohttp.ClientSession:
-        """Returns a client session that sends the token with every request. Must be called inside an event loop.
-
-        The caller limits the number of connections. Proxies named in the environment are not used.
-        """
+        """Returns a client session of the running event loop. It sets no limit of connections, and uses no proxy."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
             headers={"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
@@ -80,13 +82,9 @@ class Server:
     async def ask(
         self, session: aiohttp.ClientSession, method: str, route: str, body: bytes | None, timeout: float | None = None
     ) -> Reply:
-        """Sends one request and returns the server's response, whatever its status.
+        """Sends one request and returns the response, whatever its status. Raises ServerLost if there is none.
 
-        Args:
-            timeout: seconds. None: no limit here; the caller must detect a server that hangs.
-
-        Raises:
-            ServerLost: there is no response.
+        Without `timeout`, in seconds, the caller must detect a server that hangs.
         """
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
@@ -98,18 +96,13 @@ class Server:
     def call(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Sends one request and returns the JSON of the response. Must not be called inside an event loop.
 
-        Args:
-            timeout: seconds. None: the short limit for a request that needs no computing.
-
-        Raises:
-            ServerLost: the server is gone, or did not respond within the timeout.
-            EngineError: the server refused the request.
+        Without `timeout`, in seconds, there is the short limit for a request that needs no computing.
         """
         content = self.checked(route, self._reply(method, route, body, timeout or self._soon))
         return msgspec.json.decode(content) if content else None
 
     def _reply(self, method: str, route: str, body: Mapping[str, Any] | None, timeout: float) -> Reply:
-        """Sends one request in an event loop of its own and returns the response. Raises ServerLost if there is none."""
+        """Does as `ask`, in an event loop and a session of its own."""
 
         async def ask() -> Reply:
             async with self.session() as session:
@@ -120,17 +113,12 @@ class Server:
     def rpc(self, method: str, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
         """Calls `method` of `rlgen.engines.worker.Worker` on every worker of the server and returns one object per worker.
 
-        Raises:
-            WeightsKept: every worker refused what it was sent before it changed anything.
-            EngineError: the server's workers do not have rlgen's worker class, or a worker reports an error.
+        Raises WeightsKept if every worker refused what it was sent before it changed anything.
         """
         body = {"method": method, "kwargs": arguments}
         results = self.call("POST", "/collective_rpc", body, timeout)["results"]
-        for result in results:
-            if not isinstance(result, dict):
-                raise EngineError(
-                    f"{self.url}: the server's workers are not rlgen's; start it with {WORKER}, or by `rlgen serve`"
-                )
+        if not all(isinstance(result, dict) for result in results):
+            raise EngineError(f"{self.url}: {NOT_OURS}")
         for result in results:
             if "error" in result:
                 kept = all(other.get("intact") for other in results)
@@ -148,27 +136,18 @@ class Server:
                 self.checked(route, reply)
 
     def look(self, needs_token: bool = True) -> None:
-        """Checks whether the server has rlgen's own route, which returns arrays, and sets `arrays`.
-
-        Only servers with the gate have it.
-
-        Raises:
-            ServerLost: the server cannot be reached from here.
-            EngineError: the server refuses the token.
-        """
+        """Sets `arrays`: whether the server has rlgen's own route, which comes with the gate."""
         reply = self._reply("GET", ROUTE, None, self._soon)
         if reply.status == 401 and needs_token:
             self.checked(ROUTE, reply)
         self.arrays = reply.status == 405
 
     def healthy(self) -> bool:
-        """Returns whether the server passes its health check. Must not be called inside an event loop."""
-
-        async def ask() -> bool:
-            async with self.session() as session:
-                return await self.is_healthy(session)
-
-        return asyncio.run(ask())
+        """Does as `is_healthy`, in an event loop and a session of its own."""
+        try:
+            return self._reply("GET", "/health", None, PROBE_SECONDS).status == 200
+        except ServerLost:
+            return False
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         """Returns whether the server passes its health check within PROBE_SECONDS."""
@@ -179,50 +158,23 @@ class Server:
 
     def facts(self) -> tuple[EngineInfo, dict[str, Any]]:
         """Returns the description of the server's engine, and the shape of its model (see `model_shape`)."""
-        told = dict(self.rpc("rlgen_facts", self._soon)[0])
-        facts = EngineInfo(
-            engine=told["engine"],
-            plan=told["plan"],
-            model=told["model"],
-            revision=told["revision"],
-            settings=Settings(**told["settings"]),
-            stop_ids=tuple(told["stop_ids"]),
-            max_model_len=told["max_model_len"],
-            cache_block=told["cache_block"],
-            runner=told.get("runner"),  # servers of an older rlgen do not report it
-            quantization=told.get("quantization"),
-            wider=tuple(told["wider"]),
-        )
-        return facts, told["shape"]
+        told = self.rpc("rlgen_facts", self._soon)[0]
+        return msgspec.convert(told, EngineInfo), told["shape"]
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
-        """Makes every worker load the weights in `folder`; the receipt lists every tensor that any worker did not load.
-
-        Raises:
-            WeightsKept: the files cannot be loaded, and the server still has the weights it had.
-            EngineError: a worker reports an error, or the workers received different weights.
-        """
+        """Makes every worker load the weights in `folder`. Raises WeightsKept if the files cannot be loaded."""
         results = self.rpc("rlgen_load", self.timeout, path=folder, version=version, hashed=hashed)
-        received = results[0]["received"]
-        if any(result["received"] != received for result in results):
-            raise EngineError(f"{self.url}: its workers received different weights from {folder}")
-        missed = sorted({name for result in results for name in result["not_loaded"]})
-        return SyncReport(version=results[0]["version"], received=received, not_loaded=tuple(missed))
+        return receipt_of(self.url, results, version)
 
     def label(self) -> str:
-        """Returns the label of the weights that the server reports, such as `RUN.VERSION`."""
+        """Returns the server's label of its weights, such as `RUN.VERSION`."""
         return str(self.call("GET", "/weight_info")["weight_version"])
 
     def set_label(self, label: str) -> None:
-        """Sets the label that the server reports for its weights."""
         self.call("POST", "/update_weight_version", {"new_version": label})
 
     def reset_cache(self) -> None:
-        """Empties the server's prefix cache; the activations of running requests are computed again.
-
-        Raises:
-            EngineError: the server did not empty it.
-        """
+        """Empties the prefix cache; activations of running requests are computed again. Raises EngineError if that failed."""
         if not self.call("POST", "/reset_prefix_cache?reset_running_requests=true", timeout=self.timeout)["success"]:
             raise EngineError(f"{self.url} did not empty its prefix cache after a weight sync")
 
@@ -231,11 +183,10 @@ class Server:
         self.call("POST", "/pause?mode=keep", timeout=self.timeout)
 
     def resume(self) -> None:
-        """Continues the requests that `pause` stopped."""
         self.call("POST", "/resume", timeout=self.timeout)
 
     def lost(self, route: str, error: Exception, timeout: float) -> ServerLost:
-        """Returns the ServerLost error that explains a failed request: refused connection, timeout, or closed connection."""
+        """Returns the error that explains why a request has no response."""
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return ServerLost(self.url, f"cannot be reached: no server listens there ({error}); `rlgen serve RECIPE` starts one")
         if isinstance(error, TimeoutError):
@@ -243,12 +194,7 @@ class Server:
         return ServerLost(self.url, f"closed the connection while it worked on {route.partition('?')[0]}: it died")
 
     def checked(self, route: str, reply: Reply) -> bytes:
-        """Returns the body of a response with status 200.
-
-        Raises:
-            ServerLost: the server failed (status 500 and above).
-            EngineError: the server refused the request.
-        """
+        """Returns the body of a response with status 200."""
         path = route.partition("?")[0]
         if reply.status == 200:
             return reply.body
@@ -262,8 +208,20 @@ class Server:
         if reply.status >= 500 and path != "/collective_rpc":
             raise ServerLost(self.url, f"failed at {path} with {reply.status}: {words}")
         if path == "/collective_rpc" and "no attribute" in words:
-            raise EngineError(f"{self.url}: the server's workers are not rlgen's; start it with {WORKER}, or by `rlgen serve`")
+            raise EngineError(f"{self.url}: {NOT_OURS}")
         raise EngineError(f"{self.url} answered {path} with {reply.status}: {words}")
+
+
+def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> SyncReport:
+    """Returns the receipt of one server from the records of its workers; lists every tensor that any worker did not load.
+
+    Raises EngineError if the workers received different weights.
+    """
+    received = heard[0]["received"]
+    if any(other["received"] != received for other in heard):
+        raise EngineError(f"{url}: its workers received different weights of version {version}")
+    missed = {name for worker in heard for name in worker["not_loaded"]}
+    return SyncReport(version=version, received=received, not_loaded=tuple(sorted(missed)))
 
 
 def connections() -> int:

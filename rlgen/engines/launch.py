@@ -21,7 +21,7 @@ import psutil
 import rlgen
 from rlgen.engines import guard, vllm_compat
 from rlgen.engines.gate import PLAN_VARIABLE, TOKEN_VARIABLE
-from rlgen.engines.http import Server
+from rlgen.engines.http import PROBE_SECONDS, Server
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError
 from rlgen.files import open_log
@@ -34,7 +34,6 @@ FOREIGN_NAMES = {
     "VLLM_API_KEY",  # a second check beside rlgen's token, with another key
 }
 FOREIGN_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "OMPI_", "PMI_", "VLLM_DP_")
-HEALTH_SECONDS = 5.0  # timeout of a health check while a server starts
 STOP_SECONDS = guard.GRACE + 10.0
 # vLLM tries the chat template at each start and logs this error, because rlgen gives it no tokenizer.
 HARMLESS = "ValueError: Tokenizer not available"
@@ -77,11 +76,7 @@ class ServerPlan:
         return [sys.executable, "-P", "-m", vllm_compat.SERVER_MODULE, *flags(arguments)]
 
     def environment(self, token: str) -> dict[str, str]:
-        """Returns this process's environment without the variables of its launcher, with those that the server needs.
-
-        Raises:
-            EngineError: the token is empty.
-        """
+        """Returns this process's environment without the variables of its launcher, with those that the server needs."""
         if not token:
             raise EngineError("a server needs a token; an empty one would leave it open")
         kept = {
@@ -161,6 +156,10 @@ class ServerProcess:
             )
         return cls(process, plan, token, log, folder, lock)
 
+    def started_again(self) -> "ServerProcess":
+        """Starts the same server again and returns it without waiting for it. This one must have been stopped."""
+        return self.start(self.plan, self._token, self.log)
+
     @property
     def url(self) -> str:
         return self.plan.url
@@ -169,13 +168,8 @@ class ServerProcess:
         """Returns whether the server's guard process still runs."""
         return self._process.poll() is None
 
-    def wait_ready(self, timeout: float) -> float:
-        """Waits until the server passes its health check, as `wait_all_ready` does, and returns the seconds that took."""
-        return wait_all_ready([self], timeout)
-
     def answers(self) -> bool:
-        """Returns whether the server passes its health check."""
-        return Server(self.url, self._token, HEALTH_SECONDS).healthy()
+        return Server(self.url, self._token, PROBE_SECONDS).healthy()
 
     def last_output(self) -> str:
         """Returns how the server ended, the error from its log, and the log's path: "ended with exit code 1: ... (log: ...)"."""
@@ -192,10 +186,7 @@ class ServerProcess:
         return f"{how}: {said} (log: {self.log})"
 
     def stop(self) -> None:
-        """Ends all processes of the server and removes its folder.
-
-        Waits STOP_SECONDS at most for the guard and 5 s for the rest. A second call does nothing.
-        """
+        """Ends all processes of the server and removes its folder: STOP_SECONDS at most. A second call does nothing."""
         family = self.processes()
         if self.alive():
             self._process.send_signal(signal.SIGTERM)
@@ -225,9 +216,7 @@ class ServerProcess:
 def start_servers(plans: Sequence[ServerPlan], token: str, logs: Sequence[Path], timeout: float) -> list[ServerProcess]:
     """Starts several servers at the same time and returns them when all pass their health check.
 
-    Raises:
-        SetupError: vLLM is not installed.
-        EngineError: a server is not ready within `timeout` seconds; all servers are ended then.
+    Raises as `ServerProcess.start` and `wait_all_ready`; all servers are ended then.
     """
     started: list[ServerProcess] = []
     try:
@@ -245,8 +234,7 @@ def start_servers(plans: Sequence[ServerPlan], token: str, logs: Sequence[Path],
 def wait_all_ready(servers: Sequence[ServerProcess], timeout: float) -> float:
     """Waits until all servers pass their health check and returns the seconds that took.
 
-    Raises:
-        EngineError: a server ended, with the reason from its log, or is not ready within `timeout` seconds.
+    Raises EngineError if a server ended, with the reason from its log, or is not ready within `timeout` seconds.
     """
     began, waiting = time.monotonic(), list(servers)
     while (waited := time.monotonic() - began) < timeout:
@@ -261,17 +249,14 @@ def wait_all_ready(servers: Sequence[ServerProcess], timeout: float) -> float:
 
 
 def new_token() -> str:
-    """Returns a new random token for a server."""
     return secrets.token_urlsafe(32)
 
 
 def claim(host: str, port: int) -> int:
     """Returns `port` if it is free, or a free port if `port` is 0.
 
-    If the server of a killed owner still listens there, waits until its guard has ended it, for STOP_SECONDS at most.
-
-    Raises:
-        EngineError: the port is taken, or this machine does not have the address.
+    If the server of a killed owner still listens there, waits until its guard has ended it, for STOP_SECONDS at most. Raises
+    EngineError if the port is taken, or this machine does not have the address.
     """
     until = time.monotonic() + STOP_SECONDS
     while is_left_behind(port) and time.monotonic() < until:

@@ -19,16 +19,18 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from rlgen.engines.base import SyncReport
-from rlgen.engines.http import ANSWER_SECONDS, Server
+from rlgen.engines.http import ANSWER_SECONDS, Server, receipt_of
 from rlgen.engines.launch import claim
+from rlgen.engines.vllm_weights import NcclEndpoint
 from rlgen.errors import EngineError, SetupError
 from rlgen.recipe.rules import is_loopback
 
@@ -38,27 +40,10 @@ RESTART = "the process group cannot be used any more: restart the servers, which
 NEEDS_GPU = "engine.transfer nccl needs GPUs on both sides; set it to files"
 
 
-class Endpoint(Protocol):
-    """The trainer's rank of the process group, see `vllm_compat.NcclEndpoint`."""
-
-    def ready(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor on this rank's GPU, contiguous."""
-        ...
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Broadcasts a tensor and returns when it is sent. Waits for every worker."""
-        ...
-
-    def close(self) -> None:
-        """Leaves the group, even if other ranks still wait in it."""
-        ...
-
-
 class Broadcast:
     """The sender of weights to several servers at once over NCCL.
 
     Args:
-        servers: started with engine.transfer nccl; all their workers join the group.
         host: an address of this machine that the servers can reach.
         connect: joins as rank 0, given host, port and number of ranks; waits until all have joined.
         timeout: seconds that each phase of a sync may take.
@@ -69,20 +54,23 @@ class Broadcast:
     """
 
     def __init__(
-        self, servers: Sequence[Server], host: str, connect: Callable[[str, int, int], Endpoint], timeout: float
+        self, servers: Sequence[Server], host: str, connect: Callable[[str, int, int], NcclEndpoint], timeout: float
     ) -> None:
         self._servers, self._timeout = tuple(servers), timeout
-        self._endpoint: Endpoint | None = None
-        workers = [workers_of(server) for server in servers]
-        *offsets, world = accumulate(workers, initial=1)  # the trainer is rank 0
+        self._endpoint: NcclEndpoint | None = None
+        *offsets, world = accumulate(map(workers_of, servers), initial=1)  # the trainer is rank 0
         port = claim(host, 0)
-        calls: dict[str, Callable[[], Any]] = {TRAINER: lambda: connect(host, port, world)}
-        for server, offset in zip(servers, offsets, strict=True):
-            # vLLM cuts what it receives into buffers of this size: one for each bucket.
-            packing = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 1}
-            info = {"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world, **packing}
-            calls[server.url] = self._post(server, "/init_weight_transfer_engine", {"init_info": info})
-        self._endpoint = self._together(f"joining a group of {world} at {host}:{port}", calls)[TRAINER]
+        # vLLM cuts what it receives into buffers of this size: one for each bucket.
+        packing = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 1}
+        common = {"master_address": host, "master_port": port, "world_size": world, **packing}
+        first_rank = dict(zip([server.url for server in servers], offsets, strict=True))
+
+        def join(server: Server) -> None:
+            info = {**common, "rank_offset": first_rank[server.url]}
+            self._post(server, "/init_weight_transfer_engine", {"init_info": info})
+
+        phase = f"joining a group of {world} at {host}:{port}"
+        self._endpoint = self._together(phase, join, lambda: connect(host, port, world))[TRAINER]
 
     @property
     def broken(self) -> bool:
@@ -92,50 +80,49 @@ class Broadcast:
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[SyncReport]:
         """Sends all weights and returns one receipt per server. The caller empties the servers' prefix caches.
 
-        Raises:
-            EngineError: a phase failed or timed out; the group is then closed and cannot send any more.
+        Raises EngineError if a phase failed or timed out; the group is then closed and cannot send any more.
         """
         if self._endpoint is None:
             raise EngineError(f"engine.transfer nccl: an earlier sync failed; {RESTART}")
         try:
-            self._each("rlgen_listen", lambda server: lambda: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
-            self._each("/start_weight_update", lambda server: self._post(server, "/start_weight_update"))
+            self._together("rlgen_listen", lambda server: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
+            self._together("/start_weight_update", lambda server: self._post(server, "/start_weight_update"))
             for bucket in buckets((name, self._endpoint.ready(tensor)) for name, tensor in weights):
                 self._send_bucket(self._endpoint, bucket)
-            self._each("/finish_weight_update", lambda server: self._post(server, "/finish_weight_update"))
-            heard = self._each("rlgen_heard", lambda server: lambda: server.rpc("rlgen_heard", self._timeout))
+            self._together("/finish_weight_update", lambda server: self._post(server, "/finish_weight_update"))
+            heard = self._together("rlgen_heard", lambda server: server.rpc("rlgen_heard", self._timeout))
         except BaseException:
             self._leave()
             raise
         return [receipt_of(server.url, heard[server.url], version) for server in self._servers]
 
-    def _send_bucket(self, endpoint: Endpoint, bucket: Mapping[str, Tensor]) -> None:
+    def _send_bucket(self, endpoint: NcclEndpoint, bucket: Mapping[str, Tensor]) -> None:
         """Posts to all servers while this rank broadcasts: each side waits for the other."""
-        tensors = list(bucket.values())
+        # The widest dtypes come first, so that each tensor begins at a multiple of its element's size.
+        names = sorted(bucket, key=lambda name: -bucket[name].itemsize)
+        tensors = [bucket[name] for name in names]
         info = {
-            "names": list(bucket),
+            "names": names,
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
-        calls = {server.url: self._post(server, "/update_weights", {"update_info": info}) for server in self._servers}
-        self._together("/update_weights", {**calls, TRAINER: lambda: endpoint.broadcast(packed(tensors))})
+        self._together(
+            "/update_weights",
+            lambda server: self._post(server, "/update_weights", {"update_info": info}),
+            lambda: endpoint.broadcast(packed(tensors)),
+        )
 
-    def _post(self, server: Server, route: str, body: Mapping[str, Any] | None = None) -> Callable[[], Any]:
-        """Returns a function that posts to one server, with the timeout of a phase."""
-        return lambda: server.call("POST", route, body, self._timeout)
+    def _post(self, server: Server, route: str, body: Mapping[str, Any] | None = None) -> None:
+        """Posts to one server, with the timeout of a phase."""
+        server.call("POST", route, body, self._timeout)
 
-    def _each(self, phase: str, call: Callable[[Server], Callable[[], Any]]) -> dict[str, Any]:
-        """Makes one call per server, all at the same time, and returns the results by the servers' URLs."""
-        return self._together(phase, {server.url: call(server) for server in self._servers})
+    def _together(self, phase: str, call: Callable[[Server], Any], ours: Callable[[], Any] | None = None) -> dict[str, Any]:
+        """Calls `call` with every server, and `ours`, at the same time. Returns the results by URL, that of `ours` by TRAINER.
 
-    def _together(self, phase: str, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """Makes all `calls` at the same time, each in its own thread, and returns their results by name.
-
-        When one fails, the others are not waited for, because they may never end.
-
-        Raises:
-            EngineError: a call failed, or the timeout passed.
+        When one fails, the others are not waited for, because they may never end. Raises EngineError if a call failed, or the
+        timeout passed.
         """
+        calls = {server.url: partial(call, server) for server in self._servers} | ({TRAINER: ours} if ours else {})
         futures = {who: started(call) for who, call in calls.items()}
         # One second longer than the HTTP timeout, whose error says more.
         done, pending = wait(futures.values(), timeout=self._timeout + 1, return_when=FIRST_EXCEPTION)
@@ -182,25 +169,17 @@ def started(call: Callable[[], Any]) -> "Future[Any]":
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yields `weights` in buckets of at most BUCKET_BYTES; a larger tensor is a bucket of its own.
-
-    Within a bucket the widest dtypes come first, so that each tensor begins at a multiple of its element's size.
-    """
+    """Yields `weights` in buckets of at most BUCKET_BYTES; a larger tensor is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
         if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield widest_first(bucket)
+            yield bucket
             bucket, size = {}, 0
         bucket[name] = tensor
         size += tensor.nbytes
     if bucket:
-        yield widest_first(bucket)
-
-
-def widest_first(bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a bucket by the size of their elements, otherwise in their order."""
-    return dict(sorted(bucket.items(), key=lambda item: -item[1].itemsize))
+        yield bucket
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
@@ -209,11 +188,7 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def workers_of(server: Server) -> int:
-    """Returns the number of workers of `server`, all of which can receive weights over NCCL.
-
-    Raises:
-        EngineError: the server runs on a CPU, or was started without NCCL transfer.
-    """
+    """Returns the number of workers of `server`. Raises EngineError unless all can receive weights over NCCL."""
     told = server.rpc("rlgen_facts", ANSWER_SECONDS)
     if not told[0]["cuda"]:
         raise EngineError(f"{server.url} runs on a CPU: {NEEDS_GPU}")
@@ -223,19 +198,6 @@ def workers_of(server: Server) -> int:
     return len(told)
 
 
-def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> SyncReport:
-    """Returns the receipt of one server from the records of its workers; lists every tensor that any worker did not load.
-
-    Raises:
-        EngineError: the workers received different weights.
-    """
-    received = heard[0]["received"]
-    if any(other["received"] != received for other in heard):
-        raise EngineError(f"{url}: its workers received different weights over NCCL")
-    missed = sorted({name for worker in heard for name in worker["not_loaded"]})
-    return SyncReport(version=version, received=received, not_loaded=tuple(missed))
-
-
 def require_gpu() -> None:
     """Raises SetupError if this process has no GPU."""
     if not torch.cuda.is_available():
@@ -243,12 +205,9 @@ def require_gpu() -> None:
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """Returns an address of this machine that all of `urls` can reach.
+    """Returns an address of this machine that all of `urls` can reach: that of the route to another machine, if there is one.
 
-    If a server runs on another machine, it is the address of the route to that machine.
-
-    Raises:
-        EngineError: there is no route to a server over IPv4.
+    Raises EngineError if there is no route to a server over IPv4.
     """
     found = []
     for url in urls:

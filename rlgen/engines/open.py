@@ -1,17 +1,19 @@
 """Opens the engine that a recipe names, and starts or connects to its servers."""
 
+import math
 import os
+import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import torch
 
-from rlgen.engines import vllm_compat
+from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, model_shape
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.fleet import Member, ServerPool, Supervisor
-from rlgen.engines.gpu_memory import require_free
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, new_token, start_servers
 from rlgen.engines.nccl import Broadcast, own_address, require_gpu
@@ -24,20 +26,21 @@ from rlgen.errors import EngineError, SetupError, UsageError
 from rlgen.models.load import load_config, load_model, load_tokenizer
 from rlgen.models.memory_errors import memory_for, what_helps
 from rlgen.models.vision import Vision, reads_images
+from rlgen.out_of_memory import GIB
 from rlgen.processes import EngineShare, Processes, cores
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
 from rlgen.recipe.rules import servers
 
+MIB = 1 << 20
+PATIENCE = 10.0  # timeout of nvidia-smi in seconds
+QUERY = ("--query-compute-apps=pid,used_memory,process_name", "--format=csv,noheader,nounits")
+
 
 def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path, say: Callable[[str], None]) -> Engine:
-    """Opens the engine of `recipe` on the model at `location` (a folder or hub id).
+    """Opens the engine of `recipe` on the model at `location` (a folder or hub id). All processes call this at the same time.
 
-    All processes must call this at the same time.
-
-    Args:
-        logs: folder for the servers' output.
-        say: receives a line whenever a server was recovered.
+    Servers write their output into the folder `logs`; `say` receives a line whenever one was recovered.
 
     Raises:
         SetupError: a package that the engine needs is not installed, or its GPU has too little free memory.
@@ -70,10 +73,8 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
 def engine_share_of(recipe: Recipe, processes: Processes) -> EngineShare:
     """Returns which engine this process uses, and which processes share it.
 
-    Processes that share an engine make the same calls. Each process sends requests to servers independently.
-
-    Raises:
-        ProcessError: the world size is not a multiple of the processes per engine.
+    Processes that share an engine make the same calls. Each process sends requests to servers independently. Raises ProcessError
+    if the world size is not a multiple of the processes per engine.
     """
     size = recipe.engine.tensor_parallel_size if isinstance(recipe.engine, ColocatedEngineRecipe) else 1
     return EngineShare.of(processes, size)
@@ -85,10 +86,8 @@ def open_servers(
     """Connects to the servers that the recipe names, or starts them.
 
     Raises:
-        SetupError: the token's environment variable is not set; engine.transfer is nccl and there is no GPU; or several servers
-            would use the same GPUs.
-        ServerLost: a server cannot be reached.
-        EngineError: a server does not start, refuses, or serves another model.
+        SetupError: the token's variable is not set, there is no GPU for nccl, or several servers would use the same GPUs.
+        EngineError: a server cannot be reached, does not start, refuses, or serves another model.
     """
     token = os.environ.get(settings.token_env)
     if token is None and settings.url is not None:
@@ -108,11 +107,11 @@ def open_servers(
         supervisors = launched(recipe, settings, location, token, logs) if settings.launch else []
         for supervisor in supervisors:
             undo.callback(supervisor.stop)
-        members = [Member(Server(one.url, token, settings.timeout), one) for one in supervisors]
+        members = [Member(Server(one.process.url, token, settings.timeout), one) for one in supervisors]
         members += [Member(Server(url, token, settings.timeout, again=True), None) for url in servers(settings)]
         if carrier is None:
             at = own_address([member.server.url for member in members])
-            carrier = Broadcast([m.server for m in members], at, vllm_compat.nccl_connector(), settings.timeout)
+            carrier = Broadcast([m.server for m in members], at, vllm_weights.nccl_connector(), settings.timeout)
             undo.callback(carrier.close)
         fleet = ServerPool(
             members=members,
@@ -130,9 +129,7 @@ def open_servers(
 def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token: str, logs: Path) -> list[Supervisor]:
     """Starts the servers that the recipe asks for, all at the same time, each with its own supervisor.
 
-    Raises:
-        SetupError: vLLM is not installed, or several servers would use the same GPUs.
-        EngineError: a server does not start; the others are ended.
+    Raises as `start_servers`, and SetupError if several servers would use the same GPUs.
     """
     plans = server_plans(recipe, location)
     if len(plans) > 1 and plans[0].engine.on_gpu and plans[0].devices is None:
@@ -143,17 +140,13 @@ def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token:
         )
     files = [logs / ("server.log" if len(plans) == 1 else f"server{number}.log") for number in range(len(plans))]
     started = start_servers(plans, token, files, settings.start_timeout)
-    return [
-        Supervisor(plan, token, log, settings.start_timeout, process)
-        for plan, log, process in zip(plans, files, started, strict=True)
-    ]
+    return [Supervisor(process, settings.start_timeout) for process in started]
 
 
 def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
     """Returns one plan for each server that a recipe asks for, each with its own port, and its own GPUs or share of the cores.
 
-    Raises:
-        UsageError: engine.kind is not server.
+    Raises UsageError if engine.kind is not server.
     """
     plan, settings = EnginePlan.of(recipe, location), recipe.engine
     if not isinstance(settings, ServerEngineRecipe):
@@ -173,3 +166,43 @@ def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
         )
         for number in range(settings.servers)
     ]
+
+
+def require_free(device: torch.device, share: float, kv_cache_gib: float | None) -> None:
+    """Checks that the GPU has the free memory that vLLM takes: `share` of it all, or `kv_cache_gib` if that is set.
+
+    Raises SetupError if it does not; it names the processes that hold the rest.
+    """
+    torch.cuda.empty_cache()  # frees cached blocks of this process, which count as used otherwise
+    free, total = torch.cuda.mem_get_info(device)
+    if kv_cache_gib is None:
+        wanted, setting, said = math.ceil(share * total), "gpu_memory_utilization", share
+        fits = math.floor(100 * free / total) / 100
+    else:
+        wanted, setting, said = int(kv_cache_gib * GIB), "kv_cache_gib", kv_cache_gib
+        fits = math.floor(10 * free / GIB) / 10
+    if free >= wanted:
+        return
+    lower = f", or lower engine.{setting} to {fits:g} at most" if fits > 0 else ""
+    raise SetupError(
+        f"engine.{setting} {said:g} needs {wanted // MIB} MiB of {device}, but {free // MIB} of its {total // MIB} MiB are free:"
+        f" {holders(device)}. End processes that are not needed, or use another GPU (CUDA_VISIBLE_DEVICES){lower}"
+    )
+
+
+def holders(device: torch.device) -> str:
+    """Returns "process 4711 (python) holds 30000 MiB, this run holds 2000 MiB", or why that is not known."""
+    own = f"this process has reserved {torch.cuda.memory_reserved(device) // MIB} MiB"
+    # By uuid, because CUDA numbers only the visible GPUs, nvidia-smi all of them.
+    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", *QUERY]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{own}; nvidia-smi cannot tell which processes hold the rest ({error})"
+    run = {str(pid) for pid in (os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True)))}
+    rows = [[field.strip() for field in line.split(",", 2)] for line in listed.splitlines() if line.count(",") >= 2]
+    others = [f"process {pid} ({name}) holds {used} MiB" for pid, used, name in rows if pid not in run]
+    ours = sum(int(used) for pid, used, _ in rows if pid in run and used.isdigit())
+    if ours:
+        own = f"this run holds {ours} MiB"
+    return ", ".join([*(others or ["nvidia-smi names no other process"]), own])

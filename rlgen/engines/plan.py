@@ -36,9 +36,7 @@ UNDECIDING = {
 class EnginePlan:
     """The settings of one vLLM engine.
 
-    EnginePlan(model="/models/tiny", revision=None, dtype="bfloat16", fp32_head=True, max_model_len=1024, max_num_seqs=64,
-               kv_cache_gib=None, gpu_memory_utilization=0.45, tensor_parallel_size=1, sleep=False, model_impl="auto",
-               quantization=None, structured_outputs=False, enforce_eager=None, extra={}, on_gpu=True, vllm="0.32.0")
+    EnginePlan(model="/models/tiny", dtype="bfloat16", max_model_len=1024, max_num_seqs=64, gpu_memory_utilization=0.45, ...)
     """
 
     model: str  # folder or hub id that vLLM opens
@@ -65,8 +63,7 @@ class EnginePlan:
     def of(cls, recipe: Recipe, location: str) -> "EnginePlan":
         """Returns the plan for the engine of `recipe` with the model at `location`. Several servers each get this plan.
 
-        Raises:
-            UsageError: the engine does not use vLLM.
+        Raises UsageError if the engine does not use vLLM.
         """
         settings = recipe.engine
         if not isinstance(settings, VllmRecipe):
@@ -93,7 +90,7 @@ class EnginePlan:
             on_gpu=torch.cuda.is_available(),
             vllm=vllm_version(),
             stops_at_text=bool(recipe.rollout.stop),
-            image_token=image_token_of(recipe, location),
+            image_token=read_config(location, recipe.model.revision).image_token_id if recipe.data.columns.images else None,
         )
 
     @property
@@ -109,8 +106,7 @@ class EnginePlan:
     def kv_cache_bytes(self) -> int | None:
         """Returns the size of the KV cache in bytes, or None if vLLM takes what its share of the GPU leaves.
 
-        Raises:
-            SetupError: the size depends on the model, whose config cannot be read.
+        Raises SetupError if the size depends on the model, whose config cannot be read.
         """
         if self.kv_cache_gib is not None:
             return int(self.kv_cache_gib * GIB)
@@ -123,14 +119,6 @@ class EnginePlan:
     def keeps_states(self) -> bool:
         """Returns whether the model has recurrent layers. Raises SetupError if its config cannot be read."""
         return keeps_states(read_config(self.model, self.revision))
-
-
-def image_token_of(recipe: Recipe, location: str) -> int | None:
-    """Returns the id of an image's placeholder; None: the recipe names no images. Raises SetupError without a config."""
-    if recipe.data.columns.images is None:
-        return None
-    token: int = read_config(location, recipe.model.revision).image_token_id
-    return token
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:

@@ -77,7 +77,6 @@ class Recorder(TorchDispatchMode):
 
 
 def compute_into(kernel: OpOverload, results: Sequence[Tensor], *arguments: Any, **options: Any) -> None:
-    """Calls a kernel that returns new tensors, and copies them into `results`."""
     computed = kernel(*arguments, **options)
     for result, own in zip(results, [computed] if isinstance(computed, Tensor) else computed, strict=True):
         result.copy_(own)
@@ -92,11 +91,7 @@ class Recording:
     changing: list[tuple[list[Any], int, int]]  # arguments of a call, place of one among them, and which changing tensor it is
 
     def repeat(self, changing: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Calls the kernels again. Returns the tensors of the recorded step, with their new contents.
-
-        Args:
-            changing: the new step's tensors in place of those given to `record`, in the same order.
-        """
+        """Calls the kernels again, with tensors in place of those given to `record`. Returns the recorded step's tensors."""
         for arguments, place, which in self.changing:
             arguments[place] = changing[which]
         for kernel, arguments, options in self.calls:
@@ -105,13 +100,9 @@ class Recording:
 
 
 def record(step: Callable[[], tuple[Tensor, ...]], changing: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Recording | None]:
-    """Runs a step and records it.
+    """Runs a step and returns what it returns, and its recording; None: it calls a kernel that is not known.
 
-    Args:
-        changing: tensors whose memory differs from step to step.
-
-    Returns:
-        What the step returns, and the recording; None: the step calls a kernel that is not known.
+    The memory of the tensors `changing` differs from step to step.
     """
     with Recorder() as recorder:
         result = step()

@@ -2,22 +2,20 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from torch import Tensor
 
 from rlgen.engines import client
 from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, SyncReport
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.further import FollowUpQueue
-from rlgen.engines.http import Server, connections
-from rlgen.errors import EngineError, ServerLost
+from rlgen.engines.http import connections
+from rlgen.engines.shared import SharedServerPool
+from rlgen.errors import ServerLost
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
-
-CLOSING_SECONDS = 0.2  # sampling ends this soon after the engine is closed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,23 +41,9 @@ class Call:
             self.finished(place, answer)
         self.event.set()
 
-    @contextmanager
-    def coming(self) -> Iterator[client.More[tuple[int, Request]] | None]:
-        """Yields the function that waits for further requests in the running event loop; None: there can be none."""
-        if self.further is None:
-            yield None
-            return
-        loop, self.event = asyncio.get_running_loop(), asyncio.Event()
-        self.further.call(lambda: loop.call_soon_threadsafe(self.event.set))
-        try:
-            yield self.more
-        finally:
-            self.further.call(None)
-
     async def more(self) -> list[tuple[int, Request]]:
         """Waits for further requests, and returns them by index; [] when all are answered and none can come."""
-        assert self.further is not None
-        while self.goes_on:
+        while self.further is not None and self.goes_on:
             self.event.clear()
             if there := self.further.take():
                 numbered = list(enumerate(there, len(self.answers) + len(self.waiting)))
@@ -70,71 +54,6 @@ class Call:
         return []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """The weights that all servers were sent last, labelled `RUN.VERSION`. Held(run="5f0c2b7a", version=3, syncs=4)"""
-
-    run: str
-    version: int
-    syncs: int  # number of syncs so far
-
-
-class Keeper(Protocol):
-    """The manager of the servers.
-
-    It is `fleet.ServerPool` in a run of one process, `shared.SharedServerPool` in each of several processes.
-    """
-
-    @property
-    def servers(self) -> Sequence[Server]:
-        """Returns the servers in the order in which this process prefers them."""
-        ...
-
-    @property
-    def facts(self) -> EngineInfo: ...
-
-    @property
-    def in_flight(self) -> bool:
-        """Returns whether a sync pauses running requests instead of waiting for them."""
-        ...
-
-    @property
-    def merges(self) -> bool:
-        """Returns whether the servers take an adapter alone, see `EngineCapabilities.merges`."""
-        ...
-
-    @property
-    def held(self) -> Held: ...
-
-    @property
-    def brought_back(self) -> Mapping[str, int]:
-        """Returns how often each server has been recovered, by URL."""
-        ...
-
-    def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
-        """Sends a server the current weights again, after a restart if it does not answer.
-
-        Args:
-            before: `brought_back` from before the failed request was sent: another thread or process may have recovered it since.
-
-        Raises:
-            EngineError: the server cannot be restarted from here, or the limit engine.restarts is reached.
-        """
-        ...
-
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> SyncReport:
-        """Sends all weights to all servers, as `Engine.sync` describes."""
-        ...
-
-    def stop(self) -> None:
-        """Ends the servers that were started here, and every recovery in progress."""
-        ...
-
-    def close(self) -> None:
-        """Frees the remaining resources. Must be called after all sampling and recovery has ended."""
-        ...
-
-
 class ServerEngine:
     """An engine that samples from one or several servers with the same weights.
 
@@ -143,10 +62,11 @@ class ServerEngine:
     gives the same completion.
 
     Args:
+        keeper: manages the servers: in a run of one process directly, in each of several processes through the main one.
         calls: maximum of calls that sample at the same time; they share the connections of this process.
     """
 
-    def __init__(self, keeper: Keeper, calls: int = 1) -> None:
+    def __init__(self, keeper: ServerPool | SharedServerPool, calls: int = 1) -> None:
         self._keeper = keeper
         self._connections = max(1, connections() // calls)
         self._background = ThreadPoolExecutor(max_workers=calls, thread_name_prefix="rlgen-sampling")
@@ -158,14 +78,13 @@ class ServerEngine:
 
     @property
     def abilities(self) -> EngineCapabilities:
-        keeper = self._keeper
         return EngineCapabilities(
             sleeps=False,
             submit=self.submit,
             whole_step=False,
             elsewhere=True,
-            in_flight=keeper.in_flight,
-            merges=keeper.merges,
+            in_flight=self._keeper.in_flight,
+            merges=self._keeper.merges,
         )
 
     def facts(self) -> EngineInfo:
@@ -190,35 +109,31 @@ class ServerEngine:
         return [call.answers[place] for place in range(len(call.answers))]
 
     async def _sample(self, call: Call, sampling: Sampling) -> None:
-        """Samples all requests, also those that are added. Raises EngineError within CLOSING_SECONDS if the engine is closed."""
+        """Samples all requests, also those that are added. Raises EngineError soon after the engine is closed."""
 
         def salt() -> str:
             held = self._keeper.held
             return f"{held.run}.{held.version}.{held.syncs}"
 
-        servers, waiting = self._keeper.servers, dict(call.waiting)
-        with call.coming() as more:
-            held, arrived = not self._keeper.in_flight, call.arrived
-            asked = client.sample(servers, waiting, sampling, salt, self._version_of, arrived, self._connections, more, held)
-            await self._unless_closed(asked)
-
-    async def _unless_closed(self, asked: Coroutine[Any, Any, None]) -> None:
-        """Awaits `asked`. Raises EngineError if the engine is closed meanwhile."""
-        work: asyncio.Future[Any] = asyncio.ensure_future(asked)
-        closed: asyncio.Future[Any] = asyncio.ensure_future(self._until_closed())
+        if call.further is not None:
+            loop, call.event = asyncio.get_running_loop(), asyncio.Event()
+            call.further.call(lambda: loop.call_soon_threadsafe(call.event.set))
         try:
-            await asyncio.wait({work, closed}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise EngineError("the engine was closed while it sampled")
-            await work
+            await client.sample(
+                self._keeper.servers,
+                dict(call.waiting),
+                sampling,
+                salt,
+                self._version_of,
+                call.arrived,
+                self._connections,
+                call.more,
+                not self._keeper.in_flight,
+                self._closed,
+            )
         finally:
-            for call in (work, closed):
-                call.cancel()
-            await asyncio.gather(work, closed, return_exceptions=True)
-
-    async def _until_closed(self) -> None:
-        while not self._closed.is_set():
-            await asyncio.sleep(CLOSING_SECONDS)
+            if call.further is not None:
+                call.further.call(None)
 
     def _version_of(self, label: str, url: str) -> int:
         """Returns the weight version in `label`. Raises ServerLost if the weights are not of this run."""

@@ -18,13 +18,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from rlgen.engines.base import EngineInfo, SyncReport
-from rlgen.engines.fleet import ServerPool
+from rlgen.engines.fleet import Held, ServerPool
 from rlgen.engines.http import Server
-from rlgen.engines.server import Held
 from rlgen.errors import EngineError, RlgenError, ServerLost
 from rlgen.processes import Processes
 
@@ -34,16 +32,12 @@ POLL = 0.1  # seconds between two reads of the store
 class SharedServerPool:
     """The servers as each process of a run sees them: managed in the main process, through the store from the others.
 
-    Args:
-        open_fleet: called only in the main process.
-
-    Raises:
-        RlgenError: `open_fleet` raised it, or a process cannot reach a server; raised in every process.
+    `open_fleet` is called only in the main process. If that fails, or a process cannot reach a server, every process raises.
     """
 
     def __init__(self, processes: Processes, open_fleet: Callable[[], ServerPool]) -> None:
         assert processes.store is not None  # there are several processes
-        self._processes = processes
+        self._processes, self._store = processes, processes.store
         self._fleet: ServerPool | None = None
         self._stopped = threading.Event()
         self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
@@ -56,17 +50,16 @@ class SharedServerPool:
         servers, self.facts, self.held, self.in_flight, self.merges = processes.patiently(start)
         turn = processes.rank % len(servers)  # spreads processes with few requests over the servers
         self.servers = servers[turn:] + servers[:turn]
-        self._board = Board(processes.store, self.held.run)
         try:
             if self._fleet is not None:
-                self._board.write("brought_back", {})
+                self._write("brought_back", {})
             processes.run_all(self._reach)
         except BaseException:
             self.stop()
             self.close()
             raise
         if self._fleet is not None:
-            threading.Thread(target=self._listen, name="rlgen-servers", daemon=True).start()
+            threading.Thread(target=self._listen, args=(self._fleet,), name="rlgen-servers", daemon=True).start()
 
     def _reach(self) -> None:
         """Checks that this process can reach every server. Raises EngineError if it cannot."""
@@ -79,21 +72,36 @@ class SharedServerPool:
                     " requests to the servers itself; set engine.host (or engine.url) to an address that all machines can reach"
                 ) from lost
 
+    # The keys of the store; none of these calls waits for another process.
+
+    def _key(self, key: str) -> str:
+        return f"servers/{self.held.run}/{key}"
+
+    def _write(self, key: str, value: Mapping[str, Any]) -> None:
+        self._store.set(self._key(key), json.dumps(value))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([self._key(key)]))
+
+    def _read(self, key: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._store.get(self._key(key)))
+        return found
+
     @property
     def brought_back(self) -> Mapping[str, int]:
-        return self._fleet.brought_back if self._fleet is not None else self._board.read("brought_back")
+        return self._fleet.brought_back if self._fleet is not None else self._read("brought_back")
 
     def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
-        """Recovers a server as `Keeper.recover`; outside the main process, asks it to and waits for the result."""
+        """Recovers a server as `ServerPool.recover`; outside the main process, asks it to and waits for the result."""
         if self._fleet is not None:
             self._bring_back(self._fleet, lost, before)
             return
-        number = self._board.number("asked")
-        self._board.write(f"lost/{number}", {"url": lost.url, "what": lost.what, "before": dict(before)})
-        while not self._board.has(f"recovered/{number}"):
-            if self._stopped.wait(POLL) or self._board.has("stopped"):
+        number = self._store.add(self._key("asked"), 1)
+        self._write(f"lost/{number}", {"url": lost.url, "what": lost.what, "before": dict(before)})
+        while not self._has(f"recovered/{number}"):
+            if self._stopped.wait(POLL) or self._has("stopped"):
                 raise lost
-        if failed := self._board.read(f"recovered/{number}"):
+        if failed := self._read(f"recovered/{number}"):
             error = EngineError(failed["message"])
             error.exit_code = failed["exit_code"]
             raise error from lost
@@ -101,8 +109,7 @@ class SharedServerPool:
     def _bring_back(self, fleet: ServerPool, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Recovers a server in the main process and publishes the counts of recoveries.
 
-        Raises:
-            RlgenError: the recovery failed. Later calls raise the same error without trying again.
+        Raises RlgenError if the recovery failed. Later calls raise the same error without trying again.
         """
         with self._failing:
             if self._failure is not None:
@@ -113,47 +120,41 @@ class SharedServerPool:
                 self._failure = error
                 raise
             finally:
-                self._board.write("brought_back", fleet.brought_back)
+                self._write("brought_back", fleet.brought_back)
 
-    def _listen(self) -> None:
+    def _listen(self, fleet: ServerPool) -> None:
         """Serves the recovery requests of the other processes, until the servers are stopped. Runs in a thread."""
-        assert self._fleet is not None
         number = 1
-        while not self._stopped.wait(POLL):
-            try:
-                if not self._board.has(f"lost/{number}"):
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other processes
+            while not self._stopped.wait(POLL):
+                if not self._has(f"lost/{number}"):
                     continue
-                asked = self._board.read(f"lost/{number}")
-                self._board.write(f"recovered/{number}", self._ended(self._fleet, asked))
+                asked, result = self._read(f"lost/{number}"), {}
+                try:
+                    self._bring_back(fleet, ServerLost(asked["url"], asked["what"]), asked["before"])
+                except RlgenError as error:
+                    result = {"message": str(error), "exit_code": error.exit_code}
+                except Exception as error:  # a bug: the waiting process must get an answer
+                    result = {"message": f"{type(error).__name__}: {error}", "exit_code": RlgenError.exit_code}
+                self._write(f"recovered/{number}", result)
                 number += 1
-            except RuntimeError:  # the store is gone, and so are the other processes
-                return
-
-    def _ended(self, fleet: ServerPool, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Recovers a server for another process and returns the result for the store; {} on success."""
-        try:
-            self._bring_back(fleet, ServerLost(asked["url"], asked["what"]), asked["before"])
-        except RlgenError as error:
-            return {"message": str(error), "exit_code": error.exit_code}
-        except Exception as error:  # a bug: the waiting process must get an answer
-            return {"message": f"{type(error).__name__}: {error}", "exit_code": RlgenError.exit_code}
-        return {}
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> SyncReport:
         """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
+        fleet = self._fleet
 
         def send() -> tuple[SyncReport, Held] | None:
-            if self._fleet is None:
+            if fleet is None:
                 return None
             try:
-                return self._fleet.sync(weights, version, hashed), self._fleet.held
+                return fleet.sync(weights, version, hashed), fleet.held
             finally:
-                self._board.write("brought_back", self._fleet.brought_back)
+                self._write("brought_back", fleet.brought_back)
                 # Sharded tensors are gathered by all processes at once: each must iterate over all of them.
                 for _ in weights:
                     pass
 
-        if self._fleet is None:
+        if fleet is None:
             for _ in weights:
                 pass
         sent = self._processes.patiently(send)
@@ -165,31 +166,9 @@ class SharedServerPool:
         self._stopped.set()
         if self._fleet is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other processes
-                self._board.write("stopped", {})
+                self._write("stopped", {})
             self._fleet.stop()
 
     def close(self) -> None:
         if self._fleet is not None:
             self._fleet.close()
-
-
-class Board:
-    """The keys of one fleet in the store of the process group, with JSON values. No call waits for another process."""
-
-    def __init__(self, store: dist.Store, run: str) -> None:
-        self._store, self._run = store, run
-
-    def write(self, key: str, value: Mapping[str, Any]) -> None:
-        self._store.set(f"servers/{self._run}/{key}", json.dumps(value))
-
-    def has(self, key: str) -> bool:
-        return bool(self._store.check([f"servers/{self._run}/{key}"]))
-
-    def read(self, key: str) -> dict[str, Any]:
-        """Returns the value of a key that exists, see `has`."""
-        found: dict[str, Any] = json.loads(self._store.get(f"servers/{self._run}/{key}"))
-        return found
-
-    def number(self, key: str) -> int:
-        """Increments a counter and returns it: 1 for the first caller, 2 for the second."""
-        return int(self._store.add(f"servers/{self._run}/{key}", 1))

@@ -5,7 +5,6 @@ DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/manifest.json                  written last: v
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -59,10 +58,9 @@ class FileTransfer:
         self.current: Path | None = None
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Writes `weights` to a new folder in place of the current one, and returns it; `keep` makes it `current`.
+        """Writes `weights` to a new folder in place of the current one, and returns it: `current`, once it is loaded.
 
-        Raises:
-            EngineError: the files cannot be written, for example because the disk is full.
+        Raises EngineError if the files cannot be written, for example because the disk is full.
         """
         if self.current is not None:
             shutil.rmtree(self.current, ignore_errors=True)
@@ -98,10 +96,6 @@ class FileTransfer:
             ) from error
         return folder
 
-    def keep(self, folder: Path) -> None:
-        """Makes `folder` the current one, which all servers have loaded."""
-        self.current = folder
-
     def close(self) -> None:
         """Removes the folder and waits for its guard, for CLOSING_SECONDS at most."""
         shutil.rmtree(self._place, ignore_errors=True)
@@ -116,23 +110,6 @@ def sweep(place: Path) -> None:
     """Removes the folders of trainers of this machine that were killed together with their guards."""
     for left in place.iterdir():
         ours = re.fullmatch(rf"rlgen-{re.escape(HOST)}-(\d+)-[a-z0-9_]{{8}}", left.name)
-        if ours and not psutil.pid_exists(int(ours[1])) and not is_locked(left):
+        # A trainer in a container may share this folder but have its own process ids: then its lock counts.
+        if ours and not psutil.pid_exists(int(ours[1])) and not guard.is_locked(str(left)):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def is_locked(folder: Path) -> bool:
-    """Returns whether a running trainer holds the folder's lock.
-
-    It may run in a container that shares this folder but has its own process ids.
-    """
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # there is none
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(lock)

@@ -138,12 +138,12 @@ class TransformersEngine:
         """Decodes one batch, and calls `ended` with each row's completion as soon as it is finished."""
         device = self._model.device
         width = max(len(request.prompt_ids) for request in requests)
+        left = [width - len(request.prompt_ids) for request in requests]
         ids = torch.zeros(len(requests), width, dtype=torch.long)
-        attended = torch.zeros(len(requests), width, dtype=torch.long)
         for row, request in enumerate(requests):
-            ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
-            attended[row, width - len(request.prompt_ids) :] = 1
-        ids, attended = ids.to(device), attended.to(device)
+            ids[row, left[row] :] = torch.from_numpy(request.prompt_ids)
+        ids = ids.to(device)
+        attended = (torch.arange(width) >= torch.tensor(left)[:, None]).long().to(device)
         ends = [sampling.limit_of(request) for request in requests]
         longest, limits, some_end = max(ends), torch.tensor(ends, device=device), set(ends)
         uniforms = torch.stack([_uniforms(request.seed, sampling.max_tokens) for request in requests]).to(device)
@@ -153,21 +153,19 @@ class TransformersEngine:
         logps = torch.zeros(len(requests), longest, device=device)
 
         def end(row: int, length: int, reason: FinishReason) -> None:
-            ended(
-                row,
-                Completion(
-                    token_ids=tokens[row, :length].cpu().numpy().copy(),
-                    logp=logps[row, :length].cpu().numpy().copy(),
-                    finish_reason=reason,
-                    spans=one_span(length, self._version),
-                    prompt_ids=requests[row].prompt_ids,
-                ),
+            answer = Completion(
+                token_ids=tokens[row, :length].cpu().numpy().copy(),
+                logp=logps[row, :length].cpu().numpy().copy(),
+                finish_reason=reason,
+                spans=one_span(length, self._version),
+                prompt_ids=requests[row].prompt_ids,
             )
+            ended(row, answer)
 
         running = torch.arange(len(requests), device=device)  # rows still being decoded; finished ones are removed
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
         cache = None  # the model makes its own: some have other kinds of layers than its config says
-        inputs = self._inputs(ids, [request.images for request in requests], [width - len(r.prompt_ids) for r in requests])
+        inputs = self._inputs(ids, [request.images for request in requests], left)
         for step in range(longest):
             output = decoder_of(self._model)(
                 **inputs, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True

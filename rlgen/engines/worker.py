@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlgen.engines import vllm_compat
+from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import SyncRecorder, model_shape
 from rlgen.engines.gate import PLAN_VARIABLE
 from rlgen.errors import EngineError, SetupError
@@ -62,35 +62,28 @@ class Worker:
             weights are still loaded; if not, only another load helps.
         """
         try:
-            files = verified_files(Path(path), version)
+            files, names = verified_files(Path(path), version)
         except EngineError as error:
             return {"error": str(error), "intact": True}
         ledger = SyncRecorder(hashed)
-        arrived = ledger.record(read_tensors(files))
+        model, config = self.model_runner.get_model(), self.vllm_config
+        weights = ledger.record(read_tensors(files))
         try:
-            not_loaded = vllm_compat.load_into(
-                self.model_runner.get_model(),
-                self.vllm_config.model_config,
-                lambda weights: self.reload_weights(weights_iterator=weights),
-                arrived if not is_factors(names_in(files)) else self._rlgen_merged(dict(arrived)),
+            if is_factors(names):  # merged into the weights of the engine's model as its files have them
+                device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+                base = vllm_weights.weights_in_files(config, model)
+                weights = merged(base, dict(weights), config.model_config.dtype, device)
+            not_loaded = vllm_weights.load_into(
+                model, config.model_config, lambda weights: self.reload_weights(weights_iterator=weights), weights
             )
         except Exception as error:  # vLLM does not wrap the errors of its libraries
             return {"error": f"{path}: {type(error).__name__}: {error}", "intact": False}
         return {"version": version, "received": ledger.received, "not_loaded": list(not_loaded)}
 
-    def _rlgen_merged(self, factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights of the engine's model as its files have them, with an adapter merged into them."""
-        config, model = self.vllm_config, self.model_runner.get_model()
-        base = vllm_compat.weights_in_files(config, model)
-        return merged(base, factors, config.model_config.dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
     def rlgen_listen(self, hashed: bool) -> dict[str, Any]:
         """Starts recording every tensor that vLLM's own transfer loads, until `rlgen_heard`."""
-        model = self.model_runner.get_model()
-        if vllm_compat.is_listening(model):  # an earlier trainer ended during a sync
-            vllm_compat.stop_listening(model)
         self.rlgen_ledger = SyncRecorder(hashed)
-        vllm_compat.listen(model, self.rlgen_ledger)
+        vllm_weights.listen(self.model_runner.get_model(), self.rlgen_ledger)
         return {}
 
     def rlgen_heard(self) -> dict[str, Any]:
@@ -99,19 +92,18 @@ class Worker:
         The caller must empty the prefix cache afterwards.
         """
         model = self.model_runner.get_model()
-        if not vllm_compat.is_listening(model):
+        if "rlgen_missed" not in model.__dict__:
             return {"error": "rlgen_heard without rlgen_listen"}
-        not_loaded = vllm_compat.finish_listening(model, self.vllm_config.model_config)
+        not_loaded = vllm_weights.finish_listening(model, self.vllm_config.model_config)
         return {"received": self.rlgen_ledger.received, "not_loaded": list(not_loaded)}
 
 
-def verified_files(folder: Path, version: int) -> list[Path]:
-    """Checks that the weight files of `folder` are complete, as its `manifest.json` describes them, and returns them.
+def verified_files(folder: Path, version: int) -> tuple[list[Path], list[str]]:
+    """Returns the weight files of `folder` and the names of their tensors, if complete as `manifest.json` describes them.
 
     {"version": 3, "files": {"model.safetensors": {"bytes": 3301234}}, "tensors": 46}
 
-    Raises:
-        EngineError: a file is missing, incomplete, left over, or of another version.
+    Raises EngineError if a file is missing, incomplete, left over, or of another version.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -130,27 +122,20 @@ def verified_files(folder: Path, version: int) -> list[Path]:
         if said != found:
             raise EngineError(f"{folder / name}: {found} bytes, but {said} were written")
     files = [folder / name for name in said_bytes]
-    count = 0
+    names: list[str] = []
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:  # checks the header against the file's length
-                count += len(opened.keys())
+                names += opened.keys()
         except (SafetensorError, OSError) as error:
             raise EngineError(f"{file}: not a complete safetensors file: {error}") from error
-    if count != said_tensors:
-        raise EngineError(f"{folder}: {count} tensors, but {said_tensors} were written")
-    return files
-
-
-def names_in(files: Sequence[Path]) -> Iterator[str]:
-    """Yields the names of all tensors of `files`."""
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            yield from opened.keys()
+    if len(names) != said_tensors:
+        raise EngineError(f"{folder}: {len(names)} tensors, but {said_tensors} were written")
+    return files, names
 
 
 def read_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors of `files`, one at a time, in the order in which they are stored."""
+    """Yields all tensors, one at a time, in the order in which they are stored."""
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.offset_keys():

@@ -42,7 +42,8 @@ def main(folder: Path) -> None:
 
     def step(requests: Sequence[Request], killer: int | None) -> list[object]:
         """What this process is answered; process `killer` kills the server when it has five answers."""
-        family = processes.on_main(lambda: [process.pid for process in engine._keeper._fleet._members[0].supervisor.processes()])
+        pool = engine._keeper._fleet
+        family = processes.on_main(lambda: [process.pid for process in pool._members[0].supervisor.process.processes()])
         came: list[int] = []
 
         def finished(place: int, answer: Completion) -> None:

@@ -59,11 +59,11 @@ class ByFiles:
 
     def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
         folder = self.outbox.write(self.on_the_way(dict(weights)).items(), version)
-        self.bytes.append(sum(file.stat().st_size for file in verified_files(folder, version)))
+        self.bytes.append(sum(file.stat().st_size for file in verified_files(folder, version)[0]))
         (told,) = self.vllm._llm.collective_rpc("rlgen_load", args=(str(folder), version, hashed))
         if "error" in told:
             raise EngineError(told["error"])
-        self.outbox.keep(folder)
+        self.outbox.current = folder
         assert self.vllm._llm.reset_prefix_cache()
         self.vllm._version, self.vllm._syncs = version, self.vllm._syncs + 1
         return SyncReport(version=version, received=told["received"], not_loaded=tuple(told["not_loaded"]))

@@ -12,7 +12,7 @@ import pytest
 from conftest import open_vllm, plan_of
 from helpers.samples import request
 
-from rlgen.engines import vllm_compat
+from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.types import Completion, Request, Sampling
 
@@ -46,7 +46,7 @@ def pair(model: str = "qwen3", **changes: Any) -> Iterator[Pair]:
     ours = open_vllm(model, **changes)
     from rlgen.engines.decode_worker import choose_kernels
 
-    choose_kernels(vllm_compat.model_in(plain._llm))
+    choose_kernels(vllm_weights.model_in(plain._llm))
     yield Pair(plain, ours)
     plain.close()
     ours.close()

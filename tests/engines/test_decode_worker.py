@@ -11,7 +11,7 @@ from conftest import CPU, open_vllm
 from test_decode import PLAIN, SAMPLING, pair, requests
 from torch import Tensor
 
-from rlgen.engines import vllm_compat
+from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.models.load import load_model, locate
 from rlgen.models.weights import checkpoint_tensors
@@ -94,8 +94,8 @@ def with_other_weights(engine: ColocatedEngine, at_step: int) -> list[tuple[list
             found[int(output.request_id)] = output.outputs[0]
         step += 1
         if step == at_step:
-            held, config = vllm_compat.model_in(llm), llm.llm_engine.model_config
-            assert not vllm_compat.load_into(held, config, partial(reload, llm), checkpoint_tensors(model))
+            held, config = vllm_weights.model_in(llm), llm.llm_engine.model_config
+            assert not vllm_weights.load_into(held, config, partial(reload, llm), checkpoint_tensors(model))
     return [
         (list(one.token_ids), [next(iter(at.values())).logprob for at in one.logprobs]) for one in map(found.get, range(4)) if one
     ]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from rlgen.engines import gpu_memory
 from rlgen.engines import open as opening
 from rlgen.engines.open import build_engine
 from rlgen.errors import SetupError
@@ -107,8 +106,8 @@ def test_what_vllm_would_refuse_is_refused(
 def test_an_nvidia_smi_that_does_not_say_changes_no_verdict(
     gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, says: str | None, why: str, proof: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(gpu_memory, "PATIENCE", 0.2)
+    monkeypatch.setattr(opening, "PATIENCE", 0.2)
     gpu(100, says)
     with pytest.raises(SetupError, match=f"needs 8192 MiB.*nvidia-smi cannot tell which processes.*{re.escape(why)}"):
-        gpu_memory.require_free(GPU, 0.1, None)
+        opening.require_free(GPU, 0.1, None)
     proof(f"no word from nvidia-smi: {why}")

@@ -26,7 +26,8 @@ from torch import Tensor
 from rlgen.engines import client, nccl
 from rlgen.engines.base import EngineInfo, Settings, SyncRecorder, fingerprint
 from rlgen.engines.fleet import Member, ServerPool
-from rlgen.engines.nccl import BUCKET_BYTES, Broadcast, buckets, own_address, packed, receipt_of
+from rlgen.engines.http import receipt_of
+from rlgen.engines.nccl import BUCKET_BYTES, Broadcast, buckets, own_address, packed
 from rlgen.engines.open import build_engine
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.worker import Worker

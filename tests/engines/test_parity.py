@@ -7,7 +7,7 @@ import pytest
 from helpers.slow import slow_but
 from parity import BOUND, LEAST, POWER, measure
 
-from rlgen.engines import vllm_compat
+from rlgen.engines import vllm_weights
 from rlgen.errors import EngineError
 from rlgen.models import weights
 
@@ -29,7 +29,7 @@ def test_changed_weights_arrive(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name, patch", [("qwen3-tied", "repack_heads"), ("mixtral-untied", "forget_expert_kernels")])
 def test_the_fault_that_a_patch_cures_is_still_there(name: str, patch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_compat, patch, lambda model: {})
+    monkeypatch.setattr(vllm_weights, patch, lambda model: {})
     found = measure(name)
     assert found.start <= BOUND < 0.1 < found.changed
 

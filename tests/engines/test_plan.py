@@ -144,16 +144,13 @@ def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.
             bodies.append(json.loads(body))
             raise EngineError("enough")
 
-    async def each(servers: Any, most: int, items: Any, ask: Any, more: Any) -> None:
+    async def each(servers: Any, most: int, items: Any, ask: Any, more: Any, closed: Any) -> None:
         await ask(Line(), items[0])
-
-    async def waits(coroutine: Any) -> None:
-        await coroutine
 
     monkeypatch.setattr("rlgen.engines.client.each", each)
     held = SimpleNamespace(run="r", version=1, syncs=1)
     keeper = SimpleNamespace(in_flight=in_flight, held=held, servers=[])
-    engine = SimpleNamespace(_keeper=keeper, _version_of=None, _connections=1, _unless_closed=waits)
+    engine = SimpleNamespace(_keeper=keeper, _version_of=None, _connections=1, _closed=None)
     call = Call(waiting={0: request((3, 4), seed=1)}, finished=None, further=None)
     with pytest.raises(EngineError, match="enough"):
         asyncio.run(ServerEngine._sample(engine, call, Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))))  # type: ignore[arg-type]
@@ -192,7 +189,7 @@ def test_a_server_imports_what_it_needs(module: str) -> None:
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = {name.removeprefix("rlgen.") for name in names if name.startswith("rlgen.")}
     both = {"engines", "errors", "heap", "models", "models.half", "models.vision", "out_of_memory", "redact", "types"}
-    both |= {f"engines.{name}" for name in ("answer", "arrays", "base", "further", "gate", "vllm_compat")}
-    own = {"rlgen.engines.worker": {"engines.worker", "models.factors"}}.get(module, set())
+    both |= {f"engines.{name}" for name in ("answer", "base", "further", "gate", "vllm_compat")}
+    own = {"rlgen.engines.worker": {"engines.worker", "engines.vllm_weights", "models.factors"}}.get(module, set())
     assert ours == both | own
     assert not {"peft", "pydantic", "datasets", "vllm"} & set(names)

@@ -27,7 +27,7 @@ from rlgen.engines.answer import ROUTE, read_answer
 from rlgen.engines.base import fingerprint
 from rlgen.engines.gate import Gate
 from rlgen.engines.http import Server
-from rlgen.engines.launch import ServerPlan, ServerProcess, claim, flags, reason
+from rlgen.engines.launch import ServerPlan, ServerProcess, claim, flags, reason, wait_all_ready
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors
@@ -456,11 +456,11 @@ import sys
 from pathlib import Path
 from test_serve import ENGINE, PLAN, TOKEN
 from dataclasses import replace
-from rlgen.engines.launch import ServerProcess
+from rlgen.engines.launch import ServerProcess, wait_all_ready
 from rlgen.models.tiny import build_tiny
 plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3")), tensor_parallel_size=2))
 server = ServerProcess.start(plan, TOKEN, Path(sys.argv[1]))
-server.wait_ready(200)
+wait_all_ready([server], 200)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -508,7 +508,7 @@ def test_a_server_that_finds_no_memory_says_what_helps(tmp_path: Path, proof: Pr
         plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3"))))
         server = ServerProcess(process, plan, TOKEN, log, tmp_path, lock.fileno())
         with pytest.raises(EngineError, match=r"ended with exit code 1: torch.OutOfMemoryError: CUDA out of memory") as caught:
-            server.wait_ready(5)
+            wait_all_ready([server], 5)
     assert "; what helps most: --set engine.kv_cache_gib=0.05 (" in str(caught.value) and "engine.max_num_seqs=4 (" in str(
         caught.value
     )

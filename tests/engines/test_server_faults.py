@@ -23,7 +23,7 @@ from rlgen.engines import fleet as fleet_module
 from rlgen.engines.base import SyncReport, model_shape
 from rlgen.engines.fleet import Member, ServerPool, Supervisor
 from rlgen.engines.http import Server, WeightsKept
-from rlgen.engines.launch import ServerPlan, new_token
+from rlgen.engines.launch import ServerPlan, new_token, start_servers
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import RlgenError, ServerLost
@@ -49,7 +49,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.token = new_token()
-        self.supervisor = Supervisor(plan(), self.token, folder / "server.log", 120)
+        self.supervisor = Supervisor(start_servers([plan()], self.token, [folder / "server.log"], 120)[0], 120)
         self.said: list[str] = []
         self.model = tiny_model("qwen3")
         with torch.no_grad():
@@ -65,9 +65,12 @@ class Bench:
         in_flight: bool = False,
     ) -> ServerEngine:
         self.said.clear()
-        if not all(process.is_running() for process in self.supervisor.processes()) or not self.supervisor.processes():
+        if (
+            not all(process.is_running() for process in self.supervisor.process.processes())
+            or not self.supervisor.process.processes()
+        ):
             self.supervisor.restart()  # a test before this one left it dead
-        at = Server(url or self.supervisor.url, token or self.token, TIMEOUT)
+        at = Server(url or self.supervisor.process.url, token or self.token, TIMEOUT)
         fleet = ServerPool(
             members=[Member(at, self.supervisor if supervised else None)],
             shape=model_shape(self.model.config),
@@ -89,14 +92,14 @@ class Bench:
 
     def kill(self) -> None:
         """All of the server at once, as the kernel does when memory runs out."""
-        family = self.supervisor.processes()
+        family = self.supervisor.process.processes()
         for process in family:
             with suppress(psutil.NoSuchProcess):  # the guard kills too
                 process.kill()
         psutil.wait_procs(family, timeout=10)
 
     def signal_server(self, number: int) -> None:
-        for process in self.supervisor.processes():
+        for process in self.supervisor.process.processes():
             process.send_signal(number)
 
 
@@ -165,7 +168,7 @@ def test_a_wrong_token(bench: Bench, proof: Proof) -> None:
 @pytest.mark.fault(50)
 def test_a_server_of_another_model(bench: Bench, proof: Proof) -> None:
     shape = model_shape(tiny_model("llama").config)
-    error = failure(lambda: ServerPool._examined(Server(bench.supervisor.url, bench.token, TIMEOUT), shape), within=5)
+    error = failure(lambda: ServerPool._examined(Server(bench.supervisor.process.url, bench.token, TIMEOUT), shape), within=5)
     assert error.exit_code == 6 and "model_type is qwen3 there, llama here" in str(error)
     proof("a qwen3 server asked as for a llama")
 
@@ -202,7 +205,7 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
     sample = client.sample
 
     async def killing(
-        servers: Any, requests: Any, sampling: Any, salt: Any, version_of: Any, hand_over: Any, most: int, more: Any, held: bool
+        servers: Any, requests: Any, sampling: Any, salt: Any, version_of: Any, hand_over: Any, *others: Any
     ) -> None:
         def one_more(place: int, answer: Completion) -> None:
             hand_over(place, answer)
@@ -210,7 +213,7 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
             if len(arrived) == 5:
                 bench.kill()
 
-        await sample(servers, requests, sampling, salt, version_of, one_more, most, more, held)
+        await sample(servers, requests, sampling, salt, version_of, one_more, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "sample", killing)
@@ -225,7 +228,7 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
 @pytest.mark.timed
 @pytest.mark.fault(52)
 def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
-    Server(bench.supervisor.url, bench.token, TIMEOUT).pause()  # it takes requests and passes its health check
+    Server(bench.supervisor.process.url, bench.token, TIMEOUT).pause()  # it takes requests and passes its health check
     began = time.monotonic()
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert "has answered none for" in bench.said[0] and "still passes its health check" in bench.said[0]
@@ -294,7 +297,7 @@ def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed
 def test_brought_back_often_enough(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(restarts=0)
     engine.sync(checkpoint_tensors(bench.model), 1)
-    Server(bench.supervisor.url, bench.token, TIMEOUT).set_label("other.7")
+    Server(bench.supervisor.process.url, bench.token, TIMEOUT).set_label("other.7")
     error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
     assert error.exit_code == 6 and "engine.restarts" in str(error) and "not those of this run" in str(error)
     close(engine)

@@ -55,7 +55,7 @@ def processes_of(fleet: ServerPool) -> list[list[psutil.Process]]:
     found = []
     for member in fleet._members:
         assert member.supervisor is not None
-        found.append(member.supervisor.processes())
+        found.append(member.supervisor.process.processes())
     return found
 
 

@@ -145,10 +145,10 @@ def test_one_copy_of_the_weights_lies_in_shared_memory(tmp_path: Path, monkeypat
     monkeypatch.setattr(transfer, "FILE_BYTES", 1 << 18)
     model, outbox = moved("qwen3"), FileTransfer(str(tmp_path))
     try:
-        outbox.keep(first := outbox.write(checkpoint_tensors(model), 1))
+        first = outbox.current = outbox.write(checkpoint_tensors(model), 1)
         whole, files = on_disk(tmp_path), len(held)
         assert files > 5 and outbox.current == first
-        outbox.keep(second := outbox.write(checkpoint_tensors(model), 2))
+        second = outbox.current = outbox.write(checkpoint_tensors(model), 2)
         assert len(held) == 2 * files and max(held) == whole == on_disk(tmp_path)
         assert not first.exists() and outbox.current == second
     finally:
@@ -252,7 +252,7 @@ def test_what_cannot_be_written_leaves_nothing_to_bring_a_server_back_with(
         raise OSError(28, "No space left on device")
 
     try:
-        outbox.keep(outbox.write([("w", torch.ones(2))], 1))
+        outbox.current = outbox.write([("w", torch.ones(2))], 1)
         monkeypatch.setattr(transfer, "save_file", full)
         with pytest.raises(EngineError, match=r"No space left on device; set engine\.transfer_dir to a folder with more space"):
             outbox.write([("w", torch.ones(2))], 2)

@@ -21,7 +21,8 @@ from helpers.waiting import HANGS
 from torch import nn
 
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.engines.vllm_compat import ELSEWHERE, INDISPENSABLE, forget_expert_kernels, listen, open_llm, stop_listening
+from rlgen.engines.vllm_compat import ELSEWHERE, INDISPENSABLE, open_llm
+from rlgen.engines.vllm_weights import forget_expert_kernels, listen, stop_listening
 from rlgen.errors import EngineError, SetupError
 from rlgen.metrics import Metric
 from rlgen.models.decoder import decoder_of

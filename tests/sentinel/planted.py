@@ -14,7 +14,7 @@ import torch
 from helpers.samples import completion
 from torch import Tensor
 
-from rlgen.engines import vllm_compat
+from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import EngineInfo, Finished, SyncReport
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
@@ -107,14 +107,14 @@ def loaded(change: Callable[[Named, dict[str, Tensor]], Named | None]) -> Plant:
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired: list[str] = []
-        load_weights = vllm_compat.load_weights
+        load_weights = vllm_weights.load_weights
 
         def load(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
             changed = change(list(weights), original(llm))
             fired.append("load")
             return () if changed is None else load_weights(llm, changed)
 
-        monkeypatch.setattr(vllm_compat, "load_weights", load)
+        monkeypatch.setattr(vllm_weights, "load_weights", load)
         return fired
 
     return plant
@@ -171,14 +171,14 @@ def only_once() -> Callable[..., Named | None]:
 
 def tied_head_stale(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fired: list[str] = []
-    monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: fired.append("head") or 0)
+    monkeypatch.setattr(vllm_weights, "repack_heads", lambda model: fired.append("head") or 0)
     return fired
 
 
 def cache_not_emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fired: list[str] = []
     prompts_of = vllm_compat.prompts_of
-    monkeypatch.setattr(vllm_compat, "reset_prefix_cache", lambda llm: not fired.append("reset"))
+    monkeypatch.setattr(vllm_weights, "reset_prefix_cache", lambda llm: not fired.append("reset"))
     monkeypatch.setattr(vllm_compat, "prompts_of", lambda requests, salt: prompts_of(requests, "always the same"))
     return fired
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlgen.cli.app import run_command
 from rlgen.cli.train import train_command
-from rlgen.engines import vllm_compat
+from rlgen.engines import vllm_weights
 from rlgen.engines.base import Finished, SyncReport
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
@@ -63,11 +63,11 @@ def after_the_start(event: Event) -> p.Plant:
 
 
 def syncs_that_reach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_compat, "load_weights", lambda llm, weights: [None for _ in weights][:0])
+    monkeypatch.setattr(vllm_weights, "load_weights", lambda llm, weights: [None for _ in weights][:0])
 
 
 def one_sync_that_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_weights, lost = vllm_compat.load_weights, []
+    load_weights, lost = vllm_weights.load_weights, []
 
     def load(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
         if lost:
@@ -75,7 +75,7 @@ def one_sync_that_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         lost.extend(name for name, _ in weights)
         return ()
 
-    monkeypatch.setattr(vllm_compat, "load_weights", load)
+    monkeypatch.setattr(vllm_weights, "load_weights", load)
 
 
 def a_skipped_sync_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,19 +91,19 @@ def a_tensor_cut_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_stale_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_compat, "repack_heads", lambda model: 0)
+    monkeypatch.setattr(vllm_weights, "repack_heads", lambda model: 0)
 
 
 def buffers_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sleep at level 2 leaves where only the weights are sent: rotary caches are no weights."""
-    repack_heads = vllm_compat.repack_heads
+    repack_heads = vllm_weights.repack_heads
 
     def empty(model: Any) -> int:
         for buffer in model.buffers():
             buffer.zero_()
         return repack_heads(model)
 
-    monkeypatch.setattr(vllm_compat, "repack_heads", empty)
+    monkeypatch.setattr(vllm_weights, "repack_heads", empty)
 
 
 def in_rollouts(change: Callable[[Any, Completion], Completion], first: int, probes_too: bool = False) -> Event:
