@@ -52,12 +52,6 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
 
     Each process that a launcher started calls it; the processes find each other by the launcher's environment variables.
 
-    Args:
-        say: receives messages until the run's own console is open.
-
-    Returns:
-        The run's directory.
-
     Raises:
         RlgenError: with its exit code, which `status.json` holds too; Stopped if the run was asked to stop, and has saved.
     """
@@ -86,14 +80,7 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
 
 
 def write_resolved(path: Path, options: TrainOptions, say: Say = print) -> Path | None:
-    """Writes `resolved.yaml` of the run that `train` would start, and starts nothing. Only rank 0 writes.
-
-    Returns:
-        The file; None on other ranks.
-
-    Raises:
-        RlgenError: the recipe has mistakes, or its directory holds a run.
-    """
+    """Writes `resolved.yaml` of the run that `train` would start, and starts nothing. Only rank 0 writes."""
     launch = Launch.of(os.environ)
     if launch.rank:
         return None
@@ -110,14 +97,7 @@ def write_resolved(path: Path, options: TrainOptions, say: Say = print) -> Path 
 
 
 def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float, say: Say) -> LoadedRecipe:
-    """Loads the recipe, with the options as overrides, and checks it against the launcher's processes and the time `began`.
-
-    Raises:
-        RecipeError: the recipe has mistakes.
-        UsageError: its deadline has passed.
-        SetupError: the library of a sink is not installed; raised on rank 0, which has the sinks.
-        ProcessError: the number or kind of launched processes is not what the recipe asks for.
-    """
+    """Loads the recipe, with the options as overrides, and checks it against the launcher's processes and the time `began`."""
     overrides = list(options.overrides)
     if options.max_steps is not None:
         overrides.append(f"run.steps={options.max_steps}")
@@ -144,14 +124,12 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
 
 
 def deadline_of(recipe: Recipe, began: float) -> Deadline | None:
-    """Returns the time of `run.must_save_by` for an attempt that began at `began` (seconds since 1970); None if it is not set."""
+    """The attempt began at `began`, in seconds since 1970."""
     return None if recipe.run.must_save_by is None else Deadline(moment(recipe.run.must_save_by, began))
 
 
 def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
-    """Joins the process group, and returns it with the recipe that all ranks have loaded. A mistake in the recipe is reported
-    once.
-    """
+    """Joins the process group, and returns it with the recipe that all ranks have loaded; a mistake in it is reported once."""
     loaded: LoadedRecipe | RlgenError
     try:
         loaded = load()
@@ -194,11 +172,7 @@ def nothing_left(place: Path) -> Iterator[None]:
 def run_with_status(
     loaded: LoadedRecipe, directory: RunDirectory, options: TrainOptions, processes: "Processes | None", stop: StopRequest
 ) -> None:
-    """Runs the attempt, keeps `status.json` up to date, and closes `directory`.
-
-    Args:
-        processes: the processes of the launcher; None: this is the only process.
-    """
+    """Runs the attempt, keeps `status.json` up to date, and closes `directory`."""
     is_main = processes is None or processes.is_main
     # Only rank 0 reads the file: it also replaces it, and on shared storage other ranks could fail to read it meanwhile.
     step, steps = int(directory.status().get("step", 0)) if is_main else 0, loaded.recipe.run.steps
@@ -249,7 +223,6 @@ def import_parts() -> None:
 def begin(
     recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", console: Console
 ) -> "tuple[RunContext, int]":
-    """Chooses the checkpoint, and sets aside what is later. Returns the attempt and the step of the checkpoint."""
     from rlgen.processes import Processes
     from rlgen.run.checkpoint import Checkpoints
     from rlgen.setup.trainer import RunContext
@@ -307,7 +280,6 @@ def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
 
 
 def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -> None:
-    """Sets aside the checkpoints and other files of steps after the chosen checkpoint."""
     for later in choice.later:  # first: if the process is killed here, the next attempt chooses the same step
         checkpoints.folder.set_aside(later)
     with written(directory.path):
@@ -315,9 +287,6 @@ def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -
 
 
 def open_or_stop(attempt: "RunContext", done: int, stop: StopRequest) -> "tuple[Trainer, Position]":
-    """Returns the trainer and the position from which it continues. Raises Stopped if the run is asked to stop before its first
-    step.
-    """
     from rlgen.setup.trainer import open_trainer
 
     processes = attempt.processes

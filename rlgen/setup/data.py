@@ -24,8 +24,6 @@ from rlgen.tools.box import schemas_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """The prompts of evaluations."""
-
     settings: EvalRecipe  # with every size that follows from the model and the data
     rows: Rows
     prompts: PromptStream
@@ -49,13 +47,7 @@ class Data:
 
 
 def open_data(recipe: Recipe) -> Data:
-    """Locates the model, and reads its tokenizer and the prompts.
-
-    Raises:
-        SetupError: the model or its tokenizer is not there, or cannot be used.
-        RecipeError: the lengths that it sets do not fit into the model.
-        DataError: there are no rows, or not enough for a step.
-    """
+    """Locates the model, and reads its tokenizer and the prompts."""
     location = locate(recipe.model.path)
     tokenizer = open_tokenizer(recipe, location)
     positions = check_model(location, recipe.model.revision, tokenizer)
@@ -99,12 +91,7 @@ def open_data(recipe: Recipe) -> Data:
 
 
 def rows_of(recipe: Recipe, data: DataRecipe, seed: int) -> Rows:
-    """Reads the rows that `data` names. If the recipe has an environment, the prompts are its first observations.
-
-    Raises:
-        DataError, SetupError: as `load_rows` raises them.
-        ToolError: the environment cannot be used, or fails for a row.
-    """
+    """Reads the rows that `data` names. If the recipe has an environment, the prompts are its first observations."""
     rows = load_rows(data, seed)
     if recipe.environment is None:
         return rows
@@ -113,12 +100,6 @@ def rows_of(recipe: Recipe, data: DataRecipe, seed: int) -> Rows:
 
 
 def open_tokenizer(recipe: Recipe, location: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer, with the chat template of the recipe.
-
-    Raises:
-        SetupError: there is no tokenizer, or it cannot be loaded.
-        DataError: the file of the template cannot be read.
-    """
     tokenizer = load_tokenizer(location, recipe.model.revision)
     if recipe.data.chat_template is not None:
         try:
@@ -129,11 +110,7 @@ def open_tokenizer(recipe: Recipe, location: str) -> PreTrainedTokenizerBase:
 
 
 def open_placeholder(recipe: Recipe, location: str) -> Placeholder | None:
-    """Returns how images stand in prompts; None: the recipe names no column of images.
-
-    Raises:
-        SetupError: the model reads images and the recipe names none, or the other way round; or its processor cannot be loaded.
-    """
+    """Returns how images stand in prompts; None: the recipe names no column of images."""
     config = load_config(location, recipe.model.revision)
     if recipe.data.columns.images is None and not reads_images(config):
         return None
@@ -161,18 +138,7 @@ def open_held_out(
     tools: Sequence[dict[str, Any]],
     images: Placeholder | None = None,
 ) -> HeldOut:
-    """Reads the prompts of evaluations, and counts those that are trained on.
-
-    Args:
-        tools: schemas that the chat template shows to the model.
-        images: how images stand in prompts; None: prompts have none.
-        recipe: with the sizes of training.
-        positions: of the model; None: its config names none.
-
-    Raises:
-        RecipeError: the lengths that it sets do not fit into the model.
-        DataError, SetupError: as for the data of training; the message names the key of `eval`.
-    """
+    """Reads the prompts of evaluations, and counts those that are trained on. An error names the key of `eval`."""
     data, limit = data_of(recipe, settings), eval_prompt_limit(recipe, settings, positions)
     try:
         rows = rows_of(recipe, data, seed_of(recipe))

@@ -20,14 +20,7 @@ from rlgen.tools.formats import format_of
 
 
 def open_dialogue(data: Data, output: Path) -> Dialogue | None:
-    """Opens the recipe's tools or its environment; returns None if it has neither. The caller must close its `turns`.
-
-    Args:
-        output: file for what they print.
-
-    Raises:
-        RlgenError: a tool or the environment cannot be used, or the model's chat template cannot show its answers.
-    """
+    """Opens the recipe's tools or its environment; returns None if it has neither. The caller must close its `turns`."""
     recipe, rollout = data.recipe, data.recipe.rollout
     if not recipe.talks:
         return None
@@ -40,7 +33,6 @@ def open_dialogue(data: Data, output: Path) -> Dialogue | None:
 
 
 def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], output: Path | None) -> ToolTurns:
-    """Opens the tools of the recipe, as `open_dialogue` does."""
     form = format_of(str(tokenizer.chat_template), recipe.data.tool_format)
     box = open_tools(recipe.tools, recipe.scoring, output)
     try:
@@ -64,6 +56,5 @@ def open_environment(
     stop_ids: Sequence[int],
     output: Path | None,
 ) -> EnvironmentTurns:
-    """Opens the environment of the recipe, as `open_dialogue` does."""
     suffixes = Suffixes.open(tokenizer, recipe.data, (), stop_ids, settings.role)
     return EnvironmentTurns.of(open_arena(settings, recipe.scoring, output), suffixes, tokenizer, recipe.data.columns.prompt)

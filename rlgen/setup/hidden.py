@@ -42,7 +42,6 @@ class Hidden:
 
 
 def flush() -> None:
-    """Writes what Python's streams hold back to where they lead now."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -24,11 +24,9 @@ class TrainOptions:
     callbacks: Sequence[Callback] = ()  # of a program that calls `rlgen.train`
 
     def __post_init__(self) -> None:
-        """Raises UsageError if one option contradicts another."""
         if self.clean and self.resumes:
             raise UsageError("--clean deletes what --resume goes on from; leave one of them out")
 
     @property
     def resumes(self) -> bool:
-        """Returns whether the run continues from an earlier attempt."""
         return self.resume or self.resume_step is not None

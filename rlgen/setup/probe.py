@@ -24,7 +24,6 @@ TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the window of `toy_gradient`; tokens of i
 
 
 def probe_of(recipe: Recipe, pair: Pair) -> Probe:
-    """Returns the probe that compares both sides of `pair` at their present weights."""
     policy, dtypes = pair.learner.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
     quantization, own = pair.engine.facts().quantization, recipe.sentinel
     held = {None: getattr(torch, dtypes[1]), "fp8": FP8}.get(quantization) if recipe.model.quantization is None else None
@@ -85,12 +84,10 @@ def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Gradient:
 
 
 def toy_samples(samples: Sequence[Sample]) -> Samples:
-    """Returns the samples cut to unequal lengths, in groups of two, the second of each with the higher reward."""
     return Samples.of([toy_sample(sample, place) for place, sample in enumerate(samples)])
 
 
 def toy_sample(sample: Sample, place: int) -> Sample:
-    """Returns the sample cut to its first tokens, as the worse (even `place`) or the better (odd) one of a pair."""
     tokens = min(len(sample.completion_ids), TOY_TOKENS + 3 * place)
     return replace(
         sample,

@@ -41,18 +41,6 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     """Trains the recipe's model on the answers of its data until it answers enough prompts right, and saves it.
 
     It is tested on the prompts of the recipe's evaluation; without one on other rows of its task, or else on those of the data.
-
-    Args:
-        recipe: its model is what to start from; its data, template and limits are used.
-        out: folder to write.
-        accuracy: share of sampled answers that are right at the end.
-
-    Returns:
-        The share that was reached.
-
-    Raises:
-        SetupError: it was not reached, or the model cannot be loaded.
-        CheckpointError: the folder cannot be written.
     """
     if recipe.data.columns.images is not None:
         raise SetupError("data.columns.images: a warm start trains on texts only; take a model that has learned to read images")
@@ -108,8 +96,7 @@ def supervised_loss(
 ) -> torch.Tensor:
     """Returns the mean cross entropy of the answers' ids, the ends of turns among them.
 
-    Args:
-        turns: tools or an environment; one row in `ASKS` calls it first, and its reply is not learned.
+    With `turns`, one row in `ASKS` calls it first, and its reply is not learned.
     """
     rows, labels = [], []
     asked: list[tuple[list[int], list[int]]] = [([], [])] * len(prompts)
@@ -130,7 +117,6 @@ def share_right(
     sampling: Sampling,
     dialogue: Dialogue | None,
 ) -> float:
-    """Returns the share of prompts whose sampled answer is the task's."""
     engine = TransformersEngine(model=model, fp32_head=True, max_num_seqs=TESTED)
     groups = rollout(engine, prompts, sampling, 1, 0, engine.weight_version, tokenizer, dialogue)
     model.requires_grad_(True)  # the engine has frozen it

@@ -21,11 +21,9 @@ class GuessNumber:
     """A number to guess. After each guess the model reads whether the number is higher or lower."""
 
     def __init__(self, highest: int = 100, guesses: int = 7) -> None:
-        """Sets the range, 1 to `highest`, and how many guesses there are."""
         self.highest, self.left = highest, guesses
 
     def reset(self, prompt: Any, seed: int) -> None:
-        """Draws the number."""
         self.number = Random(seed).randint(1, self.highest)
 
     def step(self, message: str) -> Step:
@@ -42,11 +40,9 @@ class Grid:
     """A square to cross, one step a turn, from one cell to another."""
 
     def __init__(self, size: int = 4, steps: int = 8) -> None:
-        """Sets the cells of a side, and how many steps there are."""
         self.size, self.left = size, steps
 
     def reset(self, prompt: Any, seed: int) -> str:
-        """Draws two cells, and says which they are."""
         rng = Random(seed)
         cells = [(x, y) for x in range(self.size) for y in range(self.size)]
         self.at, self.goal = rng.sample(cells, 2)
@@ -70,7 +66,6 @@ class Calculator:
     """A calculator beside a question. A message that ends with `?` is computed; any other one is the answer."""
 
     def __init__(self, uses: int = 4) -> None:
-        """Sets how many expressions are computed."""
         self.left = uses
 
     def reset(self, prompt: Any, answer: Any) -> None:

@@ -31,11 +31,7 @@ class OpenEnv:
         self._socket: Any = None
 
     async def reset(self, prompt: Any, seed: int) -> str:
-        """Begins an episode, and returns the row's prompt with the first observation below it.
-
-        Raises:
-            ConnectionError: the server is not there, or answers with an error.
-        """
+        """Begins an episode, and returns the row's prompt with the first observation below it."""
         import aiohttp
 
         self._http = aiohttp.ClientSession()
@@ -48,11 +44,7 @@ class OpenEnv:
         return f"{ahead}\n{self._text(found)}"
 
     async def step(self, message: str) -> tuple[str, float, bool]:
-        """Takes an action. One that cannot be read is answered to the model; a reward that the server leaves out is 0.
-
-        Raises:
-            ConnectionError: the server has gone, or answers with an error.
-        """
+        """Takes an action. One that cannot be read is answered to the model; a reward that the server leaves out is 0."""
         action: Any = {self._action: message} if self._action is not None else None
         if action is None:
             try:
@@ -68,7 +60,6 @@ class OpenEnv:
         return self._text(found), float(found.get("reward") or 0.0), bool(found.get("done"))
 
     async def close(self) -> None:
-        """Ends the session."""
         if self._socket is not None and not self._socket.closed:
             await self._socket.send_json({"type": "close"})
             await self._socket.close()
@@ -76,7 +67,6 @@ class OpenEnv:
             await self._http.close()
 
     async def _told(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns the answer. Raises ConnectionError if none comes."""
         try:
             await self._socket.send_json(message)
             answer = await self._socket.receive_json()
@@ -85,14 +75,12 @@ class OpenEnv:
         return {"type": answer.get("type"), "data": answer.get("data") or {}}
 
     def _observed(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns the data of an answer. Raises ConnectionError if it is no observation."""
         data: dict[str, Any] = answer["data"]
         if answer["type"] != "observation":
             raise ConnectionError(f"the OpenEnv server at {self._url}: {data.get('code')}: {data.get('message')}")
         return data
 
     def _text(self, found: dict[str, Any]) -> str:
-        """Returns what the model reads of an observation."""
         shown = found.get("observation", {})
         if self._observation is not None:
             shown = shown[self._observation]

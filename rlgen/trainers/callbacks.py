@@ -40,11 +40,10 @@ class Callbacks:
 
     @classmethod
     def of(cls, callbacks: Sequence[Callback], processes: Processes) -> "Callbacks":
-        """Takes the callbacks that the main process was given. This is a collective."""
+        """This is a collective."""
         return cls(callbacks=callbacks, processes=processes, there=processes.on_main(lambda: bool(callbacks)))
 
     def start(self, run: Path, recipe: Recipe, stop: StopRequest) -> None:
-        """Calls `on_start`."""
         self._call("on_start", "before the first step", stop, lambda: (run, recipe))
 
     def rollouts(self, step: int, got: Collected, writer: RolloutWriter, stop: StopRequest) -> None:
@@ -64,11 +63,9 @@ class Callbacks:
         self._call("on_rollouts", f"step {step}", stop, copied)
 
     def update(self, step: int, metrics: Mapping[str, Any], stop: StopRequest) -> None:
-        """Calls `on_update`."""
         self._call("on_update", f"step {step}", stop, lambda: (step, deepcopy(dict(metrics))))
 
     def step(self, step: int, metrics: Mapping[str, Any], stop: StopRequest) -> None:
-        """Calls `on_step`."""
         self._call("on_step", f"step {step}", stop, lambda: (step, deepcopy(dict(metrics))))
 
     def end(self, error: BaseException | None) -> None:

@@ -62,12 +62,6 @@ class Evaluator:
         """Evaluates the weights of version `step`, and returns the metrics. All processes must call this together.
 
         The samples are on disk when this returns.
-
-        Raises:
-            EngineError: the engine failed.
-            SentinelError: an answer does not match its request, or engine and trainer differ.
-            RewardError: rewards have failed, as in training.
-            CheckpointError: the samples cannot be written.
         """
         groups = self.processes.run_all(partial(self.groups, step), has_collectives=self.engine_share.shared, keepalive=True)
         samples = self.processes.run_all(partial(self.scored, groups, step), keepalive=True)
@@ -100,7 +94,7 @@ class Evaluator:
         return self.processes.gather([first_tokens(one, self.budget) for one in own if len(one.prompt_ids) < self.budget])
 
     def write(self, samples: Samples, step: int) -> None:
-        """Writes the samples of this process, and returns when they are on disk. None of them is trained."""
+        """The samples are on disk when this returns. None of them is trained."""
         if self.writer is not None:
             count, nothing = len(samples), np.zeros(len(samples) + 1, dtype=np.int64)
             written = Rollout(
@@ -114,7 +108,6 @@ class Evaluator:
             self.writer.wait()
 
     def close(self) -> None:
-        """Ends the writer and the processes of the rewards."""
         if self.writer is not None:
             self.writer.close()
         self.scorer.close()

@@ -46,7 +46,6 @@ class ExactSum:
         self.drop()
 
     def drop(self) -> None:
-        """Begins again at 0."""
         for place, total in enumerate(self._sums):
             if self._has[place]:
                 total.zero_()

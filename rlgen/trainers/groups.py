@@ -60,16 +60,10 @@ class Groups:
     learned: dict[int, Learned] = field(default_factory=dict)  # by group id
 
     def waits(self, samples: Samples) -> bool:
-        """Returns whether the group of `samples` is left for `finish`."""
         return self.late_from is not None and int(samples.sampled_tokens.max()) >= self.late_from
 
     def learn(self, table: RowTable, samples: Samples, epoch: float) -> None:
-        """Runs forward and backward on the rows of one group, and adds the gradient to the sums.
-
-        Args:
-            table: of the group alone.
-            epoch: passes over the data before the step.
-        """
+        """Runs forward and backward on the rows of one group, and adds the gradient to the sums."""
         with nullcontext() if self.waits(samples) else self.own_threads():
             window, signal, measured = self.windows.build(table, samples, epoch)
             part = self.update.run_first(replace(window, totals=self.provisional))
@@ -110,7 +104,6 @@ class Groups:
         return joined
 
     def joined(self, of_step: Sequence[Learned]) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
-        """Returns the sums over all groups of the step, in their order; see `finish`."""
         window = join_windows([one.window for one in of_step], [len(one.table) for one in of_step])
         tokens, divisor = window.totals.tokens, self.update.algorithm.divides_by
         factor = getattr(self.provisional, divisor) / max(getattr(window.totals, divisor), 1)
@@ -150,11 +143,7 @@ def provisional_totals(prompts: int, group_size: int, max_tokens: int) -> Totals
 
 
 def join_windows(windows: Sequence[Window], rows: Sequence[int]) -> Window:
-    """Returns the window of all groups, in their order.
-
-    Args:
-        rows: of the step's table, of each group.
-    """
+    """Returns the window of all groups, in their order; `rows` are how many each has in the step's table."""
     at = firsts([len(window.rows) for window in windows])
     pairs = firsts([window.totals.pairs for window in windows])
 
@@ -184,7 +173,6 @@ def join_windows(windows: Sequence[Window], rows: Sequence[int]) -> Window:
 
 
 def join_signals(signals: Sequence[Signal]) -> Signal:
-    """Returns the signal of the rows of all groups, in their order."""
     pairs = firsts([int(signal.pair_id.max()) + 1 for signal in signals])
     return Signal(
         advantages=torch.cat([signal.advantages for signal in signals]),
@@ -195,7 +183,6 @@ def join_signals(signals: Sequence[Signal]) -> Signal:
 
 
 def joined_parts(parts: Sequence[UpdateResult], rows: Sequence[int]) -> UpdateResult:
-    """Returns the sum of the results of all groups; `rows` is as in `join_windows`."""
     places = zip(parts, firsts(rows), strict=True)
     return UpdateResult.sum(
         [replace(part, nonfinite=frozenset(place + first for place in part.nonfinite)) for part, first in places]
@@ -205,9 +192,8 @@ def joined_parts(parts: Sequence[UpdateResult], rows: Sequence[int]) -> UpdateRe
 def scaled(part: UpdateResult, factor: float, token_factor: float) -> UpdateResult:
     """Returns the result of a step, corrected from the provisional denominators of its loss to the true ones.
 
-    Args:
-        factor: provisional over true denominator of the loss.
-        token_factor: the same of the tokens, by whose share the mean `policy_loss` counts a micro-batch.
+    `factor` is provisional over true denominator; `token_factor` that of the tokens, by whose share the mean `policy_loss` counts
+    a micro-batch.
     """
     stats = dict(part.stats)
     if Metric.POLICY_LOSS in stats:
@@ -217,7 +203,6 @@ def scaled(part: UpdateResult, factor: float, token_factor: float) -> UpdateResu
 
 
 def firsts(counts: Sequence[int]) -> list[int]:
-    """Returns where each of consecutive parts of these lengths begins."""
     begins: list[int] = np.cumsum([0, *counts])[:-1].tolist()
     return begins
 

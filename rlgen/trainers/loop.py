@@ -87,10 +87,6 @@ class Trainer:
     def nothing_trained(self, at: Position, start: Position, stop: StopRequest) -> Iterator[None]:
         """Handles the two ways in which a step ends before it changes a weight: a request to stop, and a drift.
 
-        Args:
-            at: the position before the step.
-            start: the position at which this attempt began.
-
         Raises:
             Stopped: the run was asked to stop, and is saved.
             SentinelError: engine and trainer differ. Samples of the step are not reused after a resume.
@@ -111,7 +107,6 @@ class Trainer:
             raise self.save.stopped(at, stop.why) from None
 
     def learn(self, got: Collected, step: int, clock: Clock) -> StepResult:
-        """Takes the optimizer steps of a step."""
         with clock("train"):
             stream = self.collect.stream
             if stream is None:
@@ -162,11 +157,7 @@ class Trainer:
             self.report.first_evaluation(evaluated, clock)
 
     def evaluated(self, step: int, clock: Clock) -> dict[str, Any]:
-        """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due.
-
-        Raises:
-            RlgenError: as `Evaluator` raises it. The step is trained again after a resume, and evaluated then.
-        """
+        """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due."""
         if self.evaluate is None or not self.evaluate.due(step):
             return {}
         with clock("eval"):

@@ -93,13 +93,8 @@ class Reporter:
         self.processes.on_main(write)
 
     def metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Reported:
-        """Writes one object to metrics.jsonl, one line to the console, and the status.
-
-        Args:
-            version: weight version of the engine.
-
-        Returns:
-            That object, and what the health rules found.
+        """Writes one object to metrics.jsonl, one line to the console, and the status. Returns that object, and what the health
+        rules found.
         """
         return self.processes.on_main(partial(self._metrics, step, got, measured, version, clock))
 

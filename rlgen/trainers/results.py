@@ -76,7 +76,7 @@ class MicroBatchResult:
     stats: Stats
 
     def values(self) -> list[Tensor | float]:
-        """Returns all numbers in the order in which `UpdateResult.of` reads them."""
+        """Returns all numbers, in the order in which `UpdateResult.of` reads them."""
         return [self.loss, self.finite, *(value for stat in self.stats.values() for value in (stat.total, stat.count))]
 
 
@@ -91,7 +91,6 @@ class SkippedUpdate:
     parameters: tuple[str, ...]  # parameters of this process whose gradient is not finite
 
     def words(self) -> str:
-        """Returns what was not finite, such as `the gradient's norm is nan, first in NAME`."""
         if not math.isfinite(self.loss):
             return f"the loss is {self.loss}"
         if self.grad_norm is None:
@@ -99,13 +98,11 @@ class SkippedUpdate:
         return f"the gradient's norm is {self.grad_norm}, first in {next(iter(self.parameters), 'another process')}"
 
     def consequence(self) -> str:
-        """Returns what was skipped, such as `the update was skipped and no weight has moved`."""
         if self.update:
             return f"the updates after the first {self.update} of the step were skipped"
         return "the update was skipped and no weight has moved"
 
     def verdict(self) -> dict[str, Any]:
-        """Returns what was not finite, as JSON values."""
         return {
             "update": self.update,
             "loss": as_text(self.loss),

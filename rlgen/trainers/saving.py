@@ -42,9 +42,6 @@ class Saver:
     def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: Clock) -> None:
         """Saves the position after a step if that is due: by the recipe, on request, as the best one, or because the run ends.
 
-        Args:
-            refused: why the engine did not take the weights of the step; None: it did.
-
         Raises:
             EngineError: `refused`, after the save.
             DivergedError: a health rule ends the run; raised after the save.
@@ -84,9 +81,6 @@ class Saver:
 
     def finish(self, wait: bool) -> None:
         """Deletes from the journal what a newly completed checkpoint makes unnecessary.
-
-        Args:
-            wait: wait for the save that is going on.
 
         Raises:
             CheckpointError: the save failed; raised in all processes.

@@ -38,11 +38,7 @@ class Stream:
     def while_sampling(self, step: int, epoch: float, sample: Callable[[], Sampled]) -> Sampled:
         """Returns what `sample` returns, which runs in a thread of its own. Trains on groups as soon as they are scored.
 
-        Args:
-            epoch: passes over the data before this step.
-
-        Raises:
-            RlgenError: as `sample`, the rewards and `Updater` raise it; sampling has then ended, and nothing is left of the step.
+        After an error, sampling has ended, and nothing is left of the step.
         """
         sampled: Future[Sampled] = Future()
 

@@ -79,7 +79,6 @@ class Updater:
             return self._train(window, step, first)
 
     def _train(self, window: Window, step: int, first: UpdateResult | None) -> tuple[dict[str, Any], SkippedUpdate | None]:
-        """Trains on `window`, for `__call__`."""
         metrics: dict[str, Any] = {
             Metric.LOSS: None,
             Metric.GRAD_NORM: None,
@@ -151,10 +150,7 @@ class Updater:
 
     @torch.no_grad()
     def _entropy(self, window: Window) -> None:
-        """Stores the entropy of each token of this process in `window`, before the first update.
-
-        Which tokens are trained depends on the entropy of all of them.
-        """
+        """Stores the entropy of each token of this process: which ones are trained depends on that of all."""
         for rows in (*window.micro_batches, *window.idle):
             batch = collate(window.samples, rows, self.processes.device)
             with memory_for(f"the entropy of {extent(batch)}", self.less_memory("forward"), SetupError):
@@ -178,7 +174,6 @@ class Updater:
             return UpdateResult.of(pieces, having)
 
     def _backward(self, window: Window, batch: Batch, update: int) -> MicroBatchResult:
-        """Runs forward and backward on one micro-batch."""
         with memory_for(f"the forward pass of {extent(batch)}", self.less_memory("forward"), SetupError):
             loss, piece = self._forward(window, batch, update)
         with memory_for(f"the backward pass of {extent(batch)}", self.less_memory("backward"), SetupError):
@@ -186,7 +181,6 @@ class Updater:
         return piece
 
     def _forward(self, window: Window, batch: Batch, update: int) -> tuple[Tensor, MicroBatchResult]:
-        """Runs the policy on one micro-batch, and returns the loss, ready for backward, and what was measured."""
         both = tuple(dict.fromkeys((loss_distribution(self.algorithm, self.distribution), self.distribution)))
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
         policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach()
@@ -215,7 +209,6 @@ class Updater:
         )
 
     def _inputs(self, window: Window, batch: Batch, policy_logp: Tensor, entropy: Tensor) -> LossInputs:
-        """Returns the inputs of the loss for the rows of a micro-batch."""
         rows, device = torch.tensor(batch.rows), policy_logp.device
         weight = importance_weight(
             window.get("old_at_sampling", batch), batch.sampler_logp, batch.mask, self.algorithm.correction
@@ -266,9 +259,7 @@ class Updater:
     def _step(self, norm: Tensor, step: int) -> None:
         """Clips the gradient, whose norm is `norm`, and runs one optimizer step.
 
-        Raises:
-            DivergedError: a weight in one process is not finite after it; raised in all processes.
-            SetupError: a process has too little memory; raised in all processes.
+        Raises DivergedError in all processes if a weight in one is not finite after it.
         """
 
         def move() -> bool:
@@ -313,6 +304,5 @@ def same_bits(wanted: bool) -> Iterator[None]:
 
 
 def extent(batch: Batch) -> str:
-    """Returns the size of a padded batch, such as `4 rows of 72 tokens`."""
     rows, tokens = batch.input_ids.shape
     return f"{rows} rows of {tokens} tokens"
