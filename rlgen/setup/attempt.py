@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,16 +22,15 @@ from rlgen.heap import importing, keep_freed_memory
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
-from rlgen.run.console import Console, check_progress, open_console
+from rlgen.run.console import OUTPUTS, Console, check_progress, open_console
 from rlgen.run.deadline import Deadline
 from rlgen.run.directory import RunDirectory, ended_as
 from rlgen.run.launch import Launch, check_launch, parents
 from rlgen.run.logs import log_to
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.run.sinks.open import check_libraries
-from rlgen.setup.hidden import Hidden
-from rlgen.setup.options import TrainOptions
-from rlgen.setup.reopen import after_restart, join_directory, not_a_file, open_directory
+from rlgen.setup.reopen import TrainOptions, after_restart, not_a_file, open_directory
+from rlgen.worker_pool.process import Printer
 
 if TYPE_CHECKING:
     from rlgen.processes import Processes
@@ -72,7 +71,7 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
         with processes.reporting_once():
             options = processes.on_main(lambda: after_restart(loaded.recipe.run_path, asked))
             directory = processes.main_first(
-                lambda: open_directory(loaded, options) if processes.is_main else join_directory(loaded)
+                lambda: open_directory(loaded, options) if processes.is_main else RunDirectory.join(loaded.recipe.run_path)
             )
         run_with_status(loaded, directory, options, processes, stop)
         processes.close()
@@ -211,6 +210,44 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
             hidden.to(logs)  # the earlier attempt's was set aside
         if done < recipe.run.steps:
             learn(attempt, done, stop)
+
+
+class Hidden:
+    """Sends what this process writes to descriptors 1 and 2 to a file: warnings and progress bars, from Python and from C.
+
+    A stream that `rlgen.run.console.apart` returned before still leads to the screen. Descriptors are as before when the block
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+
+    def __enter__(self) -> "Hidden":
+        return self
+
+    def to(self, path: Path) -> None:
+        """Appends what is printed from now on to the file at `path`. Raises CheckpointError if it cannot be opened."""
+        self._undo.close()
+        printer = Printer(path)
+        self._undo.callback(printer.close)  # last, when nothing writes to its pipe any more
+        pipe = printer.pipe()
+        flush()
+        for output in OUTPUTS:
+            with suppress(OSError):  # closed, as by `rlgen train … >&-`
+                copy = os.dup(output)
+                self._undo.callback(os.close, copy)
+                self._undo.callback(os.dup2, copy, output)
+                os.dup2(pipe.fileno(), output)
+        self._undo.callback(flush)
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def import_parts() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlgen.algorithms.base import Algorithm, Signal, loss_distribution
+from rlgen.algorithms.base import Signal, loss_distribution
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
@@ -70,10 +70,6 @@ class Side:
             update=update,
             groups=build_groups(recipe, learner, windows, update),
         )
-
-    @property
-    def algorithm(self) -> Algorithm:
-        return self.learner.algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +186,7 @@ def one_of(measure: Any, values: Tensor) -> float | None:
 
 def ratio_after(side: Side, window: Window) -> Tensor:
     """Returns [N] float64, of all processes: the probability of each trained token after the step, divided by that before."""
-    distribution = loss_distribution(side.algorithm, side.update.distribution)
+    distribution = loss_distribution(side.learner.algorithm, side.update.distribution)
     rows = (*window.micro_batches, *window.idle)
     now = score_own(side.learner.policy, window.samples, distribution, side.windows.budget, side.processes, rows)
     mask = torch.from_numpy(window.samples.loss_mask.values)

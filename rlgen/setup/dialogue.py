@@ -8,28 +8,31 @@ from transformers import PreTrainedTokenizerBase
 from rlgen.data.suffix import Suffixes
 from rlgen.errors import SetupError
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import EnvironmentRecipe
 from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.tools import ToolTurns
-from rlgen.rollout.turns import Turns
-from rlgen.setup.data import Data
 from rlgen.tools.arena import open_arena
 from rlgen.tools.box import open_tools
 from rlgen.tools.formats import format_of
 
 
-def open_dialogue(data: Data, output: Path) -> Dialogue | None:
-    """Opens the recipe's tools or its environment; returns None if it has neither. The caller must close its `turns`."""
-    recipe, rollout = data.recipe, data.recipe.rollout
+def open_dialogue(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], output: Path | None
+) -> Dialogue | None:
+    """Opens the recipe's tools or its environment; returns None if it has neither. The caller must close its `turns`.
+
+    `output` is the file for what they print; None: standard error.
+    """
     if not recipe.talks:
         return None
-    turns: Turns
-    if recipe.environment is None:
-        turns = open_turns(recipe, data.tokenizer, data.stop_ids, output)
+    turns: ToolTurns | EnvironmentTurns
+    if (environment := recipe.environment) is None:
+        turns = open_turns(recipe, tokenizer, stop_ids, output)
     else:
-        turns = open_environment(recipe, recipe.environment, data.tokenizer, data.stop_ids, output)
-    return Dialogue(turns=turns, max_turns=rollout.max_turns, reply_timeout=rollout.reply_timeout)
+        suffixes = Suffixes.open(tokenizer, recipe.data, (), stop_ids, environment.role)
+        arena = open_arena(environment, recipe.scoring, output)
+        turns = EnvironmentTurns.of(arena, suffixes, tokenizer, recipe.data.columns.prompt)
+    return Dialogue(turns=turns, max_turns=recipe.rollout.max_turns, reply_timeout=recipe.rollout.reply_timeout)
 
 
 def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], output: Path | None) -> ToolTurns:
@@ -47,14 +50,3 @@ def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Seq
     except BaseException:
         box.close()
         raise
-
-
-def open_environment(
-    recipe: Recipe,
-    settings: EnvironmentRecipe,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: Sequence[int],
-    output: Path | None,
-) -> EnvironmentTurns:
-    suffixes = Suffixes.open(tokenizer, recipe.data, (), stop_ids, settings.role)
-    return EnvironmentTurns.of(open_arena(settings, recipe.scoring, output), suffixes, tokenizer, recipe.data.columns.prompt)

@@ -141,7 +141,7 @@ def evaluate_model(
     with ExitStack() as open_parts:
         scorer = open_eval_scorer(recipe, data.held_out, logs / "rewards.log", None, None)
         open_parts.callback(scorer.close)
-        dialogue = open_dialogue(data, logs / "tools.log")
+        dialogue = open_dialogue(recipe, data.tokenizer, data.stop_ids, logs / "tools.log")
         if dialogue is not None:
             open_parts.callback(dialogue.turns.close)
         pair = open_pair(recipe, data, None, processes, logs, say)

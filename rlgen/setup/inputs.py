@@ -41,12 +41,10 @@ def ids_of(data: Data) -> dict[str, Any]:
     return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
 
 
-def facts_of(held_out: HeldOut | None) -> dict[str, Any]:
-    if held_out is None:
-        return {}
-    rows = held_out.rows
-    facts = {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **held_out.prompts.counts}
-    return {**facts, "trained_on_too": held_out.overlap}
+def facts_of(data: Data | HeldOut) -> dict[str, Any]:
+    """Returns what is recorded of the data of training, or of evaluations."""
+    rows = data.rows
+    return {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts}
 
 
 def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | None]) -> str | None:
@@ -106,7 +104,7 @@ def record_attempt(
     engine: EngineInfo,
 ) -> None:
     """Appends the facts of this attempt to `provenance.json`."""
-    data, rows = pair.data, pair.data.rows
+    data, held_out = pair.data, pair.data.held_out
     entry = {
         **provenance(),
         "launcher": launched_by(),
@@ -114,8 +112,8 @@ def record_attempt(
         "model": data.location,
         "weights": pair.learner.began_with,
         **ids_of(data),
-        "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
-        "eval": facts_of(data.held_out),
+        "data": facts_of(data),
+        "eval": {} if held_out is None else {**facts_of(held_out), "trained_on_too": held_out.overlap},
         "rewards": rewards,
         "sentinel": [rung.as_json() for rung in rungs],
         "from_step": pair.position.step,

@@ -22,8 +22,7 @@ from rlgen.recipe.models import ServerEngineRecipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
-from rlgen.trainers.exact import ExactSum
-from rlgen.trainers.groups import Groups, provisional_totals
+from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position, Sampling

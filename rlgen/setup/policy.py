@@ -50,7 +50,7 @@ def open_policies(
     prompts: Sequence[NDArray[np.int32]],
     say: Callable[[str], None],
 ) -> Policies:
-    """Loads the policy from model.path. If it is sharded, its reference is loaded too, since a sharded policy cannot be copied."""
+    """Loads the policy from model.path; if it is sharded, its reference too, since a sharded policy cannot be copied."""
     sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
     mesh = mesh_of(processes, recipe.processes.shard) if sharded else None
     policy = (

@@ -1,20 +1,21 @@
 """Opens the directory of a run: a new one, or that of an earlier attempt, if the recipe still describes the same run."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlgen.callbacks import Callback
 from rlgen.errors import RlgenError, UsageError
 from rlgen.files import read_text, write_text
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe
 from rlgen.recipe.sizes import FOLLOWING
+from rlgen.run.console import Progress
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by, restarted
-from rlgen.setup.options import TrainOptions
 
 # Exit codes after which a launcher's restart is useless: a requested stop, and errors in the input.
 FINAL = (2, 3, 4, 5, 7, 8, 75)
@@ -30,6 +31,29 @@ MAY_CHANGE = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """Options of `rlgen train` besides the recipe, such as TrainOptions(overrides=["run.steps=10"], resume=True)."""
+
+    overrides: Sequence[str] = ()  # "section.key=value", as after --set; the last one wins
+    max_steps: int | None = None  # the same as run.steps=N
+    run_dir: Path | None = None  # instead of run.dir/run.name
+    resume: bool = False  # continue the run that is in the directory
+    resume_step: int | None = None  # step of the checkpoint to resume from, implies `resume`; None: the newest good one
+    changed_rewards: bool = False  # resume although files of rewards were edited
+    clean: bool = False  # delete what an earlier run left in the directory
+    progress: Progress = "auto"  # how the run is shown while it trains
+    callbacks: Sequence[Callback] = ()  # of a program that calls `rlgen.train`
+
+    def __post_init__(self) -> None:
+        if self.clean and self.resumes:
+            raise UsageError("--clean deletes what --resume goes on from; leave one of them out")
+
+    @property
+    def resumes(self) -> bool:
+        return self.resume or self.resume_step is not None
+
+
 def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
     """Opens the run's directory, on rank 0."""
     path, resolved = loaded.recipe.run_path, dump_recipe(loaded.recipe)
@@ -39,10 +63,6 @@ def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
     if options.clean:
         RunDirectory.clean(path)
     return RunDirectory.create(path, loaded.text, resolved)
-
-
-def join_directory(loaded: LoadedRecipe) -> RunDirectory:
-    return RunDirectory.join(loaded.recipe.run_path)
 
 
 def not_a_file(path: Path) -> None:

@@ -203,7 +203,7 @@ class Recorder:
         wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.refill
         while wanted and left:
             silent = silent_groups(
-                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.algorithm, own.weights
+                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.learner.algorithm, own.weights
             )
             replaced |= np.isin(table.group_id, silent)
             first, wanted, left = first + wanted, len(silent), left - 1

@@ -44,11 +44,10 @@ from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
 from rlgen.trainers.callbacks import Callbacks
 from rlgen.trainers.collect import Collector
-from rlgen.trainers.groups import Groups
+from rlgen.trainers.groups import Groups, Stream
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.report import Reporter
 from rlgen.trainers.saving import Saver
-from rlgen.trainers.stream import Stream
 from rlgen.types import Position
 
 
@@ -82,7 +81,7 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         recipe = data.recipe
         attempt = replace(attempt, recipe=recipe)
         tools_log = attempt.directory.logs / (f"tools.rank{processes.rank}.log" if processes.rank else "tools.log")
-        dialogue = processes.run_all(lambda: open_dialogue(data, tools_log))
+        dialogue = processes.run_all(lambda: open_dialogue(recipe, data.tokenizer, data.stop_ids, tools_log))
         if dialogue is not None:
             undo.callback(dialogue.turns.close)
         own = recipe.rollout.use

@@ -6,7 +6,6 @@ RL needs a model that succeeds now and then, but a random one never does. A tiny
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -24,11 +23,11 @@ from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.tools import ToolTurns
 from rlgen.setup.data import open_tokenizer, rows_of
-from rlgen.setup.dialogue import open_environment, open_turns
+from rlgen.setup.dialogue import open_dialogue
 from rlgen.tools.box import schemas_of
 from rlgen.types import Prompt, Sampling
 
-Asked: TypeAlias = ToolTurns | EnvironmentTurns
+Asked = ToolTurns | EnvironmentTurns
 
 BATCH = 64  # rows of a step
 EVERY, TESTED = 5, 128  # steps between two measurements, and prompts of each
@@ -58,16 +57,11 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     sampling = Sampling(max_tokens=recipe.rollout.max_completion_tokens, temperature=1.0, stop_ids=ends)
     tested, right, step = test.take(0, TESTED), 0.0, 0
     with ExitStack() as opened:
-        turns: Asked | None = None
-        dialogue = None
-        if recipe.environment is not None:
-            turns = open_environment(recipe, recipe.environment, tokenizer, ends, None)
-        elif tools:
-            turns = open_turns(recipe, tokenizer, ends, None)
+        dialogue = open_dialogue(recipe, tokenizer, ends, None)
+        turns = None if dialogue is None else dialogue.turns
         if turns is not None:
             opened.callback(turns.close)
-            said = recipe.rollout
-            dialogue = Dialogue(turns=turns, max_turns=said.max_turns, reply_timeout=said.reply_timeout)
+            assert isinstance(turns, Asked)
         while right < accuracy:
             if step == MOST_STEPS:
                 raise SetupError(f"{right:.0%} of the answers are right after {step} steps, not {accuracy:.0%}; lower --accuracy")

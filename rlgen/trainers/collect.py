@@ -20,7 +20,7 @@ from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopRequest
-from rlgen.trainers.stream import Stream
+from rlgen.trainers.groups import Stream
 from rlgen.types import Group, Prompt, Samples
 
 
@@ -65,7 +65,8 @@ class Collector:
         """Samples and scores the prompts of a step, from `position` on.
 
         If the recipe sets `rollout.refill`, further prompts replace groups without signal. All processes see all rewards, and
-        therefore take the same number of further prompts. All must call this together. Raises StopNow if the run was asked to stop.
+        therefore take the same number of further prompts. All must call this together. Raises StopNow if the
+        run was asked to stop.
         """
         try:
             stop.check(self.processes, before_step=True)

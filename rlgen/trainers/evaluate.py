@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.data import PromptStream
@@ -19,9 +18,10 @@ from rlgen.rollout.sample import rollout
 from rlgen.rollout.table import RowTable
 from rlgen.run.best import Best
 from rlgen.run.evaluation import evaluation_metrics
-from rlgen.run.rollouts import Rollout, RolloutWriter
+from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.watch import Watch
-from rlgen.types import Group, Ragged, Sample, Samples, Sampling, Span
+from rlgen.trainers.results import untrained
+from rlgen.types import Group, Sample, Samples, Sampling, Span
 
 COMPARED = 8  # completions of each process whose log-probs are compared with the trainer's
 
@@ -96,15 +96,7 @@ class Evaluator:
     def write(self, samples: Samples, step: int) -> None:
         """The samples are on disk when this returns. None of them is trained."""
         if self.writer is not None:
-            count, nothing = len(samples), np.zeros(len(samples) + 1, dtype=np.int64)
-            written = Rollout(
-                step=step,
-                samples=samples,
-                policy_logp=Ragged(np.zeros(0, dtype=np.float32), nothing),
-                advantage=np.zeros(count),
-                trained=np.zeros(count, dtype=bool),
-            )
-            self.writer.write(written)
+            self.writer.write(untrained(step, samples))
             self.writer.wait()
 
     def close(self) -> None:

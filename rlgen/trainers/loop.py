@@ -71,7 +71,7 @@ class Trainer:
             at = Position(step, at.prompts + got.prompts, at.nonfinite + 1 if learned.skipped else 0)
             with clock("save"):
                 self.report.rollouts(at, got, learned)
-            self.callbacks.update(step, learned.metrics, stop)
+            self.callbacks.measured("on_update", step, learned.metrics, stop)
             refused, probed = self.sync(step, clock)
             evaluated = {} if refused else self.evaluated(step, clock)
             measured = {**learned.metrics, **probed, **evaluated}
@@ -79,7 +79,7 @@ class Trainer:
             # Saves after the metrics, so that a step with a checkpoint has metrics. The time of the save counts to the next step.
             seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
             self.save.after_step(at, checkup, refused, clock)
-            self.callbacks.step(step, record, stop)
+            self.callbacks.measured("on_step", step, record, stop)
             saving = clock.seconds
             stop.took(seconds, update, *self.save.checkpoints.took())
 

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlgen.algorithms.base import Signal
 from rlgen.losses.inputs import Mean, Stats
+from rlgen.rollout.parquet import Rollout
 from rlgen.run.records import as_text
 from rlgen.trainers.window import Window
+from rlgen.types import Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +122,11 @@ class StepResult:
     signal: Signal  # of the rows that were not replaced
     metrics: dict[str, Any]
     skipped: SkippedUpdate | None  # the same in all processes; None: no update was skipped
+
+
+def untrained(step: int, samples: Samples) -> Rollout:
+    """Returns samples as they are written, without what follows from an update."""
+    count = len(samples)
+    nothing = Ragged(np.zeros(0, dtype=np.float32), np.zeros(count + 1, dtype=np.int64))
+    advantage, trained = np.zeros(count), np.zeros(count, dtype=bool)
+    return Rollout(step=step, samples=samples, policy_logp=nothing, advantage=advantage, trained=trained)

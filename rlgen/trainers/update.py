@@ -125,7 +125,7 @@ class Updater:
         return metrics | {name: stat.value for name, stat in total.stats.items()}, skipped
 
     def run_first(self, window: Window) -> UpdateResult:
-        """Runs the micro-batches of a first update, and adds up their gradients in the parameters. For `trainers.stream`."""
+        """Runs the micro-batches of a first update, and adds up their gradients in the parameters. For `trainers.groups`."""
         with same_bits(self.deterministic):
             return self._run(window, 0)
 

@@ -9,7 +9,7 @@ from rlgen.cli.inspect import copy_command
 from rlgen.cli.warm import warm_start_command
 from rlgen.errors import SetupError, UsageError
 from rlgen.setup.attempt import train
-from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import TrainOptions
 
 TINY = "tiny:qwen3"
 

@@ -26,7 +26,7 @@ from rlgen.run.sinks.base import LONGEST_TEXT, Opening, Table, read_table
 from rlgen.run.sinks.open import Sinks, numbers_of
 from rlgen.run.sinks.sink import ROOM, Sink
 from rlgen.setup.attempt import train
-from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import TrainOptions
 
 STEPS = 3
 KINDS = ("trackio", "wandb", "tensorboard", "mlflow")
