@@ -69,7 +69,7 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
         echo(plan(recipe))
     data = opened(recipe) if count and can_open(recipe) else None
     if data is not None and recipe.tools:
-        from rlgen.setup.dialogue import open_turns
+        from rlgen.setup.data import open_turns
 
         open_turns(recipe, data.tokenizer, data.stop_ids, None).close()
     shown = [] if data is None else rendered(data, count)

@@ -1,4 +1,6 @@
-"""Opens the tokenizer and the prompts before any weights are loaded: this is cheap, so that errors in them are reported first."""
+"""Opens tokenizer, prompts, and what answers the model between its turns, before any weights are loaded: this is cheap, so that
+errors in them are reported first.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.data import Placeholder, PromptStream, Rows, build_prompts, cached_rows, listed, load_rows, overlap, warnings_of
+from rlgen.data.suffix import Suffixes
 from rlgen.errors import DataError, SetupError
 from rlgen.models.load import cached_model, check_model, load_config, load_tokenizer, locate, stop_ids
 from rlgen.models.vision import FAMILIES, Vision, reads_images
@@ -17,9 +20,13 @@ from rlgen.recipe import Recipe
 from rlgen.recipe.evaluation import data_of, seed_of
 from rlgen.recipe.models import DataRecipe, EvalRecipe
 from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
+from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.observed import observed
+from rlgen.rollout.tools import ToolTurns
 from rlgen.tools.arena import open_arena
-from rlgen.tools.box import schemas_of
+from rlgen.tools.box import open_tools, schemas_of
+from rlgen.tools.formats import format_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +168,39 @@ def open_held_out(
 def of_eval(text: str) -> str:
     """Returns a message about keys of `data` with the same keys of `eval`."""
     return re.sub(r"\bdata\.(source|subset|split|revision|columns|options|limit)\b", r"eval.\1", text)
+
+
+def open_dialogue(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], output: Path | None
+) -> Dialogue | None:
+    """Opens the recipe's tools or its environment; returns None if it has neither. The caller must close its `turns`.
+
+    `output` is the file for what they print; None: standard error.
+    """
+    if not recipe.talks:
+        return None
+    turns: ToolTurns | EnvironmentTurns
+    if (environment := recipe.environment) is None:
+        turns = open_turns(recipe, tokenizer, stop_ids, output)
+    else:
+        suffixes = Suffixes.open(tokenizer, recipe.data, (), stop_ids, environment.role)
+        arena = open_arena(environment, recipe.scoring, output)
+        turns = EnvironmentTurns.of(arena, suffixes, tokenizer, recipe.data.columns.prompt)
+    return Dialogue(turns=turns, max_turns=recipe.rollout.max_turns, reply_timeout=recipe.rollout.reply_timeout)
+
+
+def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], output: Path | None) -> ToolTurns:
+    form = format_of(str(tokenizer.chat_template), recipe.data.tool_format)
+    box = open_tools(recipe.tools, recipe.scoring, output)
+    try:
+        suffixes = Suffixes.open(tokenizer, recipe.data, box.schemas, stop_ids)
+        # A template that the recipe names is the user's own: a model may know its tools without being shown them.
+        if recipe.data.chat_template is None and not suffixes.shows_tools:
+            raise SetupError(
+                "tools: the chat template does not show tools to the model, so that it could not call them; set"
+                " data.chat_template to a file with a template that does"
+            )
+        return ToolTurns.of(box, suffixes, tokenizer, form)
+    except BaseException:
+        box.close()
+        raise

@@ -20,8 +20,7 @@ from rlgen.run.manifest import check_model_files
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.watch import Watch
-from rlgen.setup.data import Data, HeldOut, open_data
-from rlgen.setup.dialogue import open_dialogue
+from rlgen.setup.data import Data, HeldOut, open_data, open_dialogue
 from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
 from rlgen.trainers.evaluate import Evaluator

@@ -34,8 +34,7 @@ from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
-from rlgen.setup.data import Data, open_data
-from rlgen.setup.dialogue import open_dialogue
+from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.setup.inputs import record_attempt, same_inputs, user_files
 from rlgen.setup.largest import try_largest
@@ -215,9 +214,6 @@ def build_trainer(
     return Trainer(
         recipe=recipe,
         processes=processes,
-        policy=learner.policy,
-        engine=pair.engine,
-        journal=journal,
         collect=Collector(
             recipe=recipe.rollout,
             processes=processes,
@@ -233,7 +229,6 @@ def build_trainer(
         ),
         windows=windows,
         update=update,
-        schedule=learner.schedule,
         evaluate=evaluate,
         report=report,
         save=Saver(

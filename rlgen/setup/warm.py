@@ -22,8 +22,7 @@ from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.tools import ToolTurns
-from rlgen.setup.data import open_tokenizer, rows_of
-from rlgen.setup.dialogue import open_dialogue
+from rlgen.setup.data import open_dialogue, open_tokenizer, rows_of
 from rlgen.tools.box import schemas_of
 from rlgen.types import Prompt, Sampling
 

@@ -18,8 +18,7 @@ from rlgen.rollout.parquet import table
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.signals import StopRequest
 from rlgen.run.state import random_tensors, set_random
-from rlgen.trainers.collect import Collected
-from rlgen.trainers.results import untrained
+from rlgen.trainers.collect import Collected, untrained
 from rlgen.worker_pool.failures import described, user_line
 
 LATER = ("policy_logp", "advantage", "trained")  # columns that are not known before the update

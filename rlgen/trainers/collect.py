@@ -16,12 +16,13 @@ from rlgen.recipe.models import RolloutRecipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.journal import Journal
+from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopRequest
 from rlgen.trainers.groups import Stream
-from rlgen.types import Group, Prompt, Samples
+from rlgen.types import Group, Prompt, Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,3 +145,11 @@ def silent_groups(table: RowTable, algorithm: Algorithm, weights: Mapping[str, f
     signal = algorithm.advantages(table.scores(weights))
     has_gradient = (signal.trained & (signal.advantages != 0)).numpy()
     return np.setdiff1d(table.group_id, table.group_id[has_gradient])
+
+
+def untrained(step: int, samples: Samples) -> Rollout:
+    """Returns samples as they are written, without what follows from an update."""
+    count = len(samples)
+    nothing = Ragged(np.zeros(0, dtype=np.float32), np.zeros(count + 1, dtype=np.int64))
+    advantage, trained = np.zeros(count), np.zeros(count, dtype=bool)
+    return Rollout(step=step, samples=samples, policy_logp=nothing, advantage=advantage, trained=trained)

@@ -20,7 +20,7 @@ from rlgen.run.best import Best
 from rlgen.run.evaluation import evaluation_metrics
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.watch import Watch
-from rlgen.trainers.results import untrained
+from rlgen.trainers.collect import untrained
 from rlgen.types import Group, Sample, Samples, Sampling, Span
 
 COMPARED = 8  # completions of each process whose log-probs are compared with the trainer's

@@ -28,8 +28,7 @@ from rlgen.rewards.early import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
 from rlgen.run.state import random_tensors, set_random
-from rlgen.trainers.results import UpdateResult
-from rlgen.trainers.update import Updater
+from rlgen.trainers.update import Updater, UpdateResult
 from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Group, Samples
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from rlgen.algorithms.base import Algorithm, Signal, loss_distribution
 from rlgen.errors import DivergedError
 from rlgen.losses.correction import Mismatch
-from rlgen.losses.entropy import entropy_kept
 from rlgen.losses.inputs import Totals, onto
 from rlgen.losses.kl import reward_kl
+from rlgen.losses.masking import entropy_kept
 from rlgen.losses.order import quantile
 from rlgen.metrics import Metric
 from rlgen.models.policy import BasePolicy, Policy
