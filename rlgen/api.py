@@ -58,7 +58,7 @@ def train(
     """
     from rlgen.analysis.run import read_run
     from rlgen.setup.attempt import train as train_attempt
-    from rlgen.setup.options import TrainOptions
+    from rlgen.setup.reopen import TrainOptions
 
     options = TrainOptions(
         overrides=overrides,

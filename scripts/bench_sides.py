@@ -213,7 +213,7 @@ class Steps:
 def run_rlgen(workload: Workload, folder: Path, steps: Steps, stream: bool = False) -> None:
     """Trains with rlgen, as `rlgen train` does; with `stream`, on groups that are complete while a server samples others."""
     from rlgen.setup.attempt import train
-    from rlgen.setup.options import TrainOptions
+    from rlgen.setup.reopen import TrainOptions
 
     with importing():  # as a run imports it
         from rlgen.engines import vllm_compat

@@ -74,7 +74,7 @@ IN_FLIGHT = ("flight",)
 SAVE = "file:/checkpoints/:{at}@4"  # the n-th write of a save, where `at` is a share of all of them
 JOURNAL, FRAMES = "rlgen.rollout.journal", "rlgen.rollout.frames"
 LOOP, UPDATE, FILES = "rlgen.trainers.loop", "rlgen.trainers.update", "rlgen.run.directory"
-EXACT = "rlgen.trainers.exact"
+EXACT = "rlgen.trainers.groups"
 
 
 @dataclass(frozen=True, slots=True)

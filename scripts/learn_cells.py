@@ -37,7 +37,7 @@ from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOpti
 from rlgen.rewards.builtin import BUILTIN
 from rlgen.rewards.load import REWARDS
 from rlgen.setup.attempt import train
-from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import TrainOptions
 from rlgen.setup.warm import TRAIN_SEED, warm_start
 from rlgen.worker_pool.find import find
 

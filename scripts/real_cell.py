@@ -23,7 +23,7 @@ STOPPED = 75  # exit code
 def train_with_rlgen(folder: Path, steps: Steps) -> tuple[list[float], Path]:
     """Trains as `recipe.yaml` says. Returns the mean reward of each step, and the folder of the trained model or adapter."""
     from rlgen.setup.attempt import train
-    from rlgen.setup.options import TrainOptions
+    from rlgen.setup.reopen import TrainOptions
 
     run = folder / "run"
     options = TrainOptions(run_dir=run, resume=(run / "status.json").exists(), progress="plain")

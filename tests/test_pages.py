@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from rlgen.cli.app import app
 from rlgen.recipe import load_recipe
 from rlgen.setup.attempt import train
-from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import TrainOptions
 
 PAGES = {path.stem: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "rlgen" / "docs").glob("*.md"))]}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

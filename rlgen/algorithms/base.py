@@ -1,7 +1,7 @@
 """Interface of an algorithm: two pure functions, `advantages` and `loss`, and properties that say what they need computed."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,37 +61,25 @@ class Algorithm(Protocol):
     """The two functions of an algorithm, and properties that say which inputs to compute for them."""
 
     @property
-    def reference(self) -> Literal["none", "reward", "loss"]:
-        """Returns what needs log-probs of the reference: nothing, `advantages`, or `loss`. If nothing, no reference is loaded."""
-        ...
+    def reference(self) -> Literal["none", "reward", "loss"]: ...  # what needs its log-probs; "none": none is loaded
 
     @property
     def correction(self) -> Correction: ...
 
     @property
-    def loss_temperature(self) -> float | None:
-        """Returns the temperature of the log-probs in the loss, which are then over all ids; None: as sampled."""
-        ...
+    def loss_temperature(self) -> float | None: ...  # of the log-probs in the loss, over all ids; None: as sampled
 
     @property
-    def top_entropy(self) -> float:
-        """Returns the share of tokens to train on, those of the highest entropy. A share below 1 costs a forward pass."""
-        ...
+    def top_entropy(self) -> float: ...  # share of tokens to train on, those of the highest; below 1 it costs a forward pass
 
     @property
-    def entropy_gradient(self) -> bool:
-        """Returns whether the loss differentiates the entropy."""
-        ...
+    def entropy_gradient(self) -> bool: ...  # whether the loss differentiates the entropy
 
     @property
-    def learns_without_advantage(self) -> bool:
-        """Returns whether a row whose advantage is exactly 0 has a gradient. If not, it is left out of the backward pass."""
-        ...
+    def learns_without_advantage(self) -> bool: ...  # whether a row of advantage 0 has a gradient; else it only runs forward
 
     @property
-    def divides_by(self) -> Denominator:
-        """Returns the one count of `Totals` by which the loss divides; an entropy bonus divides by the tokens besides."""
-        ...
+    def divides_by(self) -> Denominator: ...  # the count of `Totals` under the loss; an entropy bonus divides by the tokens
 
     def advantages(self, scores: Scores) -> Signal: ...
 
@@ -110,6 +98,7 @@ class PolicyGradient:
     """The properties that GRPO and RLOO share, from the fields that both recipes have."""
 
     recipe: PolicyRecipe
+    loss_temperature: ClassVar[float | None] = None
 
     @property
     def reference(self) -> Literal["none", "reward", "loss"]:
@@ -120,10 +109,6 @@ class PolicyGradient:
     @property
     def correction(self) -> Correction:
         return correction_of(self.recipe.correction)
-
-    @property
-    def loss_temperature(self) -> None:
-        return None
 
     @property
     def top_entropy(self) -> float:
@@ -140,7 +125,7 @@ class PolicyGradient:
 
 
 def rewards_less_kl(rewards: Tensor, scores: Scores, recipe: PolicyRecipe) -> Tensor:
-    """Returns the rewards, less `beta` times the KL to the reference if the recipe puts the KL in the reward."""
+    """Returns the rewards, less the KL to the reference if the recipe puts it there."""
     return rewards if scores.kl is None else rewards - recipe.beta * scores.kl
 
 

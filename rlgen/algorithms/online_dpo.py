@@ -12,7 +12,7 @@ sampling, and no importance weight is applied (`correction: {mode: none}`).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,33 +30,16 @@ class OnlineDPO:
 
     recipe: OnlineDPORecipe
 
-    @property
-    def reference(self) -> Literal["loss"]:
-        return "loss"
+    reference: ClassVar[Literal["loss"]] = "loss"
+    loss_temperature: ClassVar[float] = 1.0  # the preference is about the model, not about how it was sampled
+    top_entropy: ClassVar[float] = 1.0
+    entropy_gradient: ClassVar[bool] = False
+    learns_without_advantage: ClassVar[bool] = True  # the rows of a pair have an advantage, the others are not trained
+    divides_by: ClassVar[Denominator] = "pairs"
 
     @property
     def correction(self) -> Correction:
         return correction_of(self.recipe.correction)
-
-    @property
-    def loss_temperature(self) -> float:
-        return 1.0  # the preference is about the model, not about how it was sampled
-
-    @property
-    def top_entropy(self) -> float:
-        return 1.0
-
-    @property
-    def entropy_gradient(self) -> bool:
-        return False
-
-    @property
-    def learns_without_advantage(self) -> bool:
-        return True  # the rows of a pair have one, the others are not trained
-
-    @property
-    def divides_by(self) -> Denominator:
-        return "pairs"
 
     def advantages(self, scores: Scores) -> Signal:
         """Returns +1 for the chosen row of a pair and -1 for the rejected; rows without a pair are not trained."""
@@ -79,6 +62,5 @@ class OnlineDPO:
         return dpo_loss(x, beta=self.beta(x.epoch), loss=self.recipe.loss, lengths=self.recipe.length)
 
     def beta(self, epoch: float) -> float:
-        """Returns the value of beta for the pass over the data that contains the step."""
         betas = self.recipe.beta if isinstance(self.recipe.beta, list) else [self.recipe.beta]
         return betas[min(int(epoch), len(betas) - 1)]

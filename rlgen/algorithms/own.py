@@ -36,6 +36,7 @@ from rlgen.worker_pool.source import Trade
 
 ALGORITHM = Trade("trainer.use", "algorithm", CodeError)
 MEMBERS = [name for name in vars(Algorithm) if not name.startswith("_")]
+PROPERTIES = [name for name in MEMBERS if name not in ("advantages", "loss")]
 ROWS, TOKENS = 6, 5  # of the trial, in groups of two
 CLOSE = 1e-9  # relative distance of two gradients in float64 that rounding explains
 Found = TypeVar("Found")
@@ -48,14 +49,17 @@ class OwnAlgorithm:
     use: str
     sha256: str | None  # of the user's code
     algorithm: Algorithm
+    reference: Literal["none", "reward", "loss"]
+    correction: Correction
+    loss_temperature: float | None
+    top_entropy: float
+    entropy_gradient: bool
+    learns_without_advantage: bool
+    divides_by: Denominator
 
     @classmethod
     def load(cls, recipe: OwnRecipe) -> "OwnAlgorithm":
-        """Imports the class, calls it with `recipe`, and tries its loss.
-
-        Raises:
-            CodeError: it cannot be imported, lacks a member of `Algorithm`, or its loss fails the trial.
-        """
+        """Imports the class, calls it with `recipe`, and tries its loss."""
         made, sha256 = find(recipe.use, ALGORITHM)
         algorithm = called(recipe.use, "it", lambda: made(recipe))
         if missing := [name for name in MEMBERS if not hasattr(algorithm, name)]:
@@ -64,40 +68,11 @@ class OwnAlgorithm:
         if algorithm.divides_by not in get_args(Denominator):
             counts = ", ".join(get_args(Denominator))
             raise CodeError(f"trainer.use: {recipe.use}.divides_by is {algorithm.divides_by!r}; set it to one of {counts}")
-        own = cls(recipe.use, sha256, algorithm)
+        own = cls(recipe.use, sha256, algorithm, **{name: getattr(algorithm, name) for name in PROPERTIES})
         own.tried()
         return own
 
-    @property
-    def reference(self) -> Literal["none", "reward", "loss"]:
-        return self.algorithm.reference
-
-    @property
-    def correction(self) -> Correction:
-        return self.algorithm.correction
-
-    @property
-    def loss_temperature(self) -> float | None:
-        return self.algorithm.loss_temperature
-
-    @property
-    def top_entropy(self) -> float:
-        return self.algorithm.top_entropy
-
-    @property
-    def entropy_gradient(self) -> bool:
-        return self.algorithm.entropy_gradient
-
-    @property
-    def learns_without_advantage(self) -> bool:
-        return self.algorithm.learns_without_advantage
-
-    @property
-    def divides_by(self) -> Denominator:
-        return self.algorithm.divides_by
-
     def advantages(self, scores: Scores) -> Signal:
-        """Returns the user's signal. Raises CodeError if the code fails, or returns other than a `Signal` of all rows."""
         signal = called(self.use, "advantages", lambda: self.algorithm.advantages(scores))
         rows = scores.rewards.shape
         if not isinstance(signal, Signal) or signal.advantages.shape != rows or not signal.advantages.isfinite().all():
@@ -105,7 +80,6 @@ class OwnAlgorithm:
         return signal
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
-        """Returns the user's loss and stats. Raises CodeError if the code fails, or returns other than a scalar and a dict."""
         found = called(self.use, "loss", lambda: self.algorithm.loss(x))
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor) and found[0].ndim == 0):
             raise CodeError(f"trainer.use: {self.use}.loss must return a scalar tensor and a dict of stats")
@@ -139,7 +113,7 @@ class OwnAlgorithm:
 
 
 def called(use: str, what: str, function: Callable[[], Found]) -> Found:
-    """Calls the user's code. Raises CodeError with the user's line if it fails."""
+    """Calls the user's code; an error of it names the user's line."""
     try:
         return function()
     except RlgenError:

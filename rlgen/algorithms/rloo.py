@@ -14,6 +14,7 @@ There is no KL (`beta: 0`); with one, it is taken from R (`kl: k1_in_reward`).
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class RLOO(PolicyGradient):
     """RLOO: leave-one-out advantages, with the loss summed over each completion."""
 
     recipe: RLOORecipe
+    divides_by: ClassVar[Denominator] = "sequences"
 
     def advantages(self, scores: Scores) -> Signal:
         """Returns leave-one-out advantages of the rewards, after clipping and KL, normalised if the recipe says so."""
@@ -39,10 +41,6 @@ class RLOO(PolicyGradient):
         if self.recipe.normalize_advantages:
             advantages = normalized(advantages, ~rewards.isnan())
         return Signal.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, self.recipe)
-
-    @property
-    def divides_by(self) -> Denominator:
-        return "sequences"
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the loss of a micro-batch."""

@@ -37,7 +37,7 @@ def train_command(
     if not dry_run:
         say(f"rlgen {rlgen.__version__}: {recipe}")
     from rlgen.setup.attempt import train, write_resolved
-    from rlgen.setup.options import TrainOptions
+    from rlgen.setup.reopen import TrainOptions
 
     options = TrainOptions(
         overrides=overrides,

@@ -57,7 +57,7 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
         else:
             data = open_data(recipe)
     if data is not None and recipe.tools:
-        from rlgen.setup.dialogue import open_turns
+        from rlgen.setup.data import open_turns
 
         open_turns(recipe, data.tokenizer, data.stop_ids, None).close()
     shown = [] if data is None else list(data.prompts.take(0, min(count, len(data.prompts))))

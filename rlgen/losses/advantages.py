@@ -111,5 +111,4 @@ def scorable_groups(rewards: Tensor, group_ids: Tensor) -> list[Tensor]:
 
 
 def is_constant(rewards: Tensor) -> bool:
-    """Returns whether rewards [n] are equal up to CONSTANT_SPREAD."""
     return bool(rewards.max() - rewards.min() <= CONSTANT_SPREAD)

@@ -34,7 +34,6 @@ class Correction:
 
     @property
     def of_rows(self) -> bool:
-        """Returns whether there is one weight per row (`sequence_*`), not per token."""
         return self.mode.startswith("sequence")
 
 
@@ -111,12 +110,7 @@ class Mismatch:
     @classmethod
     @torch.no_grad()
     def of(cls, old_logp: Tensor, sampler_logp: Tensor, weight: Tensor, mask: Tensor, correction: Correction) -> "Mismatch":
-        """Measures some rows.
-
-        Args:
-            old_logp, sampler_logp, mask: [B, T].
-            weight: of `importance_weight` with the same `correction`.
-        """
+        """Measures rows [B, T]; `weight` is that of `importance_weight` with the same `correction`."""
         mask = mask & ~(mask & old_logp.isnan()).any(dim=1, keepdim=True)
         d_BT = log_ratio(old_logp.double(), sampler_logp.double(), mask)
         rows_B1, scored = mask.any(dim=1, keepdim=True), mask & sampler_logp.isfinite()
@@ -156,7 +150,6 @@ class Mismatch:
 
     @classmethod
     def none(cls) -> "Mismatch":
-        """Returns the measurement of no rows."""
         infinite = torch.full((len(LARGEST),), math.inf, dtype=torch.float64)
         return cls(
             sums=torch.zeros(len(SUMS), dtype=torch.float64),
@@ -167,7 +160,7 @@ class Mismatch:
 
     @classmethod
     def of_window(cls, parts: Sequence["Mismatch"]) -> "Mismatch":
-        """Adds up the measurements of all micro-batches of a window, and brings them to the CPU."""
+        """Adds up those of all micro-batches of a window, and brings them to the CPU."""
         if not parts:
             return cls.none()
         return cls(
@@ -230,7 +223,6 @@ def log_ratio(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def ratio_of(d: Tensor, correction: Correction) -> Tensor:
-    """Returns the ratio of each token [B, T], or of each row [B, 1], before truncation or masking."""
     return capped_exp(d.sum(dim=1, keepdim=True) if correction.of_rows else d)
 
 
@@ -240,6 +232,5 @@ def effective_share(total: float, squares: float, count: float) -> float:
 
 
 def largest(values: Tensor, counted: Tensor) -> Tensor:
-    """Returns the maximum of the values where `counted`; -inf if there are none."""
     lowest = values.new_full((1,), -math.inf)
     return torch.cat([torch.where(counted, values, lowest).flatten(), lowest]).amax()

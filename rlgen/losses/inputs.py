@@ -60,7 +60,7 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """Returns the mean; None if there is nothing to average."""
+        """None if there is nothing to average."""
         total, count = float(self.total), float(self.count)
         return total / count if count else None
 

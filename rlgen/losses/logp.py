@@ -164,9 +164,6 @@ def softmax_errors(
 
     Engines use that function. On a CPU it errs by 1e-5 nats and more on peaked distributions over many ids.
 
-    Args:
-        hidden: [N, H]; the others as in `head_scores`.
-
     Returns:
         [2, K, N] float64: log-probs, of a softmax in float64; differences, 0 or more.
     """
@@ -205,15 +202,12 @@ class How:
         return factor(hidden, dtype, self.fp32), factor(weight, dtype, self.fp32), rounded
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the logits [C, V] of a chunk of factors."""
         return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=self.fp32)
 
     def truncations(self, logits: Tensor) -> list[Truncation]:
-        """Returns which ids each distribution keeps."""
         return [truncation(logits, distribution, NEAR[self.dtype]) for distribution in self.distributions]
 
     def gone(self, kept: Sequence[Truncation], logits: Tensor, ids: Tensor) -> list[Tensor | None]:
-        """Returns the ids [C, V] that each distribution drops; None: it keeps all."""
         pairs = zip(self.distributions, kept, strict=True)
         return [one.dropped(logits, ids) if distribution.truncated else None for distribution, one in pairs]
 
@@ -327,7 +321,6 @@ def factor(given: Tensor, dtype: torch.dtype, fp32: bool) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to `total` in place, in the dtype of `total`."""
     with torch.autocast(total.device.type, enabled=False):
         if total.dtype == left.dtype:
             total.addmm_(left, right)
@@ -336,5 +329,4 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def head_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
-    """Returns the dtype in which the head adds up its products."""
     return torch.promote_types(hidden.dtype, torch.float32) if fp32 else hidden.dtype

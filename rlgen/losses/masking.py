@@ -27,3 +27,8 @@ def masked_means(mask: Tensor, values: Measured) -> Stats:
         counted = mask if value.shape == mask.shape else rows_B1
         means[name] = Mean(select(counted, value.detach()).sum(dtype=torch.float64), counted.sum(dtype=torch.float64))
     return means
+
+
+def entropy_kept(entropy: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """Returns [B, T] bool, true for masked tokens whose entropy is at least `threshold` (arXiv 2506.01939)."""
+    return mask & (torch.where(mask, entropy, 0.0).double() >= threshold)

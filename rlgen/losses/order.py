@@ -12,7 +12,6 @@ BITS = (8, 8, 8, 8)  # widths of the bit groups of a float32, examined from the 
 
 
 def alone(values: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
-    """Returns `values` unchanged: the `Total` of a single process."""
     return values
 
 

@@ -54,7 +54,6 @@ def select_pairs(
 
 
 def candidates(ranked: Sequence[int], pairing: Pairing, group_id: int) -> list[tuple[int, int]]:
-    """Returns pairs (better, worse) of rows that are ranked from the best to the worst."""
     if len(ranked) < 2:
         return []
     if pairing == "best_random":
@@ -108,11 +107,7 @@ def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengt
 
 
 def match_pairs(pair_id: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows of the chosen [P] and the rejected [P] of each pair, whatever their order in the batch.
-
-    Raises:
-        ValueError: a pair id without exactly one chosen and one rejected row.
-    """
+    """Returns rows of the chosen [P] and the rejected [P] of each pair, whatever their order in the batch."""
     sides: dict[int, tuple[list[int], list[int]]] = {}
     for row, (pair, advantage) in enumerate(zip(pair_id.tolist(), advantages.tolist(), strict=True)):
         if pair >= 0:

@@ -31,7 +31,6 @@ class Terms:
 
     @classmethod
     def of(cls, x: LossInputs) -> "Terms":
-        """Masks the inputs of a micro-batch and computes the log-ratio."""
         policy_BT = select(x.mask, x.policy_logp)
         return cls(
             policy_logp=policy_BT,
@@ -77,7 +76,6 @@ class Clip:
     weighs: ClassVar[bool] = False
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]:
-        """Returns the clipped loss, [B, T] or [B, 1], and which ratios were clipped on either side."""
         ratio, advantages_B1 = terms.ratio(self.ratio), terms.advantages
         bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
         clipped = ratio.clamp(1 - self.low, 1 + self.high)
@@ -95,7 +93,6 @@ class Cispo:
     weighs: ClassVar[bool] = False
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]:
-        """Returns the loss [B, T], and which ratios were capped."""
         ratio_BT = terms.ratio("token").detach()
         return -ratio_BT.clamp(max=self.max) * terms.advantages * terms.policy_logp, {Metric.CISPO_CLIPPED: ratio_BT > self.max}
 
@@ -109,7 +106,6 @@ class Sapo:
     weighs: ClassVar[bool] = False
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]:
-        """Returns the loss [B, T]; has no metrics."""
         tau_B1 = chosen(terms.advantages > 0, self.tau_positive, self.tau_negative, terms.policy_logp)
         gate_BT = torch.sigmoid(tau_B1 * (terms.ratio("token") - 1)) * 4 / tau_B1
         return -gate_BT * terms.advantages, {}
@@ -129,13 +125,11 @@ class Vespo:
     weighs: ClassVar[bool] = True
 
     def loss(self, terms: Terms) -> tuple[Tensor, Measured]:
-        """Returns the loss [B, T], and phi for the metrics."""
         phi_B1 = self.phi(terms)
         return -phi_B1 * terms.advantages * terms.policy_logp, {Metric.VESPO_PHI_MEAN: phi_B1}
 
     @torch.no_grad()
     def phi(self, terms: Terms) -> Tensor:
-        """Returns phi of each row, [B, 1]."""
         lowest = math.log(1e-8)
         rows_B1 = terms.mask.any(dim=1, keepdim=True)
         counted = terms.mask if terms.weight.shape == terms.mask.shape else rows_B1

@@ -38,7 +38,7 @@ class EnvironmentTurns:
     @property
     def code(self) -> Mapping[str, str | None]:
         """Returns the SHA-256 of the environment's code, by "environment/NAME"."""
-        return {f"environment/{self.arena.settings.use.rpartition(':')[2]}": self.arena.pools[0].facts()[0].sha256}
+        return {f"environment/{self.arena.settings.use.rpartition(':')[2]}": self.arena.calls.pools[0].facts()[0].sha256}
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         """Passes a turn on. `answer` gets a Reply, which ends the conversation if the environment is done or has failed."""

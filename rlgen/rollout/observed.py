@@ -15,7 +15,8 @@ import pyarrow
 from rlgen.data.source import Rows, TextRows
 from rlgen.errors import RlgenError, ToolError
 from rlgen.recipe.models import SEED_COLUMN
-from rlgen.tools.arena import Done, EnvPool
+from rlgen.tools.arena import EnvPool
+from rlgen.tools.box import Answered
 from rlgen.worker_pool.failures import Failed
 
 BEFORE = "before_reset"  # column of the data's own prompts, where the environment has replaced them
@@ -54,7 +55,7 @@ def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
     return replace(rows, rows=held, columns=columns, fingerprint=digest)
 
 
-def every(rows: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any], Done], None]) -> list[dict[str, Any] | Failed]:
+def every(rows: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any], Answered], None]) -> list[dict[str, Any] | Failed]:
     """Asks an arena about rows, all at once, and returns the answers. Raises RlgenError if it answers with one."""
     came: SimpleQueue[tuple[int, dict[str, Any] | Failed | RlgenError]] = SimpleQueue()
     for place, row in enumerate(rows):

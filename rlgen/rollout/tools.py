@@ -42,7 +42,9 @@ class ToolTurns:
     @property
     def code(self) -> Mapping[str, str | None]:
         """Returns the SHA-256 of each tool's code, by "tools/NAME"."""
-        return {f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.pool.facts(), strict=True)}
+        return {
+            f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.calls.pools[0].facts(), strict=True)
+        }
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered."""

@@ -17,6 +17,6 @@
 """
 
 from rlgen.setup.attempt import train
-from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import TrainOptions
 
 __all__ = ["TrainOptions", "train"]

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +22,13 @@ from rlgen.heap import importing, keep_freed_memory
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
-from rlgen.run.console import Console, check_progress, log_to, open_console
+from rlgen.run.console import OUTPUTS, Console, check_progress, log_to, open_console
 from rlgen.run.directory import RunDirectory, ended_as
 from rlgen.run.launch import Launch, check_launch, parents
 from rlgen.run.signals import Deadline, StopNow, StopRequest
 from rlgen.run.sinks.open import check_libraries
-from rlgen.setup.hidden import Hidden
-from rlgen.setup.options import TrainOptions
-from rlgen.setup.reopen import after_restart, join_directory, not_a_file, open_directory
+from rlgen.setup.reopen import TrainOptions, after_restart, not_a_file, open_directory
+from rlgen.worker_pool.process import Printer
 
 if TYPE_CHECKING:
     from rlgen.processes import Processes
@@ -49,12 +48,6 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
     """Trains as the recipe at `path` says, and keeps `status.json` up to date. Call it from the main thread: it handles signals.
 
     Each process that a launcher started calls it; the processes find each other by the launcher's environment variables.
-
-    Args:
-        say: receives messages until the run's own console is open.
-
-    Returns:
-        The run's directory.
 
     Raises:
         RlgenError: with its exit code, which `status.json` holds too; Stopped if the run was asked to stop, and has saved.
@@ -76,7 +69,7 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
         with processes.reporting_once():
             options = processes.on_main(lambda: after_restart(loaded.recipe.run_path, asked))
             directory = processes.main_first(
-                lambda: open_directory(loaded, options) if processes.is_main else join_directory(loaded)
+                lambda: open_directory(loaded, options) if processes.is_main else RunDirectory.join(loaded.recipe.run_path)
             )
         run_with_status(loaded, directory, options, processes, stop)
         processes.close()
@@ -84,14 +77,7 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
 
 
 def write_resolved(path: Path, options: TrainOptions, say: Say = print) -> Path | None:
-    """Writes `resolved.yaml` of the run that `train` would start, and starts nothing. Only rank 0 writes.
-
-    Returns:
-        The file; None on other ranks.
-
-    Raises:
-        RlgenError: the recipe has mistakes, or its directory holds a run.
-    """
+    """Writes `resolved.yaml` of the run that `train` would start, and starts nothing. Only rank 0 writes."""
     launch = Launch.of(os.environ)
     if launch.rank:
         return None
@@ -108,14 +94,7 @@ def write_resolved(path: Path, options: TrainOptions, say: Say = print) -> Path 
 
 
 def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float, say: Say) -> LoadedRecipe:
-    """Loads the recipe, with the options as overrides, and checks it against the launcher's processes and the time `began`.
-
-    Raises:
-        RecipeError: the recipe has mistakes.
-        UsageError: its deadline has passed.
-        SetupError: the library of a sink is not installed; raised on rank 0, which has the sinks.
-        ProcessError: the number or kind of launched processes is not what the recipe asks for.
-    """
+    """Loads the recipe, with the options as overrides, and checks it against the launcher's processes and the time `began`."""
     overrides = list(options.overrides)
     if options.max_steps is not None:
         overrides.append(f"run.steps={options.max_steps}")
@@ -142,14 +121,12 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
 
 
 def deadline_of(recipe: Recipe, began: float) -> Deadline | None:
-    """Returns the time of `run.must_save_by` for an attempt that began at `began` (seconds since 1970); None if it is not set."""
+    """The attempt began at `began`, in seconds since 1970."""
     return None if recipe.run.must_save_by is None else Deadline(moment(recipe.run.must_save_by, began))
 
 
 def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
-    """Joins the process group, and returns it with the recipe that all ranks have loaded. A mistake in the recipe is reported
-    once.
-    """
+    """Joins the process group, and returns it with the recipe that all ranks have loaded; a mistake in it is reported once."""
     loaded: LoadedRecipe | RlgenError
     try:
         loaded = load()
@@ -192,11 +169,7 @@ def nothing_left(place: Path) -> Iterator[None]:
 def run_with_status(
     loaded: LoadedRecipe, directory: RunDirectory, options: TrainOptions, processes: "Processes | None", stop: StopRequest
 ) -> None:
-    """Runs the attempt, keeps `status.json` up to date, and closes `directory`.
-
-    Args:
-        processes: the processes of the launcher; None: this is the only process.
-    """
+    """Runs the attempt, keeps `status.json` up to date, and closes `directory`."""
     is_main = processes is None or processes.is_main
     # Only rank 0 reads the file: it also replaces it, and on shared storage other ranks could fail to read it meanwhile.
     step, steps = int(directory.status().get("step", 0)) if is_main else 0, loaded.recipe.run.steps
@@ -237,6 +210,44 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
             learn(attempt, done, stop)
 
 
+class Hidden:
+    """Sends what this process writes to descriptors 1 and 2 to a file: warnings and progress bars, from Python and from C.
+
+    A stream that `rlgen.run.console.apart` returned before still leads to the screen. Descriptors are as before when the block
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+
+    def __enter__(self) -> "Hidden":
+        return self
+
+    def to(self, path: Path) -> None:
+        """Appends what is printed from now on to the file at `path`. Raises CheckpointError if it cannot be opened."""
+        self._undo.close()
+        printer = Printer(path)
+        self._undo.callback(printer.close)  # last, when nothing writes to its pipe any more
+        pipe = printer.pipe()
+        flush()
+        for output in OUTPUTS:
+            with suppress(OSError):  # closed, as by `rlgen train … >&-`
+                copy = os.dup(output)
+                self._undo.callback(os.close, copy)
+                self._undo.callback(os.dup2, copy, output)
+                os.dup2(pipe.fileno(), output)
+        self._undo.callback(flush)
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
 def import_parts() -> None:
     """Imports the modules of a run, unless an earlier run of this process did."""
     if PARTS not in sys.modules:
@@ -247,7 +258,6 @@ def import_parts() -> None:
 def begin(
     recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", console: Console
 ) -> "tuple[RunContext, int]":
-    """Chooses the checkpoint, and sets aside what is later. Returns the attempt and the step of the checkpoint."""
     from rlgen.processes import Processes
     from rlgen.run.checkpoint import Checkpoints
     from rlgen.setup.trainer import RunContext
@@ -309,7 +319,6 @@ def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
 
 
 def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -> None:
-    """Sets aside the checkpoints and other files of steps after the chosen checkpoint."""
     for later in choice.later:  # first: if the process is killed here, the next attempt chooses the same step
         checkpoints.folder.set_aside(later)
     with written(directory.path):
@@ -317,9 +326,6 @@ def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -
 
 
 def open_or_stop(attempt: "RunContext", done: int, stop: StopRequest) -> "tuple[Trainer, Position]":
-    """Returns the trainer and the position from which it continues. Raises Stopped if the run is asked to stop before its first
-    step.
-    """
     from rlgen.setup.trainer import open_trainer
 
     processes = attempt.processes

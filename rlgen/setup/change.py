@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlgen.algorithms.base import Algorithm, Signal, loss_distribution
+from rlgen.algorithms.base import Signal, loss_distribution
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
@@ -57,7 +57,6 @@ class Side:
 
     @classmethod
     def of(cls, recipe: Recipe, learner: Learner, processes: Processes) -> "Side":
-        """Builds what computes a step with the settings of `recipe`."""
         sampling = sampling_of(recipe, (), None)
         weights = {reward.label: reward.weight for reward in recipe.rewards}
         windows = build_windows(recipe, learner, sampling, processes, weights)
@@ -72,16 +71,9 @@ class Side:
             groups=build_groups(recipe, learner, windows, update),
         )
 
-    @property
-    def algorithm(self) -> Algorithm:
-        """Returns the algorithm of the recipe."""
-        return self.learner.algorithm
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """A step that was computed."""
-
     metrics: Mapping[str, Any]  # as in metrics.jsonl
     signal: Signal
     window: Window
@@ -108,14 +100,6 @@ def with_changes(resolved: Path, recipe: Recipe, overrides: Sequence[str]) -> tu
     """Returns the recipe of a run with other settings, and the old and new values of what differs, by key.
 
     Keys that `overrides` do not name keep their values, even if another default would follow from the overrides.
-
-    Args:
-        resolved: `resolved.yaml` of the run.
-        recipe: what it holds, with every size.
-
-    Raises:
-        RecipeError: a value is wrong, or would have no effect.
-        UsageError: a key is not of the computation of a step, or nothing differs.
     """
     changed = load_recipe(resolved, overrides, resolved=True).recipe
     was, now = (flat(one.model_dump(mode="json")) for one in (load_recipe(resolved).recipe, changed))
@@ -172,12 +156,10 @@ def compare(own: Side, other: Side, got: Collected, step: int) -> tuple[Mapping[
 
 
 def trained(side: Side) -> list[torch.nn.Parameter]:
-    """Returns the parameters that are trained."""
     return [parameter for parameter in side.learner.policy.parameters() if parameter.requires_grad]
 
 
 def change_of(before: Computed, after: Computed, one: "Gradients", other: "Gradients", ratio: tuple[Tensor, Tensor]) -> Change:
-    """Returns what differs between a step with the run's settings and with changed ones."""
     keys = [*before.metrics, *(key for key in after.metrics if key not in before.metrics)]
     pairs = {key: (before.metrics.get(key), after.metrics.get(key)) for key in keys}
     advantage, changed = (torch.where(side.signal.trained, side.signal.advantages, 0.0) for side in (before, after))
@@ -199,13 +181,12 @@ def change_of(before: Computed, after: Computed, one: "Gradients", other: "Gradi
 
 
 def one_of(measure: Any, values: Tensor) -> float | None:
-    """Returns a measure of some values; None if there are none."""
     return float(measure(values)) if len(values) else None
 
 
 def ratio_after(side: Side, window: Window) -> Tensor:
     """Returns [N] float64, of all processes: the probability of each trained token after the step, divided by that before."""
-    distribution = loss_distribution(side.algorithm, side.update.distribution)
+    distribution = loss_distribution(side.learner.algorithm, side.update.distribution)
     rows = (*window.micro_batches, *window.idle)
     now = score_own(side.learner.policy, window.samples, distribution, side.windows.budget, side.processes, rows)
     mask = torch.from_numpy(window.samples.loss_mask.values)
@@ -221,7 +202,6 @@ class Gradients:
     last: dict[int, Tensor] = field(default_factory=dict)
 
     def take(self, optimizer: Optimizer) -> None:
-        """Copies the gradients of an update that is about to be made."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grads = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
         self.last = {place: grad.detach().to("cpu", copy=True) for place, grad in grads.items()}
@@ -230,7 +210,6 @@ class Gradients:
 
 @contextmanager
 def gradients(optimizer: Optimizer) -> Iterator[Gradients]:
-    """Records the gradients that `optimizer` gets in the block, after they were scaled down to `max_grad_norm`."""
     seen = Gradients()
     handle = optimizer.register_step_pre_hook(lambda one, _args, _kwargs: seen.take(one))
     try:
@@ -250,5 +229,4 @@ def cosine(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float | No
 
 
 def dot(one: Tensor, other: Tensor) -> float:
-    """Returns the scalar product of two gradients, in float64."""
     return torch.dot(one.flatten().double(), other.flatten().double()).item()

@@ -1,4 +1,6 @@
-"""Opens the tokenizer and the prompts before any weights are loaded: this is cheap, so that errors in them are reported first."""
+"""Opens tokenizer, prompts, and what answers the model between its turns, before any weights are loaded: this is cheap, so that
+errors in them are reported first.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.data import Placeholder, PromptStream, Rows, build_prompts, cached_rows, listed, load_rows, overlap, warnings_of
+from rlgen.data.suffix import Suffixes
 from rlgen.errors import DataError, SetupError
 from rlgen.models.load import cached_model, check_model, load_config, load_tokenizer, locate, stop_ids
 from rlgen.models.vision import FAMILIES, Vision, reads_images
@@ -17,15 +20,17 @@ from rlgen.recipe import Recipe
 from rlgen.recipe.evaluation import data_of, seed_of
 from rlgen.recipe.models import DataRecipe, EvalRecipe
 from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
+from rlgen.rollout.conversations import Dialogue
+from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.observed import observed
+from rlgen.rollout.tools import ToolTurns
 from rlgen.tools.arena import open_arena
-from rlgen.tools.box import schemas_of
+from rlgen.tools.box import open_tools, schemas_of
+from rlgen.tools.formats import format_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """The prompts of evaluations."""
-
     settings: EvalRecipe  # with every size that follows from the model and the data
     rows: Rows
     prompts: PromptStream
@@ -49,13 +54,7 @@ class Data:
 
 
 def open_data(recipe: Recipe) -> Data:
-    """Locates the model, and reads its tokenizer and the prompts.
-
-    Raises:
-        SetupError: the model or its tokenizer is not there, or cannot be used.
-        RecipeError: the lengths that it sets do not fit into the model.
-        DataError: there are no rows, or not enough for a step.
-    """
+    """Locates the model, and reads its tokenizer and the prompts."""
     location = locate(recipe.model.path)
     tokenizer = open_tokenizer(recipe, location)
     positions = check_model(location, recipe.model.revision, tokenizer)
@@ -99,12 +98,7 @@ def open_data(recipe: Recipe) -> Data:
 
 
 def rows_of(recipe: Recipe, data: DataRecipe, seed: int) -> Rows:
-    """Reads the rows that `data` names. If the recipe has an environment, the prompts are its first observations.
-
-    Raises:
-        DataError, SetupError: as `load_rows` raises them.
-        ToolError: the environment cannot be used, or fails for a row.
-    """
+    """Reads the rows that `data` names. If the recipe has an environment, the prompts are its first observations."""
     rows = load_rows(data, seed)
     if recipe.environment is None:
         return rows
@@ -113,12 +107,6 @@ def rows_of(recipe: Recipe, data: DataRecipe, seed: int) -> Rows:
 
 
 def open_tokenizer(recipe: Recipe, location: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer, with the chat template of the recipe.
-
-    Raises:
-        SetupError: there is no tokenizer, or it cannot be loaded.
-        DataError: the file of the template cannot be read.
-    """
     tokenizer = load_tokenizer(location, recipe.model.revision)
     if recipe.data.chat_template is not None:
         try:
@@ -129,11 +117,7 @@ def open_tokenizer(recipe: Recipe, location: str) -> PreTrainedTokenizerBase:
 
 
 def open_placeholder(recipe: Recipe, location: str) -> Placeholder | None:
-    """Returns how images stand in prompts; None: the recipe names no column of images.
-
-    Raises:
-        SetupError: the model reads images and the recipe names none, or the other way round; or its processor cannot be loaded.
-    """
+    """Returns how images stand in prompts; None: the recipe names no column of images."""
     config = load_config(location, recipe.model.revision)
     if recipe.data.columns.images is None and not reads_images(config):
         return None
@@ -161,18 +145,7 @@ def open_held_out(
     tools: Sequence[dict[str, Any]],
     images: Placeholder | None = None,
 ) -> HeldOut:
-    """Reads the prompts of evaluations, and counts those that are trained on.
-
-    Args:
-        tools: schemas that the chat template shows to the model.
-        images: how images stand in prompts; None: prompts have none.
-        recipe: with the sizes of training.
-        positions: of the model; None: its config names none.
-
-    Raises:
-        RecipeError: the lengths that it sets do not fit into the model.
-        DataError, SetupError: as for the data of training; the message names the key of `eval`.
-    """
+    """Reads the prompts of evaluations, and counts those that are trained on. An error names the key of `eval`."""
     data, limit = data_of(recipe, settings), eval_prompt_limit(recipe, settings, positions)
     try:
         rows = rows_of(recipe, data, seed_of(recipe))
@@ -195,3 +168,39 @@ def open_held_out(
 def of_eval(text: str) -> str:
     """Returns a message about keys of `data` with the same keys of `eval`."""
     return re.sub(r"\bdata\.(source|subset|split|revision|columns|options|limit)\b", r"eval.\1", text)
+
+
+def open_dialogue(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], output: Path | None
+) -> Dialogue | None:
+    """Opens the recipe's tools or its environment; returns None if it has neither. The caller must close its `turns`.
+
+    `output` is the file for what they print; None: standard error.
+    """
+    if not recipe.talks:
+        return None
+    turns: ToolTurns | EnvironmentTurns
+    if (environment := recipe.environment) is None:
+        turns = open_turns(recipe, tokenizer, stop_ids, output)
+    else:
+        suffixes = Suffixes.open(tokenizer, recipe.data, (), stop_ids, environment.role)
+        arena = open_arena(environment, recipe.scoring, output)
+        turns = EnvironmentTurns(arena, suffixes, recipe.data.columns.prompt)
+    return Dialogue(turns=turns, max_turns=recipe.rollout.max_turns, reply_timeout=recipe.rollout.reply_timeout)
+
+
+def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], output: Path | None) -> ToolTurns:
+    form = format_of(str(tokenizer.chat_template), recipe.data.tool_format)
+    box = open_tools(recipe.tools, recipe.scoring, output)
+    try:
+        suffixes = Suffixes.open(tokenizer, recipe.data, box.schemas, stop_ids)
+        # A template that the recipe names is the user's own: a model may know its tools without being shown them.
+        if recipe.data.chat_template is None and not suffixes.shows_tools:
+            raise SetupError(
+                "tools: the chat template does not show tools to the model, so that it could not call them; set"
+                " data.chat_template to a file with a template that does"
+            )
+        return ToolTurns(box, suffixes, form)
+    except BaseException:
+        box.close()
+        raise

@@ -20,8 +20,7 @@ from rlgen.run.manifest import check_model_files
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.watch import Watch
-from rlgen.setup.data import Data, HeldOut, open_data
-from rlgen.setup.dialogue import open_dialogue
+from rlgen.setup.data import Data, HeldOut, open_data, open_dialogue
 from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
 from rlgen.trainers.evaluate import Evaluator
@@ -29,7 +28,6 @@ from rlgen.types import Sampling
 
 
 def sampling_of_eval(recipe: Recipe, held_out: HeldOut, training: Sampling) -> Sampling:
-    """Returns the sampling settings of evaluations."""
     return replace(
         training,
         max_tokens=completion_tokens(recipe, held_out.settings),
@@ -39,7 +37,6 @@ def sampling_of_eval(recipe: Recipe, held_out: HeldOut, training: Sampling) -> S
 
 
 def completion_tokens(recipe: Recipe, settings: EvalRecipe) -> int:
-    """Returns the tokens of the longest completion of an evaluation."""
     return settings.max_completion_tokens or recipe.rollout.max_completion_tokens
 
 
@@ -48,14 +45,6 @@ def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: 
 
     They have processes of their own: those of the training may score the next step meanwhile, as with `rollout.ahead`, or when
     a resumed run takes it from the journal.
-
-    Args:
-        output: file for what the functions print.
-        failures: folder for samples whose reward failed.
-        answers: folder for the answers of judges.
-
-    Raises:
-        DataError, RewardError: as `open_scorer` raises them.
     """
     settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)
     answer = settings.columns.answer if settings.columns else recipe.data.columns.answer
@@ -74,14 +63,6 @@ def build_evaluator(
     best: Best | None,
     dialogue: Dialogue | None = None,
 ) -> Evaluator:
-    """Returns the object that evaluates the policy of `pair`.
-
-    Args:
-        watch: compares log-probs, unless completions come from a part of the distribution.
-        folder: for the samples; None: they are not written.
-        best: tracks the best evaluation; None: not needed.
-        dialogue: how conversations of several turns are led; None: a completion is one turn.
-    """
     sampling, processes = sampling_of_eval(recipe, held_out, pair.sampling), pair.processes
     comparable = sampling.regex is None and (recipe.rounds_alike or not sampling.distribution.truncated)
     writer = None if folder is None else writer_of(folder, pair, held_out, processes, dialogue is not None)
@@ -105,7 +86,7 @@ def build_evaluator(
 
 
 def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes, turns: bool) -> RolloutWriter:
-    """Returns the object that writes the samples of evaluations. The journal takes nothing from these files."""
+    """The journal takes nothing from these files."""
     return RolloutWriter(
         folder=folder,
         rank=processes.rank,
@@ -123,7 +104,7 @@ def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes,
 
 
 def words_of(recipe: Recipe, held_out: HeldOut) -> str:
-    """Returns what is evaluated, in words: "64 prompts, greedy, at the start and every 20 steps; 0 are trained on, too"."""
+    """Returns "64 prompts, greedy, at the start and every 20 steps; 0 are trained on, too"."""
     settings = held_out.settings
     how = "greedy" if temperature_of(recipe, settings) == 0 else f"{settings.group_size} completions each"
     steps = "step" if settings.every == 1 else f"{settings.every} steps"
@@ -133,8 +114,6 @@ def words_of(recipe: Recipe, held_out: HeldOut) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """The result of `evaluate_model`."""
-
     data: Data
     metrics: dict[str, Any]
 
@@ -149,9 +128,6 @@ def evaluate_model(
         step: of the weights; rewards receive it, and it names the file of the samples.
         logs: folder for what servers and rewards print.
         out: folder for the samples; None: they are not written.
-
-    Raises:
-        RlgenError: whatever the parts raise; SentinelError if engine and trainer differ.
     """
     processes = Processes.alone()
     check_model_files(Path(recipe.model.path))
@@ -164,7 +140,7 @@ def evaluate_model(
     with ExitStack() as open_parts:
         scorer = open_eval_scorer(recipe, data.held_out, logs / "rewards.log", None, None)
         open_parts.callback(scorer.close)
-        dialogue = open_dialogue(data, logs / "tools.log")
+        dialogue = open_dialogue(recipe, data.tokenizer, data.stop_ids, logs / "tools.log")
         if dialogue is not None:
             open_parts.callback(dialogue.turns.close)
         pair = open_pair(recipe, data, None, processes, logs, say)

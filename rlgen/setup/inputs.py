@@ -27,9 +27,6 @@ def user_files(
 ) -> dict[str, str | None]:
     """Returns the SHA-256 of the user's code: of each reward by label, of tools as "tools/NAME", of an environment as
     "environment/NAME", of `rollout.use` as "rollout/NAME", of `trainer.use` as "trainer/NAME"; None for what is built in.
-
-    Args:
-        judge: the rewards of evaluations, which get `eval/` before their labels; None: nothing is evaluated.
     """
     found = {reward.label: reward.sha256 for reward in scorer.rewards}
     found |= {f"eval/{reward.label}": reward.sha256 for reward in (judge.rewards if judge is not None else ())}
@@ -40,32 +37,19 @@ def user_files(
 
 
 def ids_of(data: Data) -> dict[str, Any]:
-    """Returns what depends on the tokenizer in model.path: the digest of the prompts' ids, and the stop ids."""
+    """Returns what depends on the tokenizer in model.path."""
     return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
 
 
-def facts_of(held_out: HeldOut | None) -> dict[str, Any]:
-    """Returns what is recorded of the data of evaluations; {} if the recipe evaluates nothing."""
-    if held_out is None:
-        return {}
-    rows = held_out.rows
-    facts = {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **held_out.prompts.counts}
-    return {**facts, "trained_on_too": held_out.overlap}
+def facts_of(data: Data | HeldOut) -> dict[str, Any]:
+    """Returns what is recorded of the data of training, or of evaluations."""
+    rows = data.rows
+    return {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts}
 
 
 def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | None]) -> str | None:
     """Checks data, tokenizer and the user's code against the last attempt, and returns the digest of the weights that were then
-    in model.path.
-
-    Args:
-        now: hashes of the user's code that must be unchanged, as `user_files` returns them.
-
-    Returns:
-        The digest; None: it was not recorded.
-
-    Raises:
-        DataError: the data differs from that of the last attempt.
-        UsageError: the ids of its prompts, or the user's code differ.
+    in model.path; None if it was not recorded. Raises DataError or UsageError if something differs.
     """
     attempts = directory.attempts(directory.path)
     if not attempts:
@@ -119,8 +103,8 @@ def record_attempt(
     notices: Sequence[str],
     engine: EngineInfo,
 ) -> None:
-    """Appends the facts of this attempt to `provenance.json`. `rewards`: as `user_files` returns them."""
-    data, rows = pair.data, pair.data.rows
+    """Appends the facts of this attempt to `provenance.json`."""
+    data, held_out = pair.data, pair.data.held_out
     entry = {
         **provenance(),
         "launcher": launched_by(),
@@ -128,8 +112,8 @@ def record_attempt(
         "model": data.location,
         "weights": pair.learner.began_with,
         **ids_of(data),
-        "data": {"kind": rows.kind, "fingerprint": rows.fingerprint, "files": rows.files, **data.prompts.counts},
-        "eval": facts_of(data.held_out),
+        "data": facts_of(data),
+        "eval": {} if held_out is None else {**facts_of(held_out), "trained_on_too": held_out.overlap},
         "rewards": rewards,
         "sentinel": [rung.as_json() for rung in rungs],
         "from_step": pair.position.step,

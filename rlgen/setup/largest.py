@@ -23,13 +23,7 @@ def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
     """Runs forward and backward on each rank for a micro-batch of the longest rows, and for one of the most tokens.
 
     Weights, gradients, optimizer and random states do not change. If the optimizer has no state yet, memory for it is allocated
-    during the attempt.
-
-    Returns:
-        A message with the sizes that were tried.
-
-    Raises:
-        SetupError: on all ranks, if one of them runs out of memory, as `Updater` raises it.
+    during the attempt. Raises SetupError on all ranks if one of them runs out of memory.
     """
     trained = [parameter for parameter in update.policy.parameters() if parameter.requires_grad]
     tried = []
@@ -51,7 +45,7 @@ def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A micro-batch of rows of equal lengths. Shape(rows=4, prompt=24, completion=48)"""
+    """A micro-batch of rows of equal lengths."""
 
     rows: int
     prompt: int  # tokens of each row
@@ -84,14 +78,12 @@ def prompts(recipe: Recipe, rows: int, packed: bool) -> int:
 
 
 def share(recipe: Recipe, processes: int) -> int:
-    """Returns the number of samples of a step that one rank trains on, rounded up."""
+    """Returns the samples of a step that one rank trains on, rounded up."""
     return -(-recipe.samples_per_step // processes)
 
 
 def whole_pairs(recipe: Recipe, rows: int) -> int:
-    """Rounds the number of rows down to an even number for online_dpo, whose rows come in pairs; returns at least one row or
-    pair.
-    """
+    """Rounds down to an even number for online_dpo, whose rows come in pairs; to one row or pair at least."""
     return max(2, rows - rows % 2) if recipe.trainer.kind == "online_dpo" else max(1, rows)
 
 
@@ -115,7 +107,6 @@ def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) ->
 
 
 def made_up_samples(batch: Shape, first: int, group_size: int) -> list[Sample]:
-    """Returns the samples of a micro-batch in groups of `group_size`, numbered from row `first`."""
     return [
         Sample(
             group_id=row // group_size,

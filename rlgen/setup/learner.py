@@ -22,8 +22,7 @@ from rlgen.recipe.models import ServerEngineRecipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
-from rlgen.trainers.exact import ExactSum
-from rlgen.trainers.groups import Groups, provisional_totals
+from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position, Sampling
@@ -48,11 +47,6 @@ class Learner:
 
 
 def open_learner(recipe: Recipe, algorithm: Algorithm, policies: Policies) -> Learner:
-    """Adds the reference, the optimizer and the schedule to the policy.
-
-    Raises:
-        SetupError: the memory does not suffice for the reference.
-    """
     policy, needed = policies.policy, algorithm.reference != "none"
     reference = (policies.reference or build_reference(recipe, policy)) if needed else None
     optimizer, schedule = open_optimizer(recipe, policy)
@@ -101,9 +95,7 @@ def adamw_8bit(trained: Sequence[Parameter], learning_rate: float, weight_decay:
 def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes: Processes) -> Position:
     """Loads weights, optimizer, schedule and random states from `checkpoint`, and returns its position. None: returns the start.
 
-    Raises:
-        CheckpointError: it is damaged, or of another model or version of rlgen.
-        SetupError: the memory does not suffice for the optimizer's state.
+    Raises CheckpointError if it is damaged, or of another model or version of rlgen.
     """
     if checkpoint is None:
         return Position()
@@ -114,11 +106,6 @@ def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes
 def build_windows(
     recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, weights: Mapping[str, float]
 ) -> WindowBuilder:
-    """Returns the object that makes the window of a step from its samples.
-
-    Args:
-        weights: of the rewards, by label.
-    """
     return WindowBuilder(
         processes=processes,
         algorithm=learner.algorithm,
@@ -131,7 +118,7 @@ def build_windows(
 
 
 def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, watch: Watch | None) -> Updater:
-    """Returns the object that takes optimizer steps. If `watch` is None, its batches are not compared with the engine."""
+    """If `watch` is None, its batches are not compared with the engine."""
     return Updater(
         processes=processes,
         sharded=learner.sharded,
@@ -150,11 +137,7 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
 
 
 def build_groups(recipe: Recipe, learner: Learner, windows: WindowBuilder, update: Updater) -> Groups | None:
-    """Returns the object that trains on a step group by group; None if the recipe does not stream.
-
-    Raises:
-        SetupError: the memory does not suffice for the sums of gradients.
-    """
+    """Returns None if the recipe does not stream."""
     rollout = recipe.rollout
     if not rollout.stream:
         return None

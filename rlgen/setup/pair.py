@@ -43,7 +43,7 @@ class Pair:
     position: Position  # step of the weights on both sides
 
     def close(self) -> None:
-        """Closes the engine; the learner holds nothing but memory."""
+        """The learner holds nothing but memory."""
         self.engine.close()
 
 
@@ -54,7 +54,7 @@ def open_pair(
     processes: Processes,
     logs: Path,
     say: Callable[[str], None],
-    began_with: str | None = None,
+    began_with: str | None = None,  # digest of the weights that were in model.path then; None: not known
 ) -> Pair:
     """Opens policy, engine and the rest of the learner, in this order, and sends the weights if the engine has others.
 
@@ -64,15 +64,6 @@ def open_pair(
 
     The order also keeps the ranks in step: each makes the same calls, and all build their engines at the same time, since
     they wait for each other inside vLLM.
-
-    Args:
-        checkpoint: the one to resume from, or None.
-        logs: folder for what a server prints.
-        say: receives a message before each part is opened, and one if the engine had to be restarted.
-        began_with: digest of the weights that were in model.path when the run began; None: not known.
-
-    Raises:
-        RlgenError: the model, the checkpoint or the engine cannot be opened; SetupError if the learner runs out of memory.
     """
     engine_share = engine_share_of(recipe, processes)
     algorithm = build_algorithm(recipe.trainer)
@@ -108,7 +99,6 @@ def cost_of_padding(recipe: Recipe, prompts: Sequence[NDArray[np.int32]]) -> str
 
 
 def sampling_of(recipe: Recipe, stop_ids: tuple[int, ...], vocab_size: int | None) -> Sampling:
-    """Returns the sampling settings of the run."""
     rollout = recipe.rollout
     return Sampling(
         max_tokens=rollout.max_completion_tokens,

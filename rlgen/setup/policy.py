@@ -50,21 +50,7 @@ def open_policies(
     prompts: Sequence[NDArray[np.int32]],
     say: Callable[[str], None],
 ) -> Policies:
-    """Loads the policy from model.path. If it is sharded, its reference is loaded too, since a sharded policy cannot be copied.
-
-    Args:
-        location: of the model: folder or hub id.
-        checkpoint: the one to resume from; checked here so that one of another model is refused early.
-        began_with: digest of the weights that were in model.path when the run began; None: not known.
-        prompts: ids of some prompts of the run, on which packed rows are tried.
-        say: receives a message where the model cannot be read by shards.
-
-    Raises:
-        SetupError: the memory does not suffice.
-        ProcessError: the processes cannot be divided as `processes.shard` says.
-        CheckpointError: `checkpoint` is of another model or trainer.
-        UsageError: the reference would differ from the one that the run began with.
-    """
+    """Loads the policy from model.path; if it is sharded, its reference too, since a sharded policy cannot be copied."""
     sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
     mesh = mesh_of(processes, recipe.processes.shard) if sharded else None
     policy = (
@@ -73,7 +59,7 @@ def open_policies(
         else open_shards(recipe, location, mesh, processes, prompts, True, say)
     )
     pack_alike(policy, processes)
-    if checkpoint:
+    if checkpoint:  # one of another model is refused early
         processes.run_all(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
     needs_reference, reference = algorithm.reference != "none", None
     base = base_digest(policy.model) if is_adapted(policy.model) else None
@@ -96,11 +82,7 @@ def open_shards(
     trained: bool,
     say: Callable[[str], None],
 ) -> Policy:
-    """Loads this process's shards of the model, and checks that rlgen knows how it computes logits.
-
-    Args:
-        trained: whether it is the policy; otherwise its frozen reference.
-    """
+    """Loads this process's shards of the model, and checks that rlgen knows how it computes logits."""
     policy = processes.run_all(lambda: build_shards(recipe, location, mesh, trained, say))
     with memory_for("a forward pass of eight tokens", what_helps(recipe, "load"), SetupError):
         processes.run_all(policy.check, has_collectives=True)
@@ -132,7 +114,6 @@ def build_policy(recipe: Recipe, location: str, prompts: Sequence[NDArray[np.int
 
 
 def compile_and_pack(recipe: Recipe, policy: Policy, prompts: Sequence[NDArray[np.int32]]) -> None:
-    """Compiles the layers, and packs rows, as far as the recipe says and the device can. Raises SetupError."""
     wanted, compiled = recipe.optim.packing, recipe.model.compile
     possible = can_pack(policy.model.device, policy.dtype)
     if compiled:
@@ -205,7 +186,6 @@ def build_reference(recipe: Recipe, policy: Policy) -> Policy | BasePolicy:
 
 
 def same_reference(location: str, weights: str, began_with: str | None) -> None:
-    """Raises UsageError if the weights in model.path differ from those that the run began with."""
     if began_with not in (None, weights):
         raise UsageError(
             f"--resume: the weights in model.path {location} have changed since the last attempt (digest {began_with}, now"

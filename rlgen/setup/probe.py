@@ -1,6 +1,5 @@
 """Builds what the sentinel compares: completions of a few prompts on both sides, and the gradient of the recipe's own loss."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -24,7 +23,6 @@ TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the window of `toy_gradient`; tokens of i
 
 
 def probe_of(recipe: Recipe, pair: Pair) -> Probe:
-    """Returns the probe that compares both sides of `pair` at their present weights."""
     policy, dtypes = pair.learner.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
     quantization, own = pair.engine.facts().quantization, recipe.sentinel
     held = {None: getattr(torch, dtypes[1]), "fp8": FP8}.get(quantization) if recipe.model.quantization is None else None
@@ -66,12 +64,13 @@ def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Gradient:
     rank, world = pair.processes.rank, pair.processes.world
 
     @cache
-    def sampled() -> Samples:
-        samples = toy_samples(probe.sample(probe.sampling.distribution, TOY_TOKENS + 3 * TOY_ROWS)[:TOY_ROWS])
+    def toys() -> Samples:
+        sampled = probe.sample(probe.sampling.distribution, TOY_TOKENS + 3 * TOY_ROWS)[:TOY_ROWS]
+        samples = Samples.of([toy_sample(sample, place) for place, sample in enumerate(sampled)])
         return samples.take((samples.group_id % world == rank).nonzero()[0])
 
     def gradient(budget: int, other_rounding: bool) -> Tensor:
-        samples = sampled()
+        samples = toys()
         table = RowTable.gather(samples, pair.processes)
         kl = torch.zeros(len(table)) if algorithm.reference == "reward" else None
         signal = algorithm.advantages(table.scores({"toy": 1.0}, kl))
@@ -84,13 +83,8 @@ def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Gradient:
     return gradient
 
 
-def toy_samples(samples: Sequence[Sample]) -> Samples:
-    """Returns the samples cut to unequal lengths, in groups of two, the second of each with the higher reward."""
-    return Samples.of([toy_sample(sample, place) for place, sample in enumerate(samples)])
-
-
 def toy_sample(sample: Sample, place: int) -> Sample:
-    """Returns the sample cut to its first tokens, as the worse (even `place`) or the better (odd) one of a pair."""
+    """Returns the sample cut to unequal lengths, as the worse (even `place`) or the better (odd) one of a pair."""
     tokens = min(len(sample.completion_ids), TOY_TOKENS + 3 * place)
     return replace(
         sample,

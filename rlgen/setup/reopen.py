@@ -1,20 +1,21 @@
 """Opens the directory of a run: a new one, or that of an earlier attempt, if the recipe still describes the same run."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlgen.callbacks import Callback
 from rlgen.errors import RlgenError, UsageError
 from rlgen.files import read_text, write_text
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe
 from rlgen.recipe.sizes import FOLLOWING
+from rlgen.run.console import Progress
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by, restarted
-from rlgen.setup.options import TrainOptions
 
 # Exit codes after which a launcher's restart is useless: a requested stop, and errors in the input.
 FINAL = (2, 3, 4, 5, 7, 8, 75)
@@ -30,13 +31,31 @@ MAY_CHANGE = (
 )
 
 
-def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
-    """Opens the run's directory, on rank 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """Options of `rlgen train` besides the recipe, such as TrainOptions(overrides=["run.steps=10"], resume=True)."""
 
-    Raises:
-        UsageError: it is a file; it holds a run and --resume was not given; or it holds no run, or another one, to resume.
-        CheckpointError: it cannot be written.
-    """
+    overrides: Sequence[str] = ()  # "section.key=value", as after --set; the last one wins
+    max_steps: int | None = None  # the same as run.steps=N
+    run_dir: Path | None = None  # instead of run.dir/run.name
+    resume: bool = False  # continue the run that is in the directory
+    resume_step: int | None = None  # step of the checkpoint to resume from, implies `resume`; None: the newest good one
+    changed_rewards: bool = False  # resume although files of rewards were edited
+    clean: bool = False  # delete what an earlier run left in the directory
+    progress: Progress = "auto"  # how the run is shown while it trains
+    callbacks: Sequence[Callback] = ()  # of a program that calls `rlgen.train`
+
+    def __post_init__(self) -> None:
+        if self.clean and self.resumes:
+            raise UsageError("--clean deletes what --resume goes on from; leave one of them out")
+
+    @property
+    def resumes(self) -> bool:
+        return self.resume or self.resume_step is not None
+
+
+def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
+    """Opens the run's directory, on rank 0."""
     path, resolved = loaded.recipe.run_path, dump_recipe(loaded.recipe)
     not_a_file(path)
     if options.resumes:
@@ -46,13 +65,7 @@ def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
     return RunDirectory.create(path, loaded.text, resolved)
 
 
-def join_directory(loaded: LoadedRecipe) -> RunDirectory:
-    """Returns the directory that rank 0 has opened."""
-    return RunDirectory.join(loaded.recipe.run_path)
-
-
 def not_a_file(path: Path) -> None:
-    """Raises UsageError if the path or one of its parents is a file."""
     if in_the_way := next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None):
         raise UsageError(f"{path} cannot be a run directory: {in_the_way} is a file; set run.dir or --run-dir")
 
@@ -69,8 +82,7 @@ def goes_on(path: Path, environment: Mapping[str, str]) -> bool:
 def after_restart(path: Path, options: TrainOptions) -> TrainOptions:
     """Returns the options unchanged; or with `resume` set, if a launcher restarts a run that it has begun.
 
-    Raises:
-        RlgenError: the last attempt ended by itself with a code of FINAL, so that a restart is useless; with that exit code.
+    Raises RlgenError with the exit code of the last attempt, if that ended by itself with one of FINAL.
     """
     if not goes_on(path, os.environ):
         return options
@@ -85,11 +97,7 @@ def after_restart(path: Path, options: TrainOptions) -> TrainOptions:
 
 
 def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
-    """Opens the directory of an earlier attempt of the same run.
-
-    Raises:
-        UsageError: no run is there, or the recipe describes another run.
-    """
+    """Opens the directory of an earlier attempt of the same run."""
     directory = RunDirectory.reopen(path)
     try:
         before = yaml.safe_load(read_text(directory.resolved))
@@ -112,10 +120,6 @@ def may_change(before: Any, recipe: Recipe) -> tuple[str, ...]:
     """Returns the keys, or beginnings of keys, that may change between two attempts.
 
     An evaluation does not affect training, so that a run that had none may get one.
-
-    Args:
-        before: what `resolved.yaml` of the earlier attempt holds.
-        recipe: of this attempt.
     """
     had_none = isinstance(before, dict) and before.get("eval") is None
     steps = (STEPS,) if recipe.optim.schedule == "constant" else ()
@@ -134,7 +138,7 @@ def changes(before: Any, now: Any, free: tuple[str, ...]) -> list[str]:
 
 
 def flat(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested data: returns {"run.seed": 0, "rewards[1].weight": 0.1, ...}."""
+    """Returns nested data as {"run.seed": 0, "rewards[1].weight": 0.1, ...}."""
     if isinstance(data, dict) and data:
         return {k: v for key, value in data.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
     if isinstance(data, list) and any(isinstance(value, dict) for value in data):

@@ -54,7 +54,7 @@ class Past:
 
     @classmethod
     def of(cls, path: Path, recipe: Recipe, attempts: Sequence[Record], metrics: Sequence[Record]) -> "Past":
-        """Returns the past of the run at `path`. Reads the data if `resolved.yaml` lacks sizes that follow from them."""
+        """Reads the data if `resolved.yaml` lacks sizes that follow from it."""
         whole = all(is_written(recipe, key) for key in FOLLOWING)
         return cls(
             path=path,
@@ -64,7 +64,6 @@ class Past:
         )
 
     def attempt_of(self, step: int) -> Record:
-        """Returns the newest attempt that may have trained a step."""
         return next((one for one in reversed(self.attempts) if one.get("from_step", 0) < step), {})
 
 
@@ -88,11 +87,6 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
         changed: the recipe with other settings, to compute the step with them too; see `opening.change.with_changes`.
         say: receives messages about what takes time, or is not as it should be.
         processes: one, or as many as the run had.
-
-    Raises:
-        UsageError: the run has not trained the step; something that the replay needs is missing; or there are too many processes.
-        CheckpointError: the checkpoint is of another model.
-        RlgenError: the model or the data cannot be opened.
     """
     start = processes.on_main(lambda: start_of(past, step))
     if changed is not None and processes.world > 1 and past.recipe.processes.strategy == "fsdp":
@@ -131,11 +125,7 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
 
 
 def start_of(past: Past, step: int) -> Choice:
-    """Returns the newest good checkpoint before `step`; `path` is None for the weights that the run began with.
-
-    Raises:
-        UsageError: the run has not trained the step, or a step after the checkpoint is not recorded.
-    """
+    """Returns the newest good checkpoint before `step`; `path` is None for the weights that the run began with."""
     if step not in past.steps:
         raise UsageError(f"--step {step}: {past.path} has no such step in metrics.jsonl, which has {ranges(past.steps)}")
     notices: list[str] = []
@@ -176,11 +166,7 @@ def open_at(
     processes: Processes,
     say: Say,
 ) -> tuple[Learner, Position]:
-    """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of the recipes needs it.
-
-    Raises:
-        UsageError: the replay needs the weights that were in model.path, which are others now.
-    """
+    """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of the recipes needs it."""
     recipe = past.recipe
     algorithms = [build_algorithm(one.trainer) for one in (recipe, changed) if one is not None]
     needing = next((one for one in algorithms if one.reference != "none"), algorithms[0])
@@ -207,12 +193,7 @@ class Recorder:
     data: Data | None = field(default=None)
 
     def collected(self, step: int, at: Position, own: Side) -> Collected:
-        """Returns the samples of a step as training collected them.
-
-        Args:
-            at: the position before the step.
-            own: the settings of the run, which decide the groups that further prompts replaced (`rollout.refill`).
-        """
+        """Returns the samples of a step as training collected them."""
         recipe = self.past.recipe
         samples = own.processes.run_all(lambda: self.with_images(self.samples(step, own.processes), step))
         table = RowTable.gather(samples, own.processes)
@@ -222,7 +203,7 @@ class Recorder:
         wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.refill
         while wanted and left:
             silent = silent_groups(
-                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.algorithm, own.weights
+                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.learner.algorithm, own.weights
             )
             replaced |= np.isin(table.group_id, silent)
             first, wanted, left = first + wanted, len(silent), left - 1
@@ -237,11 +218,7 @@ class Recorder:
         )
 
     def samples(self, step: int, processes: Processes) -> Samples:
-        """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one.
-
-        Raises:
-            UsageError: neither has all of them, or the step is one of another number of processes.
-        """
+        """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one."""
         if processes.world > 1:
             return self.part(step, processes)
         tokens = self.past.steps.get(step, {}).get(Metric.TOKENS_GENERATED)
@@ -256,11 +233,7 @@ class Recorder:
         return samples
 
     def with_images(self, samples: Samples, step: int) -> Samples:
-        """Returns the samples with the images of their prompts, which are in the data alone.
-
-        Raises:
-            UsageError: the data, or an image, is not as it was when the step was trained.
-        """
+        """Returns the samples with the images of their prompts, which are in the data alone."""
         if self.past.recipe.data.columns.images is None:
             return samples
         self.data = self.data or open_data(self.past.recipe)
@@ -274,7 +247,6 @@ class Recorder:
         return replace(samples, images=tuple(of_group[group] for group in samples.group_id.tolist()))
 
     def part(self, step: int, processes: Processes) -> Samples:
-        """Returns the samples of a step that this process has sampled. Raises UsageError if its rollouts do not have them."""
         had = processes_of(self.past.path, step)
         if had and had != processes.world:
             alone = "start `rlgen replay` without a launcher"
@@ -291,7 +263,6 @@ class Recorder:
         return samples
 
     def journaled(self, step: int) -> Samples:
-        """Returns the samples of a step that the journal has."""
         recipe = self.past.recipe
         self.data = self.data or open_data(recipe)
         return from_journal(
@@ -307,12 +278,11 @@ class Recorder:
 
 
 def is_whole(samples: Samples, tokens: int | None) -> bool:
-    """Returns whether the samples are all of a step, which sampled so many tokens; None: not known."""
     return tokens is None or int(samples.sampled_tokens.sum()) == tokens
 
 
 def differences(recorded: Record, metrics: Record) -> dict[str, tuple[Any, Any]]:
-    """Returns (recorded value, replayed value) of each key of both whose values differ in any bit."""
+    """Returns (recorded, replayed) of each key of both whose values differ in any bit."""
     return {key: (recorded[key], value) for key, value in metrics.items() if key in recorded and recorded[key] != value}
 
 
@@ -327,7 +297,6 @@ def others(past: Past, step: int, processes: Processes) -> list[str]:
 
 
 def torchrun(processes: int) -> str:
-    """Returns how several processes are started."""
     return f"`torchrun --nproc-per-node {processes} -m rlgen replay …`"
 
 

@@ -33,8 +33,7 @@ from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
-from rlgen.setup.data import Data, open_data
-from rlgen.setup.dialogue import open_dialogue
+from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.setup.inputs import record_attempt, same_inputs, user_files
 from rlgen.setup.largest import try_largest
@@ -43,11 +42,10 @@ from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
 from rlgen.trainers.callbacks import Callbacks
 from rlgen.trainers.collect import Collector
-from rlgen.trainers.groups import Groups
+from rlgen.trainers.groups import Groups, Stream
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.report import Reporter
 from rlgen.trainers.saving import Saver
-from rlgen.trainers.stream import Stream
 from rlgen.types import Position
 
 
@@ -66,16 +64,10 @@ class RunContext:
 
 
 def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None) -> tuple[Trainer, Position]:
-    """Opens data, rewards, model and engine, and checks that trainer and engine agree.
+    """Opens data, rewards, model and engine, and checks that trainer and engine agree. After an error everything is closed again.
 
     Args:
         between: called on all ranks after each part is opened; it may raise, such as StopNow.
-
-    Returns:
-        The trainer and the position from which it continues.
-
-    Raises:
-        RlgenError: whatever the parts raise; nothing has been trained, and everything is closed again.
     """
     recipe, console, processes = attempt.recipe, attempt.console, attempt.processes
     with ExitStack() as undo:
@@ -87,7 +79,7 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         recipe = data.recipe
         attempt = replace(attempt, recipe=recipe)
         tools_log = attempt.directory.logs / (f"tools.rank{processes.rank}.log" if processes.rank else "tools.log")
-        dialogue = processes.run_all(lambda: open_dialogue(data, tools_log))
+        dialogue = processes.run_all(lambda: open_dialogue(recipe, data.tokenizer, data.stop_ids, tools_log))
         if dialogue is not None:
             undo.callback(dialogue.turns.close)
         own = recipe.rollout.use
@@ -122,7 +114,6 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
 
 
 def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data, Scorer]:
-    """Opens data and rewards, and prints a summary of them."""
     recipe, console, processes = attempt.recipe, attempt.console, attempt.processes
     device = processes.device
     console.say(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, {recipe.model.dtype}")
@@ -144,7 +135,6 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
 
 
 def open_judge(attempt: RunContext, data: Data) -> Scorer | None:
-    """Opens the rewards of evaluations, and prints what is evaluated; returns None if the recipe evaluates nothing."""
     held_out, directory, processes = data.held_out, attempt.directory, attempt.processes
     if held_out is None:
         return None
@@ -155,7 +145,6 @@ def open_judge(attempt: RunContext, data: Data) -> Scorer | None:
 
 
 def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
-    """Starts the worker processes of the recipe's rewards."""
     columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
     output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
     longest, failures = recipe.rollout.max_completion_tokens, directory.failed_rewards
@@ -164,7 +153,6 @@ def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int)
 
 
 def agree(probe: Probe, between: Callable[[], None]) -> list[Rung]:
-    """Returns the results of all checks of the sentinel. Raises SentinelError if one of them failed."""
     rungs = []
     for rung in climb(probe):
         rungs.append(rung)
@@ -194,7 +182,6 @@ def build_trainer(
     dialogue: Dialogue | None,
     custom: CustomRollout | None,
 ) -> Trainer:
-    """Builds the training loop from the parts that are open."""
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
     learner, done = pair.learner, pair.position.step
     journal = open_journal(attempt, pair, scorer, dialogue, custom)
@@ -226,9 +213,6 @@ def build_trainer(
     return Trainer(
         recipe=recipe,
         processes=processes,
-        policy=learner.policy,
-        engine=pair.engine,
-        journal=journal,
         collect=Collector(
             recipe=recipe.rollout,
             processes=processes,
@@ -244,7 +228,6 @@ def build_trainer(
         ),
         windows=windows,
         update=update,
-        schedule=learner.schedule,
         evaluate=evaluate,
         report=report,
         save=Saver(
@@ -284,7 +267,6 @@ def build_sampler(
     dialogue: Dialogue | None,
     custom: CustomRollout | None,
 ) -> Sampler:
-    """Returns the object that samples the prompts of each step."""
     recipe, prompts = attempt.recipe, pair.data.prompts
     count, steps = recipe.rollout.prompts_per_step, recipe.run.steps
     abilities = pair.engine.abilities
@@ -315,11 +297,7 @@ def build_sampler(
 def build_stream(
     pair: Pair, sampler: Sampler, early: EarlyScoring, weights: Mapping[str, float], groups: Groups | None
 ) -> Stream | None:
-    """Returns the object that trains on groups while others are sampled; None if the recipe does not stream.
-
-    Raises:
-        SetupError: several processes were started, or engine and trainer share a GPU.
-    """
+    """Returns None if the recipe does not stream."""
     if groups is None:
         return None
     processes = pair.processes
@@ -357,7 +335,6 @@ def build_writer(
 
 
 def build_watch(attempt: RunContext, pair: Pair, probe: Probe, sampler: Sampler) -> Watch:
-    """Returns the object that compares each batch between engine and trainer before the weights change."""
     recipe = attempt.recipe
     return Watch(
         probe=probe,

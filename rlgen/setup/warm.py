@@ -6,7 +6,6 @@ RL needs a model that succeeds now and then, but a random one never does. A tiny
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -23,12 +22,11 @@ from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.environment import EnvironmentTurns
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.tools import ToolTurns
-from rlgen.setup.data import open_tokenizer, rows_of
-from rlgen.setup.dialogue import open_environment, open_turns
+from rlgen.setup.data import open_dialogue, open_tokenizer, rows_of
 from rlgen.tools.box import schemas_of
 from rlgen.types import Prompt, Sampling
 
-Asked: TypeAlias = ToolTurns | EnvironmentTurns
+Asked = ToolTurns | EnvironmentTurns
 
 BATCH = 64  # rows of a step
 EVERY, TESTED = 5, 128  # steps between two measurements, and prompts of each
@@ -41,18 +39,6 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     """Trains the recipe's model on the answers of its data until it answers enough prompts right, and saves it.
 
     It is tested on the prompts of the recipe's evaluation; without one on other rows of its task, or else on those of the data.
-
-    Args:
-        recipe: its model is what to start from; its data, template and limits are used.
-        out: folder to write.
-        accuracy: share of sampled answers that are right at the end.
-
-    Returns:
-        The share that was reached.
-
-    Raises:
-        SetupError: it was not reached, or the model cannot be loaded.
-        CheckpointError: the folder cannot be written.
     """
     if recipe.data.columns.images is not None:
         raise SetupError("data.columns.images: a warm start trains on texts only; take a model that has learned to read images")
@@ -70,16 +56,11 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     sampling = Sampling(max_tokens=recipe.rollout.max_completion_tokens, temperature=1.0, stop_ids=ends)
     tested, right, step = test.take(0, TESTED), 0.0, 0
     with ExitStack() as opened:
-        turns: Asked | None = None
-        dialogue = None
-        if recipe.environment is not None:
-            turns = open_environment(recipe, recipe.environment, tokenizer, ends, None)
-        elif tools:
-            turns = open_turns(recipe, tokenizer, ends, None)
+        dialogue = open_dialogue(recipe, tokenizer, ends, None)
+        turns = None if dialogue is None else dialogue.turns
         if turns is not None:
             opened.callback(turns.close)
-            said = recipe.rollout
-            dialogue = Dialogue(turns=turns, max_turns=said.max_turns, reply_timeout=said.reply_timeout)
+            assert isinstance(turns, Asked)
         while right < accuracy:
             if step == MOST_STEPS:
                 raise SetupError(f"{right:.0%} of the answers are right after {step} steps, not {accuracy:.0%}; lower --accuracy")
@@ -108,8 +89,7 @@ def supervised_loss(
 ) -> torch.Tensor:
     """Returns the mean cross entropy of the answers' ids, the ends of turns among them.
 
-    Args:
-        turns: tools or an environment; one row in `ASKS` calls it first, and its reply is not learned.
+    With `turns`, one row in `ASKS` calls it first, and its reply is not learned.
     """
     rows, labels = [], []
     asked: list[tuple[list[int], list[int]]] = [([], [])] * len(prompts)
@@ -130,7 +110,6 @@ def share_right(
     sampling: Sampling,
     dialogue: Dialogue | None,
 ) -> float:
-    """Returns the share of prompts whose sampled answer is the task's."""
     engine = TransformersEngine(model=model, fp32_head=True, max_num_seqs=TESTED)
     groups = rollout(engine, prompts, sampling, 1, 0, engine.weight_version, tokenizer, dialogue)
     model.requires_grad_(True)  # the engine has frozen it

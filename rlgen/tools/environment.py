@@ -35,7 +35,6 @@ class EnvironmentSource:
     trade: ClassVar[Trade] = ENVIRONMENT
 
     def load(self) -> "LoadedEnvironment":
-        """Imports the class. Raises ToolError if there is none, its import fails, or it has no `reset` or `step`."""
         make, sha256 = (ENVIRONMENTS[self.use], None) if self.use in ENVIRONMENTS else find(self.use, ENVIRONMENT)
         for method in ("reset", "step"):
             if not callable(getattr(make, method, None)):
@@ -123,12 +122,10 @@ class LoadedEnvironment:
         return answer
 
     def value(self, answer: dict[str, Any], size: int | None) -> dict[str, Any]:
-        """Returns what was answered, its text of at most `size` characters, and how long it was before it was cut."""
         text = answer.get("text")
         return answer | ({"text": text[:size], "characters": len(text)} if text is not None else {})
 
     def failure(self, error: BaseException) -> Failed:
-        """Returns type, message and line of what was raised."""
         return failure_of(error, self.facts.file)
 
     async def _end(self, talk: int) -> None:
@@ -188,7 +185,6 @@ async def called(function: Callable[..., Any], arguments: dict[str, Any] | None 
 
 
 def observation(value: Any, method: str) -> str | None:
-    """Returns an observation as a text. Raises ValueError if it cannot be one."""
     if value is None and method == "reset":
         return None
     try:
@@ -199,7 +195,6 @@ def observation(value: Any, method: str) -> str | None:
 
 
 def step_of(value: Any) -> dict[str, Any]:
-    """Returns what `step` returned as a record. Raises ValueError if it is not (observation, reward, done)."""
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise ValueError(f"step returned {shown(value)}, not (observation, reward, done)")
     text, reward, done = value
@@ -211,6 +206,5 @@ def step_of(value: Any) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Returns the repr of a value in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"

@@ -1,6 +1,7 @@
 """Holds the environments that come with rlgen. An object is one conversation; a user's own is written in the same way."""
 
 import ast
+import json
 import operator
 import re
 from collections.abc import Callable
@@ -8,24 +9,22 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
-from rlgen.tools.openenv import OpenEnv
-
 Step = tuple[str, float, bool]  # observation, reward, done
 INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 200  # characters of an expression
+LARGEST = 16 << 20  # bytes of an answer
+REFUSED = "VALIDATION_ERROR"  # code of an action that does not fit the server's schema
 
 
 class GuessNumber:
     """A number to guess. After each guess the model reads whether the number is higher or lower."""
 
     def __init__(self, highest: int = 100, guesses: int = 7) -> None:
-        """Sets the range, 1 to `highest`, and how many guesses there are."""
         self.highest, self.left = highest, guesses
 
     def reset(self, prompt: Any, seed: int) -> None:
-        """Draws the number."""
         self.number = Random(seed).randint(1, self.highest)
 
     def step(self, message: str) -> Step:
@@ -42,11 +41,9 @@ class Grid:
     """A square to cross, one step a turn, from one cell to another."""
 
     def __init__(self, size: int = 4, steps: int = 8) -> None:
-        """Sets the cells of a side, and how many steps there are."""
         self.size, self.left = size, steps
 
     def reset(self, prompt: Any, seed: int) -> str:
-        """Draws two cells, and says which they are."""
         rng = Random(seed)
         cells = [(x, y) for x in range(self.size) for y in range(self.size)]
         self.at, self.goal = rng.sample(cells, 2)
@@ -70,7 +67,6 @@ class Calculator:
     """A calculator beside a question. A message that ends with `?` is computed; any other one is the answer."""
 
     def __init__(self, uses: int = 4) -> None:
-        """Sets how many expressions are computed."""
         self.left = uses
 
     def reset(self, prompt: Any, answer: Any) -> None:
@@ -103,6 +99,86 @@ def value_of(node: ast.expr) -> Fraction:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -value_of(node.operand)
     raise ValueError("no expression of whole numbers")
+
+
+class OpenEnv:
+    """One session, a WebSocket, on an OpenEnv server, which must allow as many at the same time as there are conversations.
+
+    The messages are those of openenv-core 0.3: {"type": "reset", "data": {"seed": 7}}, {"type": "step", "data": ACTION}, and
+    {"type": "close"}; the answers {"type": "observation", "data": {"observation": {...}, "reward": 0.5, "done": false}}, or
+    {"type": "error", "data": {"message": ..., "code": ...}}.
+    """
+
+    def __init__(
+        self, url: str, action: str | None = None, observation: str | None = None, also: dict[str, Any] | None = None
+    ) -> None:
+        """Stores the settings; `reset` connects.
+
+        Args:
+            url: of the server, http or https.
+            action: the field of an action that holds what the model says. None: the model writes the whole action, as JSON.
+            observation: the field of an observation that the model reads. None: all of it, as JSON.
+            also: further fields of each action.
+        """
+        self._url, self._action, self._observation, self._also = url.rstrip("/"), action, observation, also or {}
+        self._http: Any = None
+        self._socket: Any = None
+
+    async def reset(self, prompt: Any, seed: int) -> str:
+        """Begins an episode, and returns the row's prompt with the first observation below it."""
+        import aiohttp
+
+        self._http = aiohttp.ClientSession()
+        try:
+            self._socket = await self._http.ws_connect(f"{self._url}/ws", max_msg_size=LARGEST)
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"no OpenEnv server answers at {self._url}: {error}") from error
+        found = self._observed(await self._told({"type": "reset", "data": {"seed": seed}}))
+        ahead = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        return f"{ahead}\n{self._text(found)}"
+
+    async def step(self, message: str) -> tuple[str, float, bool]:
+        """Takes an action. One that cannot be read is answered to the model; a reward that the server leaves out is 0."""
+        action: Any = {self._action: message} if self._action is not None else None
+        if action is None:
+            try:
+                action = json.loads(message)
+            except ValueError as error:
+                return f"Error: this is no JSON: {error}", 0.0, False
+            if not isinstance(action, dict):
+                return "Error: an action is a JSON object", 0.0, False
+        answer = await self._told({"type": "step", "data": {**self._also, **action}})
+        if answer["data"].get("code") == REFUSED:
+            return "Error: this is no action of this environment", 0.0, False
+        found = self._observed(answer)
+        return self._text(found), float(found.get("reward") or 0.0), bool(found.get("done"))
+
+    async def close(self) -> None:
+        if self._socket is not None and not self._socket.closed:
+            await self._socket.send_json({"type": "close"})
+            await self._socket.close()
+        if self._http is not None:
+            await self._http.close()
+
+    async def _told(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            await self._socket.send_json(message)
+            answer = await self._socket.receive_json()
+        except TypeError as error:  # the socket is closed: what came is no text
+            raise ConnectionError(f"the OpenEnv server at {self._url} has closed the session") from error
+        return {"type": answer.get("type"), "data": answer.get("data") or {}}
+
+    def _observed(self, answer: dict[str, Any]) -> dict[str, Any]:
+        data: dict[str, Any] = answer["data"]
+        if answer["type"] != "observation":
+            raise ConnectionError(f"the OpenEnv server at {self._url}: {data.get('code')}: {data.get('message')}")
+        return data
+
+    def _text(self, found: dict[str, Any]) -> str:
+        shown = found.get("observation", {})
+        if self._observation is not None:
+            shown = shown[self._observation]
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {

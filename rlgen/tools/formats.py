@@ -19,7 +19,7 @@ SHOWN = 200  # characters of a malformed call that are kept
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Text that looks like a call but is not one. Malformed(text='{"name": "f", ', why="it is no JSON: ...")"""
+    """Text that looks like a call but is not one."""
 
     text: str
     why: str
@@ -30,7 +30,7 @@ Found = ToolCall | Malformed
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of the model, taken apart. Turn(content="Let me see.", thinking="", calls=(ToolCall(...),))"""
+    """A turn of the model, taken apart."""
 
     content: str  # without thinking and calls
     thinking: str
@@ -117,7 +117,6 @@ def json_of(text: str) -> Any:
 
 
 def one_object(text: str) -> list[Found]:
-    """Reads a JSON object."""
     value = json_of(text)
     return [value if isinstance(value, Malformed) else call_of(value, text)]
 

@@ -39,7 +39,7 @@ class LoadedTool:
     given: dict[str, Any]  # of the recipe; the model neither sees nor sets them
 
     def function(self, arguments: dict[str, Any]) -> Any:
-        """Calls the tool. Raises WrongArguments if the arguments do not fit, and whatever the tool raises."""
+        """Raises WrongArguments if the arguments do not fit, and whatever the tool raises."""
         try:
             checked = self.arguments.validate_python(arguments)
         except ValidationError as error:
@@ -47,7 +47,6 @@ class LoadedTool:
         return self.tool(**checked, **self.given)
 
     def value(self, answer: Any, size: int | None) -> dict[str, Any]:
-        """Returns what a tool answered as a text, of at most `size` characters, and how long it was before it was cut."""
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
         text = text.encode("utf-8", "replace").decode()
         return {"text": text[:size], "characters": len(text)}
@@ -70,7 +69,6 @@ class ToolSource:
     trade: ClassVar[Trade] = TOOLS
 
     def load(self) -> LoadedTool:
-        """Imports the function. Raises ToolError if there is none, its import fails, or it cannot be described to a model."""
         function, sha256 = find(self.use, TOOLS)
         facts = facts_of(self.use, function, sha256, TOOLS)
         schema, arguments = described_to_the_model(self, function)
@@ -78,7 +76,6 @@ class ToolSource:
 
 
 def one_mistake(error: Any) -> str:
-    """Returns "terms.0: Input should be a valid integer" of an error of pydantic."""
     place = ".".join(map(str, error["loc"]))
     return f"{place}: {error['msg']}" if place else str(error["msg"])
 
@@ -153,7 +150,6 @@ def without_titles(schema: Any) -> Any:
 
 
 def is_json(value: Any) -> bool:
-    """Returns whether JSON can hold a value."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

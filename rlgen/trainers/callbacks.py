@@ -6,21 +6,19 @@ from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 
 from rlgen.callbacks import Callback, StopTraining
 from rlgen.errors import CodeError, RlgenError
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.rollout.parquet import Rollout, table
+from rlgen.rollout.parquet import table
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.signals import StopRequest
 from rlgen.run.state import random_tensors, set_random
-from rlgen.trainers.collect import Collected
-from rlgen.types import Ragged
+from rlgen.trainers.collect import Collected, untrained
 from rlgen.worker_pool.failures import described, user_line
 
 LATER = ("policy_logp", "advantage", "trained")  # columns that are not known before the update
@@ -40,36 +38,26 @@ class Callbacks:
 
     @classmethod
     def of(cls, callbacks: Sequence[Callback], processes: Processes) -> "Callbacks":
-        """Takes the callbacks that the main process was given. This is a collective."""
+        """This is a collective."""
         return cls(callbacks=callbacks, processes=processes, there=processes.on_main(lambda: bool(callbacks)))
 
     def start(self, run: Path, recipe: Recipe, stop: StopRequest) -> None:
-        """Calls `on_start`."""
         self._call("on_start", "before the first step", stop, lambda: (run, recipe))
 
     def rollouts(self, step: int, got: Collected, writer: RolloutWriter, stop: StopRequest) -> None:
         """Calls `on_rollouts`, with a table as in `rollouts/`, but without the columns that follow from the update."""
 
         def copied() -> tuple[int, pa.Table]:
-            count, samples = len(got.samples), got.samples
-            rollout = Rollout(
-                step=step,
-                samples=samples,
-                policy_logp=Ragged(np.zeros(0, dtype=np.float32), np.zeros(count + 1, dtype=np.int64)),
-                advantage=np.zeros(count),
-                trained=np.zeros(count, dtype=bool),
-            ).in_order()
-            return step, table(rollout, slice(0, count), writer.texts(rollout.samples)[0]).drop_columns(list(LATER))
+            rollout = untrained(step, got.samples).in_order()
+            return step, table(rollout, slice(0, len(rollout.samples)), writer.texts(rollout.samples)[0]).drop_columns(
+                list(LATER)
+            )
 
         self._call("on_rollouts", f"step {step}", stop, copied)
 
-    def update(self, step: int, metrics: Mapping[str, Any], stop: StopRequest) -> None:
-        """Calls `on_update`."""
-        self._call("on_update", f"step {step}", stop, lambda: (step, deepcopy(dict(metrics))))
-
-    def step(self, step: int, metrics: Mapping[str, Any], stop: StopRequest) -> None:
-        """Calls `on_step`."""
-        self._call("on_step", f"step {step}", stop, lambda: (step, deepcopy(dict(metrics))))
+    def measured(self, point: Literal["on_update", "on_step"], step: int, metrics: Mapping[str, Any], stop: StopRequest) -> None:
+        """Calls `on_update` or `on_step`, with a copy of the metrics."""
+        self._call(point, f"step {step}", stop, lambda: (step, deepcopy(dict(metrics))))
 
     def end(self, error: BaseException | None) -> None:
         """Calls `on_end` in the main process, whatever the others do. An error of it is raised only if there is no other."""

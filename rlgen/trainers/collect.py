@@ -16,12 +16,13 @@ from rlgen.recipe.models import RolloutRecipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.journal import Journal
+from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopRequest
-from rlgen.trainers.stream import Stream
-from rlgen.types import Group, Prompt, Samples
+from rlgen.trainers.groups import Stream
+from rlgen.types import Group, Prompt, Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +66,8 @@ class Collector:
         """Samples and scores the prompts of a step, from `position` on.
 
         If the recipe sets `rollout.refill`, further prompts replace groups without signal. All processes see all rewards, and
-        therefore take the same number of further prompts. All must call this together.
-
-        Raises:
-            StopNow: the run was asked to stop.
-            RlgenError: sampling or scoring failed.
+        therefore take the same number of further prompts. All must call this together. Raises StopNow if the
+        run was asked to stop.
         """
         try:
             stop.check(self.processes, before_step=True)
@@ -82,7 +80,6 @@ class Collector:
             raise
 
     def collected(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
-        """Samples and scores the prompts of a step, for `__call__`, which closes the scoring after an error."""
         tables: list[RowTable] = []
         held: list[Samples] = []
         taken = too_old = 0
@@ -133,8 +130,6 @@ class Collector:
         return groups, dropped
 
     def rewarded(self, groups: Sequence[Group], step: int) -> Samples:
-        """Returns the samples of this process with their rewards, in the order of the prompts."""
-
         def score_own() -> Samples:
             scored = self.journal.score(step, groups, partial(self.early.result, step)) if self.engine_share.first else []
             return Samples.of([sample for group in scored for sample in group.samples], list(self.scorer.weights))
@@ -146,10 +141,15 @@ def silent_groups(table: RowTable, algorithm: Algorithm, weights: Mapping[str, f
     """Returns the ids of groups in which no trained sample has an advantage, so that nothing can be learned from them.
 
     A KL in the reward does not count as a signal.
-
-    Args:
-        weights: of the rewards, by label.
     """
     signal = algorithm.advantages(table.scores(weights))
     has_gradient = (signal.trained & (signal.advantages != 0)).numpy()
     return np.setdiff1d(table.group_id, table.group_id[has_gradient])
+
+
+def untrained(step: int, samples: Samples) -> Rollout:
+    """Returns samples as they are written, without what follows from an update."""
+    count = len(samples)
+    nothing = Ragged(np.zeros(0, dtype=np.float32), np.zeros(count + 1, dtype=np.int64))
+    advantage, trained = np.zeros(count), np.zeros(count, dtype=bool)
+    return Rollout(step=step, samples=samples, policy_logp=nothing, advantage=advantage, trained=trained)

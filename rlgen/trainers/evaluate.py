@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.data import PromptStream
@@ -19,9 +18,10 @@ from rlgen.rollout.sample import rollout
 from rlgen.rollout.table import RowTable
 from rlgen.run.directory import Best
 from rlgen.run.records import evaluation_metrics
-from rlgen.run.rollouts import Rollout, RolloutWriter
+from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.watch import Watch
-from rlgen.types import Group, Ragged, Sample, Samples, Sampling, Span
+from rlgen.trainers.collect import untrained
+from rlgen.types import Group, Sample, Samples, Sampling, Span
 
 COMPARED = 8  # completions of each process whose log-probs are compared with the trainer's
 
@@ -62,12 +62,6 @@ class Evaluator:
         """Evaluates the weights of version `step`, and returns the metrics. All processes must call this together.
 
         The samples are on disk when this returns.
-
-        Raises:
-            EngineError: the engine failed.
-            SentinelError: an answer does not match its request, or engine and trainer differ.
-            RewardError: rewards have failed, as in training.
-            CheckpointError: the samples cannot be written.
         """
         groups = self.processes.run_all(partial(self.groups, step), has_collectives=self.engine_share.shared, keepalive=True)
         samples = self.processes.run_all(partial(self.scored, groups, step), keepalive=True)
@@ -100,21 +94,12 @@ class Evaluator:
         return self.processes.gather([first_tokens(one, self.budget) for one in own if len(one.prompt_ids) < self.budget])
 
     def write(self, samples: Samples, step: int) -> None:
-        """Writes the samples of this process, and returns when they are on disk. None of them is trained."""
+        """The samples are on disk when this returns. None of them is trained."""
         if self.writer is not None:
-            count, nothing = len(samples), np.zeros(len(samples) + 1, dtype=np.int64)
-            written = Rollout(
-                step=step,
-                samples=samples,
-                policy_logp=Ragged(np.zeros(0, dtype=np.float32), nothing),
-                advantage=np.zeros(count),
-                trained=np.zeros(count, dtype=bool),
-            )
-            self.writer.write(written)
+            self.writer.write(untrained(step, samples))
             self.writer.wait()
 
     def close(self) -> None:
-        """Ends the writer and the processes of the rewards."""
         if self.writer is not None:
             self.writer.close()
         self.scorer.close()

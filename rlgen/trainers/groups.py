@@ -8,25 +8,78 @@ Time decides which group is trained first, and must decide nothing else. So the 
 gradients are added exactly (`ExactSum`), and all other numbers in the order of the step's table.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlgen.algorithms.base import Signal
-from rlgen.errors import Fault, SentinelError
+from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.losses.inputs import Mean, Totals
 from rlgen.metrics import Metric
+from rlgen.processes import Processes
+from rlgen.rewards.early import EarlyScoring
+from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
-from rlgen.trainers.exact import ExactSum
-from rlgen.trainers.results import UpdateResult
-from rlgen.trainers.update import Updater
+from rlgen.run.state import random_tensors, set_random
+from rlgen.trainers.update import Updater, UpdateResult
 from rlgen.trainers.window import Window, WindowBuilder
-from rlgen.types import Samples
+from rlgen.types import Group, Samples
+
+POLL = 0.005  # seconds between two looks for scored groups
+# Parts are rounded to multiples of 2^-44 before they are added. Below 2^9, float64 holds every such multiple exactly.
+GRID = -44
+# Added to a float64 below 2^7 and subtracted again, this rounds it to a multiple of 2^GRID, the distance of neighbouring float64s
+# between 2^(52 + GRID) and twice that.
+SHIFT = 1.5 * 2.0 ** (52 + GRID)
+
+Sampled: TypeAlias = tuple[list[Group], int]  # as `Sampler.groups` returns it
+
+
+class ExactSum:
+    """The sum of gradients of parameters, which are added part by part in any order: the same bits whatever the order.
+
+    The rounding is 2^-45 at most, of each part. Where a number is above 2^7, as in a gradient that diverges, the sum is as exact
+    as float64 is, but its last bits depend on the order. Holds 8 bytes for each number of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._sums = [torch.zeros_like(parameter, dtype=torch.float64, requires_grad=False) for parameter in parameters]
+        self._has = [False] * len(parameters)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Adds the gradients of the parameters to the sums, and removes them from the parameters."""
+        for place, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                continue
+            self._sums[place] += parameter.grad.double().add_(SHIFT).sub_(SHIFT)
+            self._has[place] = True
+            parameter.grad = None
+
+    @torch.no_grad()
+    def give(self, factor: float) -> None:
+        """Makes the sums, times `factor`, the gradients of the parameters, and begins again at 0.
+
+        A parameter without a gradient in any part gets none.
+        """
+        for place, parameter in enumerate(self._parameters):
+            if self._has[place]:
+                parameter.grad = (self._sums[place] * factor).to(parameter.dtype)
+        self.drop()
+
+    def drop(self) -> None:
+        for place, total in enumerate(self._sums):
+            if self._has[place]:
+                total.zero_()
+        self._has = [False] * len(self._has)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +113,10 @@ class Groups:
     learned: dict[int, Learned] = field(default_factory=dict)  # by group id
 
     def waits(self, samples: Samples) -> bool:
-        """Returns whether the group of `samples` is left for `finish`."""
         return self.late_from is not None and int(samples.sampled_tokens.max()) >= self.late_from
 
     def learn(self, table: RowTable, samples: Samples, epoch: float) -> None:
-        """Runs forward and backward on the rows of one group, and adds the gradient to the sums.
-
-        Args:
-            table: of the group alone.
-            epoch: passes over the data before the step.
-        """
+        """Runs forward and backward on the rows of one group, and adds the gradient to the sums."""
         with nullcontext() if self.waits(samples) else self.own_threads():
             window, signal, measured = self.windows.build(table, samples, epoch)
             part = self.update.run_first(replace(window, totals=self.provisional))
@@ -110,7 +157,6 @@ class Groups:
         return joined
 
     def joined(self, of_step: Sequence[Learned]) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
-        """Returns the sums over all groups of the step, in their order; see `finish`."""
         window = join_windows([one.window for one in of_step], [len(one.table) for one in of_step])
         tokens, divisor = window.totals.tokens, self.update.algorithm.divides_by
         factor = getattr(self.provisional, divisor) / max(getattr(window.totals, divisor), 1)
@@ -143,6 +189,55 @@ class Groups:
             torch.set_num_threads(before)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Trains in the calling thread, while a thread of its own waits for the engine. After an error nothing is left of the step.
+
+    Only that thread asks the engine for samples, and it has ended before anything else is asked of the engine.
+    """
+
+    processes: Processes
+    sampler: Sampler
+    early: EarlyScoring
+    labels: tuple[str, ...]  # of the rewards
+    groups: Groups
+
+    def while_sampling(self, step: int, epoch: float, sample: Callable[[], Sampled]) -> Sampled:
+        """Returns what `sample` returns, which runs in a thread of its own. Trains on groups as soon as they are scored.
+
+        After an error, sampling has ended, and nothing is left of the step.
+        """
+        sampled: Future[Sampled] = Future()
+
+        def work() -> None:
+            if self.groups.threads is not None:
+                torch.set_num_threads(max(1, torch.get_num_threads() - self.groups.threads))
+            try:
+                sampled.set_result(sample())
+            except BaseException as error:
+                sampled.set_exception(error)
+
+        # The engine restores the random states that it found, and so do activation checkpoints: both at once leave other states.
+        draws = random_tensors()
+        thread = threading.Thread(target=work, name="rlgen-stream", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                for group in self.early.settled(step):
+                    samples = Samples.of(group.samples, self.labels)
+                    if not self.groups.waits(samples):
+                        self.groups.learn(RowTable.gather(samples, self.processes), samples, epoch)
+                thread.join(POLL)
+            return sampled.result()
+        except BaseException:
+            self.sampler.give_up(EngineError("sampling was given up together with its step"))
+            self.groups.drop()
+            raise
+        finally:
+            thread.join()
+            set_random(draws)
+
+
 def provisional_totals(prompts: int, group_size: int, max_tokens: int) -> Totals:
     """Returns denominators that no step exceeds."""
     rows = prompts * group_size
@@ -150,11 +245,7 @@ def provisional_totals(prompts: int, group_size: int, max_tokens: int) -> Totals
 
 
 def join_windows(windows: Sequence[Window], rows: Sequence[int]) -> Window:
-    """Returns the window of all groups, in their order.
-
-    Args:
-        rows: of the step's table, of each group.
-    """
+    """Returns the window of all groups, in their order; `rows` are how many each has in the step's table."""
     at = firsts([len(window.rows) for window in windows])
     pairs = firsts([window.totals.pairs for window in windows])
 
@@ -184,7 +275,6 @@ def join_windows(windows: Sequence[Window], rows: Sequence[int]) -> Window:
 
 
 def join_signals(signals: Sequence[Signal]) -> Signal:
-    """Returns the signal of the rows of all groups, in their order."""
     pairs = firsts([int(signal.pair_id.max()) + 1 for signal in signals])
     return Signal(
         advantages=torch.cat([signal.advantages for signal in signals]),
@@ -195,7 +285,6 @@ def join_signals(signals: Sequence[Signal]) -> Signal:
 
 
 def joined_parts(parts: Sequence[UpdateResult], rows: Sequence[int]) -> UpdateResult:
-    """Returns the sum of the results of all groups; `rows` is as in `join_windows`."""
     places = zip(parts, firsts(rows), strict=True)
     return UpdateResult.sum(
         [replace(part, nonfinite=frozenset(place + first for place in part.nonfinite)) for part, first in places]
@@ -205,9 +294,8 @@ def joined_parts(parts: Sequence[UpdateResult], rows: Sequence[int]) -> UpdateRe
 def scaled(part: UpdateResult, factor: float, token_factor: float) -> UpdateResult:
     """Returns the result of a step, corrected from the provisional denominators of its loss to the true ones.
 
-    Args:
-        factor: provisional over true denominator of the loss.
-        token_factor: the same of the tokens, by whose share the mean `policy_loss` counts a micro-batch.
+    `factor` is provisional over true denominator; `token_factor` that of the tokens, by whose share the mean `policy_loss` counts
+    a micro-batch.
     """
     stats = dict(part.stats)
     if Metric.POLICY_LOSS in stats:
@@ -217,7 +305,6 @@ def scaled(part: UpdateResult, factor: float, token_factor: float) -> UpdateResu
 
 
 def firsts(counts: Sequence[int]) -> list[int]:
-    """Returns where each of consecutive parts of these lengths begins."""
     begins: list[int] = np.cumsum([0, *counts])[:-1].tolist()
     return begins
 

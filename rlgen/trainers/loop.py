@@ -5,15 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
-
-from rlgen.engines.base import Engine
 from rlgen.errors import EngineError, SentinelError
-from rlgen.models.policy import Policy
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.rollout.journal import Journal
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.run.state import random_tensors, set_random
@@ -22,9 +17,8 @@ from rlgen.trainers.callbacks import Callbacks
 from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.report import Reporter
-from rlgen.trainers.results import StepResult
 from rlgen.trainers.saving import Saver
-from rlgen.trainers.update import Updater
+from rlgen.trainers.update import StepResult, Updater
 from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position
 
@@ -39,13 +33,9 @@ class Trainer:
 
     recipe: Recipe
     processes: Processes
-    policy: Policy
-    engine: Engine
-    journal: Journal
     collect: Collector
     windows: WindowBuilder
     update: Updater
-    schedule: LRScheduler
     evaluate: Evaluator | None  # None: the recipe evaluates nothing
     report: Reporter
     save: Saver
@@ -71,25 +61,21 @@ class Trainer:
             at = Position(step, at.prompts + got.prompts, at.nonfinite + 1 if learned.skipped else 0)
             with clock("save"):
                 self.report.rollouts(at, got, learned)
-            self.callbacks.update(step, learned.metrics, stop)
+            self.callbacks.measured("on_update", step, learned.metrics, stop)
             refused, probed = self.sync(step, clock)
             evaluated = {} if refused else self.evaluated(step, clock)
             measured = {**learned.metrics, **probed, **evaluated}
-            record, checkup = self.report.metrics(step, got, measured, self.engine.weight_version, clock)
+            record, checkup = self.report.metrics(step, got, measured, self.collect.engine.weight_version, clock)
             # Saves after the metrics, so that a step with a checkpoint has metrics. The time of the save counts to the next step.
             seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
             self.save.after_step(at, checkup, refused, clock)
-            self.callbacks.step(step, record, stop)
+            self.callbacks.measured("on_step", step, record, stop)
             saving = clock.seconds
             stop.took(seconds, update, *self.save.checkpoints.took())
 
     @contextmanager
     def nothing_trained(self, at: Position, start: Position, stop: StopRequest) -> Iterator[None]:
         """Handles the two ways in which a step ends before it changes a weight: a request to stop, and a drift.
-
-        Args:
-            at: the position before the step.
-            start: the position at which this attempt began.
 
         Raises:
             Stopped: the run was asked to stop, and is saved.
@@ -111,7 +97,6 @@ class Trainer:
             raise self.save.stopped(at, stop.why) from None
 
     def learn(self, got: Collected, step: int, clock: Clock) -> StepResult:
-        """Takes the optimizer steps of a step."""
         with clock("train"):
             stream = self.collect.stream
             if stream is None:
@@ -120,7 +105,7 @@ class Trainer:
             else:  # the first update has run while others were sampled
                 window, signal, measured, first = stream.groups.finish(got.learned_from, got.samples, got.epoch)
                 updated, skipped = self.update(window, step, first)
-            self.schedule.step()
+            self.save.schedule.step()
         return StepResult(window=window, signal=signal, metrics={**measured, **updated}, skipped=skipped)
 
     def sync(self, step: int, clock: Clock) -> tuple[EngineError | None, dict[str, Any]]:
@@ -133,11 +118,11 @@ class Trainer:
             self.processes.run_all(self.collect.sampler.before_sync, keepalive=True)
         with clock("sync"):
             probed: dict[str, Any] = {}
-            watch, weights = self.update.watch, bits(self.policy.model, self.processes)
+            watch, weights = self.update.watch, bits(self.update.policy.model, self.processes)
             # Before the sync: the engine may sample with these weights as soon as it has them.
-            self.processes.run_all(lambda: self.journal.starts_from(step, weights))
+            self.processes.run_all(lambda: self.collect.journal.starts_from(step, weights))
             try:
-                send_weights(self.engine, self.policy.model, step, self.processes)
+                send_weights(self.collect.engine, self.update.policy.model, step, self.processes)
                 if watch is not None:
                     probed = watch.after_sync(step)
             except EngineError as error:
@@ -162,11 +147,7 @@ class Trainer:
             self.report.first_evaluation(evaluated, clock)
 
     def evaluated(self, step: int, clock: Clock) -> dict[str, Any]:
-        """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due.
-
-        Raises:
-            RlgenError: as `Evaluator` raises it. The step is trained again after a resume, and evaluated then.
-        """
+        """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due."""
         if self.evaluate is None or not self.evaluate.due(step):
             return {}
         with clock("eval"):
@@ -186,7 +167,7 @@ class Trainer:
             self.collect.scorer.close()
         finally:
             try:
-                self.engine.close()
+                self.collect.engine.close()
                 if (dialogue := self.collect.sampler.dialogue) is not None:
                     dialogue.turns.close()  # after the engine, which no longer waits for replies
             finally:

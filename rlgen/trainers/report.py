@@ -18,7 +18,7 @@ from rlgen.run.records import sample_metrics, staleness_metrics, turn_metrics
 from rlgen.run.rollouts import Rollout, RolloutWriter
 from rlgen.run.sinks.open import Sinks
 from rlgen.trainers.collect import Collected
-from rlgen.trainers.results import SkippedUpdate, StepResult
+from rlgen.trainers.update import SkippedUpdate, StepResult
 from rlgen.types import Position, Ragged, Samples
 
 Reported: TypeAlias = tuple[dict[str, Any], Checkup]
@@ -93,37 +93,33 @@ class Reporter:
         self.processes.on_main(write)
 
     def metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Reported:
-        """Writes one object to metrics.jsonl, one line to the console, and the status.
-
-        Args:
-            version: weight version of the engine.
-
-        Returns:
-            That object, and what the health rules found.
+        """Writes one object to metrics.jsonl, one line to the console, and the status. Returns that object, and what the health
+        rules found.
         """
-        return self.processes.on_main(partial(self._metrics, step, got, measured, version, clock))
 
-    def _metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Reported:
-        record: dict[str, Any] = {
-            Metric.STEP: step,
-            **measured,
-            **sample_metrics(got.table),
-            **({} if got.counts is None else turn_metrics(got.table, got.counts)),
-            **staleness_metrics(got.table, step - 1, got.dropped),
-            Metric.GROUPS_REPLACED: len(np.unique(got.table.group_id[got.table.replaced])),
-            Metric.WEIGHTS_VERSION: version,
-            **clock.metrics(),
-        }
-        record = finite(record)  # the rules see the same values when a resumed run reads metrics.jsonl
-        checkup = self.health(record)
-        record |= checkup.metrics
-        self.directory.write_metrics(record)
-        self.sinks.metrics(record)
-        self.directory.write_status("running", step, self.steps, health=checkup.broken)
-        self.console.step(record, partial(self.examples, got))
-        for line in checkup.news:
-            self.console.say(line)
-        return record, checkup
+        def write() -> Reported:
+            record: dict[str, Any] = {
+                Metric.STEP: step,
+                **measured,
+                **sample_metrics(got.table),
+                **({} if got.counts is None else turn_metrics(got.table, got.counts)),
+                **staleness_metrics(got.table, step - 1, got.dropped),
+                Metric.GROUPS_REPLACED: len(np.unique(got.table.group_id[got.table.replaced])),
+                Metric.WEIGHTS_VERSION: version,
+                **clock.metrics(),
+            }
+            record = finite(record)  # the rules see the same values when a resumed run reads metrics.jsonl
+            checkup = self.health(record)
+            record |= checkup.metrics
+            self.directory.write_metrics(record)
+            self.sinks.metrics(record)
+            self.directory.write_status("running", step, self.steps, health=checkup.broken)
+            self.console.step(record, partial(self.examples, got))
+            for line in checkup.news:
+                self.console.say(line)
+            return record, checkup
+
+        return self.processes.on_main(write)
 
     def examples(self, got: Collected) -> list[Example]:
         """Returns the completions of this process with the highest and with the lowest reward, as texts."""

@@ -1,6 +1,5 @@
 """Decides when a run is saved, and saves it. Nothing that a resumed run needs is deleted before it is saved."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,9 +41,6 @@ class Saver:
     def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: Clock) -> None:
         """Saves the position after a step if that is due: by the recipe, on request, as the best one, or because the run ends.
 
-        Args:
-            refused: why the engine did not take the weights of the step; None: it did.
-
         Raises:
             EngineError: `refused`, after the save.
             DivergedError: a health rule ends the run; raised after the save.
@@ -63,10 +59,9 @@ class Saver:
         """Starts to save the position `at`, unless it is saved already. With `wait`, returns when it is saved."""
         self.finish(wait=True)
         if not self.processes.on_main(lambda: self.checkpoints.has(at.step)):
-            settle: Callable[[], None] = partial(self.sampler.flush_pending, at.step)
-            if self.processes.world > 1:  # each process has a journal: the thread of the main process knows only its own
-                self.processes.run_all(settle, keepalive=True)
-                settle = nothing
+            flush, alone = partial(self.sampler.flush_pending, at.step), self.processes.world == 1
+            if not alone:  # each process has a journal: the thread of the main process knows only its own
+                self.processes.run_all(flush, keepalive=True)
             # A run that resumes from it does not write the rollouts of earlier steps again.
             self.processes.run_all(self.report.writer.wait, keepalive=True)
             self.checkpoints.pinned = self.pinned
@@ -76,7 +71,7 @@ class Saver:
                 self.tokenizer,
                 self.optimizer,
                 self.schedule,
-                settle,
+                flush if alone else lambda: None,
                 None if self.policy.vision is None else self.policy.vision.processor,
             )
         if wait:
@@ -84,9 +79,6 @@ class Saver:
 
     def finish(self, wait: bool) -> None:
         """Deletes from the journal what a newly completed checkpoint makes unnecessary.
-
-        Args:
-            wait: wait for the save that is going on.
 
         Raises:
             CheckpointError: the save failed; raised in all processes.
@@ -117,7 +109,3 @@ class Saver:
             self(at, wait=True)
         said = f"stopped {why} after step {at.step} of {self.recipe.run.steps}; go on with --resume"
         return Stopped(said, self.report.directory.path)
-
-
-def nothing() -> None:
-    """Does nothing: all that a checkpoint relies on is on disk."""

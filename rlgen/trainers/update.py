@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from rlgen.algorithms.base import Algorithm, loss_distribution
+from rlgen.algorithms.base import Algorithm, Signal, loss_distribution
 from rlgen.errors import DivergedError, SetupError
 from rlgen.losses.correction import Mismatch, importance_weight
-from rlgen.losses.inputs import LossInputs, onto
+from rlgen.losses.inputs import LossInputs, Mean, Stats, onto
 from rlgen.metrics import Metric
 from rlgen.models.memory_errors import Phase, memory_for
 from rlgen.models.parts import part as own_part
@@ -26,10 +26,110 @@ from rlgen.models.sharding import send_gradients
 from rlgen.models.weights import all_finite
 from rlgen.processes import Processes
 from rlgen.rollout.batch import collate
+from rlgen.run.records import as_text
 from rlgen.sentinel.watch import Watch
-from rlgen.trainers.results import MicroBatchResult, SkippedUpdate, UpdateResult
 from rlgen.trainers.window import Window
 from rlgen.types import Batch, Distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """The result of one process's micro-batches. Their gradients are in the policy's parameters."""
+
+    loss: float
+    padding: int  # positions that were computed for it
+    # Places in the step's table: rows with a log-prob that is not finite, or else the rows of a micro-batch whose loss is not.
+    nonfinite: frozenset[int]
+    stats: Stats
+    with_gradient: frozenset[int]  # indices of the parameters that have a gradient
+
+    @classmethod
+    def of(cls, pieces: Sequence["MicroBatchResult"], with_gradient: frozenset[int]) -> "UpdateResult":
+        """Adds up the micro-batches. Waits for the device, once for all of them."""
+        wanted = [value for piece in pieces for value in piece.values() if isinstance(value, Tensor)]
+        fetched = iter(torch.cat([value.double().flatten() for value in wanted]).tolist() if wanted else ())
+        parts: list[UpdateResult] = []
+        for piece in pieces:
+            loss = next(fetched)
+            places = {place for place in piece.places if not next(fetched)}
+            stats: Stats = {}
+            for name, stat in piece.stats.items():
+                total, count = (next(fetched) if isinstance(value, Tensor) else value for value in (stat.total, stat.count))
+                stats[name] = Mean(total, count)
+            # Log-probs are checked by themselves: a capped ratio could keep one that is not finite out of the loss.
+            nonfinite = frozenset(places if places or math.isfinite(loss) else piece.places)
+            parts.append(cls(loss=loss, padding=piece.padding, nonfinite=nonfinite, stats=stats, with_gradient=with_gradient))
+        return replace(cls.sum(parts), with_gradient=with_gradient)
+
+    @classmethod
+    def sum(cls, parts: Sequence["UpdateResult"]) -> "UpdateResult":
+        stats: Stats = {}
+        for part in parts:
+            for name, stat in part.stats.items():
+                stats[name] = stats.get(name, Mean(0.0, 0.0)) + stat
+        return cls(
+            loss=sum(part.loss for part in parts),
+            padding=sum(part.padding for part in parts),
+            nonfinite=frozenset().union(*(part.nonfinite for part in parts)),
+            stats=stats,
+            with_gradient=frozenset().union(*(part.with_gradient for part in parts)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchResult:
+    """What one micro-batch has measured. Tensors stay on their device, so that the program need not wait for it."""
+
+    loss: Tensor  # scalar, detached
+    finite: Tensor  # [B] bool: rows whose log-probs are all finite
+    places: tuple[int, ...]  # [B] of the rows in the step's table
+    padding: int  # positions that were computed for it
+    stats: Stats
+
+    def values(self) -> list[Tensor | float]:
+        """Returns all numbers, in the order in which `UpdateResult.of` reads them."""
+        return [self.loss, self.finite, *(value for stat in self.stats.values() for value in (stat.total, stat.count))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedUpdate:
+    """An update that was not made because one of its numbers is not finite. It has changed no weight and left no gradient."""
+
+    update: int  # index within the step, from 0; later ones would see the same weights and are not tried
+    loss: float
+    grad_norm: float | None  # None: not computed, because the loss or a log-prob is not finite
+    rows: frozenset[int]  # as `UpdateResult.nonfinite`
+    parameters: tuple[str, ...]  # parameters of this process whose gradient is not finite
+
+    def words(self) -> str:
+        if not math.isfinite(self.loss):
+            return f"the loss is {self.loss}"
+        if self.grad_norm is None:
+            return f"log-probs or losses of {len(self.rows)} samples are not finite"
+        return f"the gradient's norm is {self.grad_norm}, first in {next(iter(self.parameters), 'another process')}"
+
+    def consequence(self) -> str:
+        if self.update:
+            return f"the updates after the first {self.update} of the step were skipped"
+        return "the update was skipped and no weight has moved"
+
+    def verdict(self) -> dict[str, Any]:
+        return {
+            "update": self.update,
+            "loss": as_text(self.loss),
+            "grad_norm": as_text(self.grad_norm),
+            "parameters": list(self.parameters),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step has learned from its samples."""
+
+    window: Window
+    signal: Signal  # of the rows that were not replaced
+    metrics: dict[str, Any]
+    skipped: SkippedUpdate | None  # the same in all processes; None: no update was skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +179,6 @@ class Updater:
             return self._train(window, step, first)
 
     def _train(self, window: Window, step: int, first: UpdateResult | None) -> tuple[dict[str, Any], SkippedUpdate | None]:
-        """Trains on `window`, for `__call__`."""
         metrics: dict[str, Any] = {
             Metric.LOSS: None,
             Metric.GRAD_NORM: None,
@@ -126,7 +225,7 @@ class Updater:
         return metrics | {name: stat.value for name, stat in total.stats.items()}, skipped
 
     def run_first(self, window: Window) -> UpdateResult:
-        """Runs the micro-batches of a first update, and adds up their gradients in the parameters. For `trainers.stream`."""
+        """Runs the micro-batches of a first update, and adds up their gradients in the parameters. For `trainers.groups`."""
         with same_bits(self.deterministic):
             return self._run(window, 0)
 
@@ -151,10 +250,7 @@ class Updater:
 
     @torch.no_grad()
     def _entropy(self, window: Window) -> None:
-        """Stores the entropy of each token of this process in `window`, before the first update.
-
-        Which tokens are trained depends on the entropy of all of them.
-        """
+        """Stores the entropy of each token of this process: which ones are trained depends on that of all."""
         for rows in (*window.micro_batches, *window.idle):
             batch = collate(window.samples, rows, self.processes.device)
             with memory_for(f"the entropy of {extent(batch)}", self.less_memory("forward"), SetupError):
@@ -178,7 +274,6 @@ class Updater:
             return UpdateResult.of(pieces, having)
 
     def _backward(self, window: Window, batch: Batch, update: int) -> MicroBatchResult:
-        """Runs forward and backward on one micro-batch."""
         with memory_for(f"the forward pass of {extent(batch)}", self.less_memory("forward"), SetupError):
             loss, piece = self._forward(window, batch, update)
         with memory_for(f"the backward pass of {extent(batch)}", self.less_memory("backward"), SetupError):
@@ -186,7 +281,6 @@ class Updater:
         return piece
 
     def _forward(self, window: Window, batch: Batch, update: int) -> tuple[Tensor, MicroBatchResult]:
-        """Runs the policy on one micro-batch, and returns the loss, ready for backward, and what was measured."""
         both = tuple(dict.fromkeys((loss_distribution(self.algorithm, self.distribution), self.distribution)))
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
         policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach()
@@ -215,7 +309,6 @@ class Updater:
         )
 
     def _inputs(self, window: Window, batch: Batch, policy_logp: Tensor, entropy: Tensor) -> LossInputs:
-        """Returns the inputs of the loss for the rows of a micro-batch."""
         rows, device = torch.tensor(batch.rows), policy_logp.device
         weight = importance_weight(
             window.get("old_at_sampling", batch), batch.sampler_logp, batch.mask, self.algorithm.correction
@@ -266,9 +359,7 @@ class Updater:
     def _step(self, norm: Tensor, step: int) -> None:
         """Clips the gradient, whose norm is `norm`, and runs one optimizer step.
 
-        Raises:
-            DivergedError: a weight in one process is not finite after it; raised in all processes.
-            SetupError: a process has too little memory; raised in all processes.
+        Raises DivergedError in all processes if a weight in one is not finite after it.
         """
 
         def move() -> bool:
@@ -313,6 +404,5 @@ def same_bits(wanted: bool) -> Iterator[None]:
 
 
 def extent(batch: Batch) -> str:
-    """Returns the size of a padded batch, such as `4 rows of 72 tokens`."""
     rows, tokens = batch.input_ids.shape
     return f"{rows} rows of {tokens} tokens"

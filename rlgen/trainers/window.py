@@ -14,9 +14,9 @@ from torch import Tensor
 from rlgen.algorithms.base import Algorithm, Signal, loss_distribution
 from rlgen.errors import DivergedError
 from rlgen.losses.correction import Mismatch
-from rlgen.losses.entropy import entropy_kept
 from rlgen.losses.inputs import Totals, onto
 from rlgen.losses.kl import reward_kl
+from rlgen.losses.masking import entropy_kept
 from rlgen.losses.order import quantile
 from rlgen.metrics import Metric
 from rlgen.models.policy import BasePolicy, Policy
@@ -185,13 +185,7 @@ class WindowBuilder:
     packed: bool = False  # whether the policy computes the rows of a micro-batch without padding
 
     def build(self, table: RowTable, held: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any]]:
-        """Returns the window of a step, the signal of its rows, and the metrics that were measured on the way.
-
-        Args:
-            table: rows of all processes.
-            held: the samples of this process.
-            epoch: passes over the data before this step.
-        """
+        """Returns the window of a step, the signal of its rows, and the metrics that were measured on the way."""
         kl = self.kl(table, held) if self.algorithm.reference == "reward" else None
         signal = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage

@@ -16,7 +16,7 @@ from rlgen.files import read_json
 from rlgen.recipe import load_recipe
 from rlgen.recipe.schema import HEADER, recipe_schema
 from rlgen.setup.attempt import train
-from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import TrainOptions
 
 FILES = {"README.md", "heldout.jsonl", "recipe.schema.json", "recipe.yaml", "rewards.py", "test_rewards.py", "train.jsonl"}
 

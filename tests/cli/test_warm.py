@@ -8,7 +8,7 @@ from conftest import RECIPE, read_jsonl
 from rlgen.cli.inspect import copy_command, warm_start_command
 from rlgen.errors import SetupError, UsageError
 from rlgen.setup.attempt import train
-from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import TrainOptions
 
 TINY = "tiny:qwen3"
 

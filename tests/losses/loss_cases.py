@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import torch
+from helpers.entropy import entropy_threshold
 from torch import Tensor
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.losses.correction import importance_weight
-from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import LossInputs, Stats, Totals
+from rlgen.losses.masking import entropy_kept
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
 
 LOG_PROBS = ("old_logp", "sampler_logp", "ref_logp")

@@ -7,14 +7,15 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.entropy import entropy_threshold
 from loss_cases import case, grpo, prepared, random_window, tensor, value_and_gradient
 from torch import Tensor
 from torch.testing import assert_close
 
 from rlgen.algorithms.registry import build_algorithm
-from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import LossInputs, Stats, Totals
 from rlgen.losses.kl import KL, reward_kl
+from rlgen.losses.masking import entropy_kept
 from rlgen.losses.policy import Aggregation, Objective, policy_loss, row_coefficient
 from rlgen.losses.variants import Cispo, Clip, Sapo, Terms, Variant, Vespo
 from rlgen.recipe.trainers import RLOORecipe

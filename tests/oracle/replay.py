@@ -20,8 +20,7 @@ from rlgen.processes import Processes
 from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
 from rlgen.rollout.table import RowTable
-from rlgen.trainers.results import UpdateResult
-from rlgen.trainers.update import Updater
+from rlgen.trainers.update import Updater, UpdateResult
 from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import WHOLE, Batch, Distribution, Ragged, Samples
 

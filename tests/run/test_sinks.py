@@ -24,7 +24,7 @@ from rlgen.run.sinks import open as opening
 from rlgen.run.sinks.open import ROOM, Sink, Sinks, numbers_of
 from rlgen.run.sinks.worker import LONGEST_TEXT, Opening, Table, read_table
 from rlgen.setup.attempt import train
-from rlgen.setup.options import TrainOptions
+from rlgen.setup.reopen import TrainOptions
 
 STEPS = 3
 KINDS = ("trackio", "wandb", "tensorboard", "mlflow")

@@ -8,7 +8,7 @@ from pathlib import Path
 SCRIPT = """
 import os, subprocess, sys
 from pathlib import Path
-from rlgen.setup.hidden import Hidden
+from rlgen.setup.attempt import Hidden
 from rlgen.run.console import Console, apart
 
 print("held back", end="")

@@ -11,8 +11,7 @@ from rlgen.errors import RlgenError
 from rlgen.files import read_json, write_json
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by
-from rlgen.setup.options import TrainOptions
-from rlgen.setup.reopen import after_restart, goes_on
+from rlgen.setup.reopen import TrainOptions, after_restart, goes_on
 
 Proof = Callable[[str], None]
 

@@ -188,7 +188,7 @@ def test_one_that_hangs_ends_its_conversation_and_no_other(arenas: Callable[...,
     asked.step("other", other, "b")
     assert asked.of("other") == answer("?2:b", 0.25)
     # Once no conversation is left, the process in which it still hangs makes room for another one.
-    (pool,) = asked.arena.pools
+    (pool,) = asked.arena.calls.pools
     asked.arena.end(other)
     deadline = time.monotonic() + HANGS
     while not pool._workers[0].ended() and time.monotonic() < deadline:

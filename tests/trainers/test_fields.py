@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from helpers.entropy import entropy_threshold
 from helpers.samples import make_sample
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch import Tensor
 from rlgen.algorithms.base import Scores
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.losses.correction import importance_weight
-from rlgen.losses.entropy import entropy_kept, entropy_threshold
 from rlgen.losses.inputs import LossInputs, Totals
 from rlgen.losses.kl import reward_kl
+from rlgen.losses.masking import entropy_kept
 from rlgen.processes import Processes
 from rlgen.recipe.inert import inert
 from rlgen.recipe.models import Recipe

@@ -23,8 +23,7 @@ from rlgen.processes import Processes
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
 from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
-from rlgen.trainers.exact import ExactSum
-from rlgen.trainers.groups import Groups, provisional_totals
+from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
 from rlgen.types import WHOLE, Sample, Samples

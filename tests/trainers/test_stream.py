@@ -37,7 +37,7 @@ from rlgen.run.compare import first_difference
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.setup.replay import Past, replay
 from rlgen.trainers.collect import Collector
-from rlgen.trainers.stream import Stream
+from rlgen.trainers.groups import Stream
 from rlgen.trainers.update import Updater
 from rlgen.types import Completion, Prompt, Request, Sampling, ids_of
 
