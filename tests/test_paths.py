@@ -162,7 +162,9 @@ def test_a_declared_way_that_was_not_gone_fails_the_test(tmp_path: Path) -> None
 
     def ended(*declared: str) -> None:
         marks = [pytest.mark.path(*declared).mark]
-        item: Any = SimpleNamespace(iter_markers=lambda name: marks, funcargs={"tmp_path": tmp_path})
+        item: Any = SimpleNamespace(
+            get_closest_marker=lambda name: None, iter_markers=lambda name: marks, funcargs={"tmp_path": tmp_path}
+        )
         wrapper = conftest.pytest_runtest_call(item)
         next(wrapper)
         with pytest.raises(StopIteration):

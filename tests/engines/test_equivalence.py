@@ -153,7 +153,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         console, processes = Console(2, quiet=True), Processes.alone()
         attempt = opening.RunContext(recipe=recipe, directory=directory, console=console, processes=processes)
         trainer, _ = opening.open_trainer(attempt)
-    policy, reference, collect = trainer.policy, trainer.windows.reference, trainer.collect
+    policy, reference, collect = trainer.update.policy, trainer.windows.reference, trainer.collect
     assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.
     generator = torch.Generator().manual_seed(1)
