@@ -17,7 +17,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.gap import Gap
-from rlgen.sentinel.ladder import climb
+from rlgen.sentinel.ladder import climb, summary
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.setup.data import open_data
 from rlgen.setup.pair import open_pair
@@ -219,3 +219,18 @@ def test_a_gap_that_is_not_a_number_is_the_worst() -> None:
 
 def test_every_fault_is_planted_somewhere() -> None:
     assert {fault for _, _, fault, _, _ in PLANTED.values()} | WHILE_RUNNING == set(Fault)
+
+
+def test_the_summary_says_what_was_not_measurable_after_what_was() -> None:
+    blind = "This check is blind: this fault would move log-probs by 0.05 nats, which is less than 5 times the bound."
+    rungs = [
+        Rung(number=1, name="same weights", verdict=Verdict.OK, measured={"mean_delta": 0.028}, bound=0.098, sentence=""),
+        Rung(
+            number=2, name="sampling", verdict=Verdict.NOT_MEASURABLE, measured={"mean_delta": 0.01}, bound=0.098, sentence=blind
+        ),
+        Rung(number=3, name="sync", verdict=Verdict.OK, measured={"mean_delta": 0.066}, bound=0.2, power=3.7, sentence=""),
+    ]
+    assert summary(rungs) == (
+        "engine and trainer agree: same weights 2.8e-02 of 9.8e-02, sampling 1.0e-02 of 9.8e-02, sync 6.6e-02 of 2.0e-01 (3.7 without"
+        f" a sync). Not measurable: sampling. {blind[:-1]}"
+    )
