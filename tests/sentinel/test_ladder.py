@@ -224,13 +224,9 @@ def test_every_fault_is_planted_somewhere() -> None:
 def test_the_summary_says_what_was_not_measurable_after_what_was() -> None:
     blind = "This check is blind: this fault would move log-probs by 0.05 nats, which is less than 5 times the bound."
     rungs = [
-        Rung(number=1, name="same weights", verdict=Verdict.OK, measured={"mean_delta": 0.028}, bound=0.098, sentence=""),
-        Rung(
-            number=2, name="sampling", verdict=Verdict.NOT_MEASURABLE, measured={"mean_delta": 0.01}, bound=0.098, sentence=blind
-        ),
-        Rung(number=3, name="sync", verdict=Verdict.OK, measured={"mean_delta": 0.066}, bound=0.2, power=3.7, sentence=""),
+        Rung(number=1, name="same weights", verdict=Verdict.OK, sentence="", measured={"mean_delta": 0.028}, bound=0.098),
+        Rung(number=2, name="policy", verdict=Verdict.NOT_MEASURABLE, sentence=blind, measured={"mean_delta": 0.01}, bound=0.098),
+        Rung(number=3, name="sync", verdict=Verdict.OK, sentence="", measured={"mean_delta": 0.066}, bound=0.2, power=3.7),
     ]
-    assert summary(rungs) == (
-        "engine and trainer agree: same weights 2.8e-02 of 9.8e-02, sampling 1.0e-02 of 9.8e-02, sync 6.6e-02 of 2.0e-01 (3.7 without"
-        f" a sync). Not measurable: sampling. {blind[:-1]}"
-    )
+    measured = "same weights 2.8e-02 of 9.8e-02, policy 1.0e-02 of 9.8e-02, sync 6.6e-02 of 2.0e-01 (3.7 without a sync)"
+    assert summary(rungs) == f"engine and trainer agree: {measured}. Not measurable: policy. {blind[:-1]}"
