@@ -11,6 +11,7 @@ import pytest
 from conftest import read_jsonl
 from test_ladder import LONG, PLANTED, TRANSFORMERS, WARM
 
+from rlgen import rollouts
 from rlgen.cli.train import train_command
 from rlgen.metrics import Metric
 from rlgen.processes import Processes
@@ -123,3 +124,22 @@ def test_rows_of_a_thousand_tokens_are_healthy(recipe: Path, dtype: str) -> None
     [record] = read_jsonl(recipe.parent / "run" / "metrics.jsonl")
     print(record[Metric.SAMPLER_DELTA_MEAN], record[Metric.SAMPLER_DELTA_MAX], record[Metric.TOKENS_GENERATED])
     assert not record[Metric.SENTINEL_DRIFT] and record[Metric.TOKENS_GENERATED] > 700
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", ["engine.kind=colocated", SERVER])
+def test_a_truncated_distribution_and_stop_strings_are_healthy(recipe: Path, engine: str, dtype: str) -> None:
+    sampling = ["rollout.temperature=0.8", "rollout.top_p=0.95", 'rollout.stop=["."]', "rollout.max_completion_tokens=48"]
+    train_command(
+        recipe, [engine, *sampling, f"model.dtype={dtype}", "sentinel.on_drift=stop"], False, False, None, recipe.parent / "run"
+    )
+    for record in read_jsonl(recipe.parent / "run" / "metrics.jsonl"):
+        print(engine, dtype, record[Metric.SAMPLER_DELTA_MEAN], record[Metric.SAMPLER_DELTA_MAX])
+        assert not record[Metric.SENTINEL_DRIFT] and (dtype == "bfloat16" or record[Metric.SAMPLER_DELTA_MAX] <= 1e-4)
+    ended = [
+        str(row["completion"])
+        for step in (1, 2)
+        for row in rollouts(recipe.parent / "run", step)
+        if row["finish_reason"] == "stop"
+    ]
+    assert sum(text.endswith(".") for text in ended) >= 8
