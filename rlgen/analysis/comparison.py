@@ -11,7 +11,7 @@ import numpy as np
 
 from rlgen.analysis.aligned import By, Series, measured, metric_chart
 from rlgen.analysis.charts import Chart
-from rlgen.analysis.groups import ABSENT, Group, differences_of, groups_of, shown_of_group
+from rlgen.analysis.groups import ABSENT, SEED, Group, differences_of, groups_of, shown_of_group
 from rlgen.analysis.interval import LEAST, Interval, block_size, of_difference, of_mean, of_series
 from rlgen.analysis.run import Run
 from rlgen.errors import UsageError
@@ -112,11 +112,13 @@ def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
     groups = groups_of(runs)
     folders = [run.name for run in runs]
     names = {run: run.name if folders.count(run.name) == 1 else str(run.path) for run in runs}
-    verdicts = [verdict(groups[0], other, metric) for other in groups[1:]]
+    differing = differences_of(runs)
+    alike = not differing.keys() - {SEED} and not any(group.again for group in groups)
+    verdicts = [] if alike else [verdict(groups[0], other, metric) for other in groups[1:]]
     return Comparison(
         names=names,
         groups=groups,
-        differences=differences_of(runs),
+        differences=differing,
         metric=metric,
         chart=metric_chart(groups, metric, by),
         ends={group.letter: end_of(group, metric) for group in groups},
@@ -213,8 +215,8 @@ def version_of(attempt: Mapping[str, Any]) -> str:
 
 def notes_of_all(runs: Sequence[Run], groups: Sequence[Group], verdicts: Sequence[Verdict]) -> list[str]:
     found = []
-    if len(groups) == 1:
-        found.append("all runs have one recipe: there is nothing to compare it with")
+    if not verdicts:
+        found.append("the recipes differ only in the seed, so there is no verdict")
     found += [f"{group.letter} repeats the recipe and the seeds of an earlier group" for group in groups if group.again]
     if len({run.metrics[-1][Metric.STEP] for run in runs if run.metrics}) > 1:
         found.append("the runs end at different steps: a curve of several seeds ends with the shortest run")

@@ -33,7 +33,8 @@ class Group:
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """Returns the runs by recipe, in the order in which they are given. Raises UsageError for more groups than letters.
 
-    Two runs of the same recipe and seed are not independent: the second one begins a group of repetitions.
+    Two runs of the same recipe and seed are not independent: the second one begins a group of repetitions. Two seeds
+    alone are two groups, so that each has its own curve.
     """
     found: dict[tuple[str, int], list[Run]] = {}
     seen: Counter[tuple[str, int]] = Counter()
@@ -43,8 +44,10 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
         found.setdefault((recipe, seen[recipe, run.recipe.run.seed]), []).append(run)
     if len(found) > len(ascii_uppercase):
         raise UsageError(f"the runs have {len(found)} recipes, and compare shows {len(ascii_uppercase)} at most; name fewer runs")
-    by_letter = zip(ascii_uppercase, found.items(), strict=False)
-    return [Group(letter=letter, runs=members, again=times > 1) for letter, ((_, times), members) in by_letter]
+    groups = [(members, times > 1) for (_, times), members in found.items()]
+    if len(groups) == 1 and len(runs) == 2:
+        groups = [([run], False) for run in runs]
+    return [Group(letter=letter, runs=runs, again=again) for letter, (runs, again) in zip(ascii_uppercase, groups, strict=False)]
 
 
 def compared(run: Run) -> dict[str, Any]:

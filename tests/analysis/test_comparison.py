@@ -374,13 +374,20 @@ def test_the_page_in_a_terminal(tmp_path: Path) -> None:
         assert "run.seed" not in said, "both groups have the same"
 
 
+def test_two_seeds_of_one_recipe_are_two_curves_and_no_verdict(tmp_path: Path) -> None:
+    found = compare(seeds(tmp_path, "grpo", [0.8, 0.82], GRPO), REWARD, "step")
+    assert [line.label for line in found.chart.lines] == ["A", "B"] and found.chart.lines[0].values != found.chart.lines[1].values
+    assert found.differing == [["run.seed", "0", "1"]] and not found.verdicts
+    assert found.notes == ["the recipes differ only in the seed, so there is no verdict"]
+
+
 def test_seeds_that_both_groups_have_are_no_difference(tmp_path: Path) -> None:
     runs = seeds(tmp_path, "grpo", [0.8, 0.82], GRPO) + seeds(tmp_path, "rloo", [0.7, 0.72], RLOO)
     comparison = compare(runs, REWARD, "step")
     keys = [row[0] for row in comparison.differing]
     assert "run.seed" in comparison.differences and "run.seed" not in keys
     assert comparison.differing[0] == ["trainer.kind", "grpo", "rloo"]
-    same = seeds(tmp_path / "again", "grpo", [0.8, 0.82], GRPO)
+    same = seeds(tmp_path / "again", "grpo", [0.8, 0.82, 0.81], GRPO)
     assert compare(same, REWARD, "step").differing == [] and "The recipes are the same." in command(*(run.path for run in same))
 
 
