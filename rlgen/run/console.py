@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
@@ -45,12 +46,17 @@ Examples: TypeAlias = Callable[[], Sequence[Example]]  # called only by a consol
 
 
 class Terminal(RichConsole):
-    """Prints texts literally, without markup or control sequences. Failed writes to the stream do not end the run."""
+    """Prints texts literally, without markup or control sequences. Failed writes to the stream do not end the run.
 
-    def __init__(self, quiet: bool, file: TextIO | None = None) -> None:
+    With `notebook` it draws into a cell of the notebook that runs this program.
+    """
+
+    def __init__(self, quiet: bool, file: TextIO | None = None, notebook: bool = False) -> None:
         stream = file or sys.stdout
         wraps = bool(stream and stream.isatty())  # other programs get lines of any length
-        super().__init__(soft_wrap=not wraps, highlight=False, markup=False, emoji=False, quiet=quiet, file=file)
+        super().__init__(
+            soft_wrap=not wraps, highlight=False, markup=False, emoji=False, quiet=quiet, file=file, force_jupyter=notebook
+        )
 
     @property  # type: ignore[misc]  # rich's can be set, too
     def size(self) -> ConsoleDimensions:
@@ -104,10 +110,10 @@ class Console:
     `quiet` prints nothing, as all processes but the main one. A `file` that `apart` opened is closed with the console.
     """
 
-    def __init__(self, steps: int, quiet: bool = False, file: TextIO | None = None) -> None:
+    def __init__(self, steps: int, quiet: bool = False, file: TextIO | None = None, notebook: bool = False) -> None:
         self.steps = steps
         self.file = file or sys.stdout
-        self.terminal = Terminal(quiet, file)
+        self.terminal = Terminal(quiet, file, notebook)
         self.seconds: list[float] = []  # of the steps of this attempt
 
     def __enter__(self) -> "Console":
@@ -183,15 +189,22 @@ def check_progress(progress: Progress) -> None:
     """Raises UsageError if standard output cannot show what `--progress` asks for."""
     if progress == "live" and not takes_live_view(sys.stdout):
         raise UsageError(
-            "--progress live: standard output is not a terminal that can move its cursor and write UTF-8; leave the option out,"
-            " or set it to plain"
+            "--progress live: standard output is neither a terminal that can move its cursor and write UTF-8, nor a notebook with"
+            " ipywidgets; leave the option out, or set it to plain"
         )
 
 
 def takes_live_view(stream: TextIO) -> bool:
-    """Returns whether a stream is a terminal that can move its cursor and show block characters."""
+    """Returns whether a stream is a notebook's, or a terminal that can move its cursor and show block characters."""
+    if in_notebook():
+        return True
     able = os.environ.get("TERM", "dumb").lower() not in ("dumb", "unknown")
     return able and stream.isatty() and (stream.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def in_notebook() -> bool:
+    """Returns whether a notebook runs this program, and has ipywidgets to draw with."""
+    return RichConsole().is_jupyter and find_spec("ipywidgets") is not None
 
 
 def write_at_once(stream: TextIO, text: str) -> None:

@@ -19,7 +19,7 @@ from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe
 from rlgen.redact import printable
 from rlgen.run.clock import as_clock
-from rlgen.run.console import Console, Example, Examples, Record, evaluation_line, in_thousands, number, speed
+from rlgen.run.console import Console, Example, Examples, Record, evaluation_line, in_notebook, in_thousands, number, speed
 from rlgen.run.health import BEYOND, Measured, Rule, clipped, ref_kl, rules_of
 
 REFRESHES = 2  # a second
@@ -210,7 +210,7 @@ class LiveConsole(Console):
     """Draws the view of a run on a terminal, and prints messages above it."""
 
     def __init__(self, recipe: Recipe, file: TextIO | None) -> None:
-        super().__init__(recipe.run.steps, False, file)
+        super().__init__(recipe.run.steps, False, file, in_notebook())
         self.view = View.of(recipe)
         self._began, self._ended = time.monotonic(), 0.0  # this attempt, and its last step
         self._live = Live(
@@ -230,6 +230,7 @@ class LiveConsole(Console):
     def close(self) -> None:
         """Draws the last state, and leaves it on the screen."""
         with suppress(OSError):
+            self._live.refresh()  # a notebook's view is not drawn by `stop`
             self._live.stop()
         super().close()
 

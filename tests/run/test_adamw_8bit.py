@@ -1,16 +1,12 @@
-"""AdamW with moments of 8 bits, by the real bitsandbytes.
+"""AdamW with moments of 8 bits, by the real bitsandbytes. With it in .venv, each import of peft would take a second longer."""
 
-It is not in .venv: with it, each import of peft takes a second longer.
-"""
-
-import fcntl
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.packages import installed
 from recipe.mistakes import RECIPE
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,13 +23,7 @@ BITSANDBYTES = "0.50.2"
 
 @pytest.fixture(scope="module")
 def bitsandbytes() -> Iterator[None]:
-    folder = Path.home() / ".cache" / "rlgen" / f"bitsandbytes-{BITSANDBYTES}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "bitsandbytes.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may install it now
-        if not (folder / f"bitsandbytes-{BITSANDBYTES}.dist-info").exists():
-            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-            subprocess.run([*pip, f"bitsandbytes=={BITSANDBYTES}"], check=True)
+    folder = installed(f"bitsandbytes-{BITSANDBYTES}", "--no-deps", f"bitsandbytes=={BITSANDBYTES}")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield

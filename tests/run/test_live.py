@@ -1,17 +1,23 @@
 """The live view: its lines at any width, what is bad in it, and texts of a model that a terminal would obey."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.packages import installed
 from helpers.runs import RECIPE, make_run, merge
 from live_picture import draw
 from rich.text import Text
 
 from rlgen.recipe import Recipe
+from rlgen.run import live
 from rlgen.run.console import Example
-from rlgen.run.live import BAD, DOUBTFUL, GROUPS, SAMPLES, WELL, View, curve
+from rlgen.run.live import BAD, DOUBTFUL, GROUPS, SAMPLES, WELL, LiveConsole, View, curve
 
 STEP: dict[str, Any] = {
     "reward/mean": 0.5,
@@ -134,3 +140,62 @@ def test_a_picture_of_a_recorded_run(tmp_path: Path) -> None:
     said = re.sub("<[^>]*>", "", picture).replace("&#160;", " ")
     assert picture.startswith("<svg") and "step 6/6" in said and "agreement" in said
     assert "What is " in said and "entropy" in said and "http" not in re.sub(r'xmlns="[^"]*"', "", picture)
+
+
+class Cell:
+    """The output of a notebook's cell: what was displayed last in it, as text."""
+
+    shown = ""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def clear_output(self, wait: bool) -> None:
+        Cell.shown = ""
+
+
+def display(*shown: Any) -> None:
+    if not isinstance(shown[0], Cell):
+        Cell.shown += shown[0]._repr_mimebundle_([], [])["text/plain"]
+
+
+def test_a_notebook_has_the_view_in_a_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(live, "in_notebook", lambda: True)
+    monkeypatch.setitem(sys.modules, "ipywidgets", SimpleNamespace(Output=Cell))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    recipe = Recipe.model_validate(merge(RECIPE, {"run": {"name": "demo", "steps": 10}}))
+    with LiveConsole(recipe, None) as console:
+        console.step({**STEP, "step": 1}, lambda: [Example(prompt="1 + 1?", completion="two", reward=0.0)])
+        console.close()
+        assert re.search(r"demo  step 1/10 .*reward .*two", Cell.shown, re.S)
+    assert capsys.readouterr().out == ""
+
+
+NOTEBOOK = """
+import sys
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+cell = f"import rlgen; print(rlgen.train({sys.argv[1]!r}, progress='live').status['state'])"
+notebook = new_notebook(cells=[new_code_cell(cell)])
+NotebookClient(notebook, kernel_name="here", timeout=300).execute()
+print(notebook)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = installed("notebook", "ipykernel==7.4.0", "ipywidgets==8.1.9", "nbclient==0.11.0", "nbformat==5.11.1")
+    kernel = tmp_path / "share" / "kernels" / "here" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    start = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": start, "display_name": "here", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(merge(RECIPE, {"run": {"name": "demo", "steps": 2, "dir": str(tmp_path / "runs")}})))
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK, str(recipe)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'text': 'done\\n'" in done.stdout and "demo  step 2/2" in done.stdout
