@@ -16,7 +16,7 @@ from plain import answers
 
 from rlgen.data.tasks import generate
 from rlgen.metrics import Family, Metric
-from rlgen.recipe.models import ReverseOptions
+from rlgen.recipe.data import ReverseOptions
 
 ROOT = Path(__file__).parent.parent
 # recipe -> least reward of the last five steps, least rise over the first three

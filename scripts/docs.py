@@ -21,9 +21,11 @@ from rlgen import errors
 from rlgen.cli.app import app
 from rlgen.errors import Fault, RlgenError
 from rlgen.metrics import Family, Metric
+from rlgen.recipe.data import TASKS
+from rlgen.recipe.health import HealthRecipe, HealthRule
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.keys import models_of
-from rlgen.recipe.models import TASKS, HealthRecipe, HealthRule, Recipe
+from rlgen.recipe.models import Recipe
 from rlgen.recipe.trainers import Preset, TrainerRecipe
 from rlgen.recipe.trl import OPTIONS
 from rlgen.rewards.builtin import BUILTIN

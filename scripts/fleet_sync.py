@@ -22,7 +22,7 @@ from rlgen.engines.transfer import FileTransfer
 from rlgen.models.load import load_config, load_model, locate
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ServerEngineRecipe
+from rlgen.recipe.engines import ServerEngineRecipe
 
 WARM = 2  # rounds that are not counted
 

@@ -33,7 +33,7 @@ from rlgen.data.tasks import Row, generate
 from rlgen.files import write_text
 from rlgen.metrics import Metric
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions, WordProblemsOptions
+from rlgen.recipe.data import ArithmeticOptions, CountdownOptions, ReverseOptions, SortOptions, WordProblemsOptions
 from rlgen.rewards.builtin import BUILTIN
 from rlgen.rewards.load import REWARDS
 from rlgen.setup.attempt import train

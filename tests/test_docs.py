@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from rlgen.cli.app import app
 from rlgen.cli.docs import PAGES, page_names, page_text, summary
-from rlgen.recipe.models import TASKS, Recipe
+from rlgen.recipe.data import TASKS
+from rlgen.recipe.models import Recipe
 
 README = (ROOT / "README.md").read_text()
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rlgen.cli.app import app
 from rlgen.metrics import Family, Metric
-from rlgen.recipe.models import HealthRecipe, HealthRule
+from rlgen.recipe.health import HealthRecipe, HealthRule
 from rlgen.setup import data
 from rlgen.setup import trainer as opening
 

@@ -21,8 +21,9 @@ from rlgen.data.prompts import build_prompts
 from rlgen.data.source import load_rows
 from rlgen.models.load import load_tokenizer, locate
 from rlgen.recipe import Recipe, load_recipe
+from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.evaluation import data_of, rewards_of, seed_of
-from rlgen.recipe.models import DataRecipe, RewardRecipe
+from rlgen.recipe.models import RewardRecipe
 from rlgen.rewards.score import open_scorer
 from rlgen.types import Group
 

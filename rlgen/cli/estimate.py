@@ -10,7 +10,7 @@ from rlgen.cli.output import echo
 from rlgen.cli.validate import can_open
 from rlgen.errors import SetupError
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.recipe.models import ColocatedEngineRecipe, EngineRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, EngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import PolicyRecipe
 from rlgen.run.console import Terminal
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from rlgen.errors import DataError, Problem, RecipeError, RewardError, ToolError
 from rlgen.recipe import LoadedRecipe, Recipe
+from rlgen.recipe.data import TASK_COLUMNS
 from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
-from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN, TASK_COLUMNS
+from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 

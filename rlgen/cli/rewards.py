@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlgen.cli.output import echo
 from rlgen.errors import DataError, RewardError
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 from rlgen.rewards.resolve import RewardFunction
 from rlgen.rewards.score import Ask, Scorer, open_scorer, place
 from rlgen.types import Group, Prompt, Sample, ids_of, logp_of, one_span

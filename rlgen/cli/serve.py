@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlgen.cli.output import echo
 from rlgen.errors import EngineError, UsageError
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.recipe.models import ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.engines import ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.rules import is_loopback
 from rlgen.recipe.sizes import is_written
 

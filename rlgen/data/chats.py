@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.errors import DataError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 

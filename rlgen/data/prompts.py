@@ -17,7 +17,7 @@ from rlgen.data.images import Encoded, Placeholder, encoded, with_parts
 from rlgen.data.source import Rows
 from rlgen.data.tokens import PROMPTS, WITH_IMAGES, PromptWriter, place, prompts_key
 from rlgen.errors import DataError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.sizes import PromptLimit
 from rlgen.types import Image, Prompt
 

@@ -22,7 +22,7 @@ from rlgen.data.cache import BATCH, Write, cached, key_of
 from rlgen.data.readers import TEXT_READERS
 from rlgen.data.tasks import Row, generate
 from rlgen.errors import DataError, SetupError
-from rlgen.recipe.models import TASKS, DataRecipe
+from rlgen.recipe.data import TASKS, DataRecipe
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_source
 

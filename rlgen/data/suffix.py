@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.errors import SetupError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 from rlgen.types import Ids, ids_of
 
 # Words of the conversation that stands for the real one. They are letters, which no template escapes or trims.

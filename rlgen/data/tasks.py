@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from rlgen.errors import DataError, SetupError
-from rlgen.recipe.models import (
+from rlgen.recipe.data import (
     ArithmeticOptions,
     ColoursOptions,
     CountdownOptions,

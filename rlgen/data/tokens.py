@@ -22,7 +22,7 @@ from rlgen.data.chats import as_messages, compare, render
 from rlgen.data.images import Encoded, Placeholder, check_text, encoded, expanded, with_parts
 from rlgen.data.source import Rows
 from rlgen.errors import DataError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.sizes import PromptLimit
 from rlgen.types import Image
 

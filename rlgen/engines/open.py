@@ -29,7 +29,7 @@ from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
 from rlgen.processes import EngineShare, Processes, cores
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe
 from rlgen.recipe.rules import servers
 
 MIB = 1 << 20

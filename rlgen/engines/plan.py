@@ -13,7 +13,7 @@ import torch
 from rlgen.errors import UsageError
 from rlgen.models.memory import cache_elements, keeps_states, read_config
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
 
 GIB = 1 << 30
 CPU_KV_LIMIT = 4 * GIB  # largest KV cache on the CPU if the recipe does not set its size

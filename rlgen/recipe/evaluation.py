@@ -2,7 +2,8 @@
 
 import hashlib
 
-from rlgen.recipe.models import DataRecipe, EvalRecipe, Recipe, RewardRecipe
+from rlgen.recipe.data import DataRecipe
+from rlgen.recipe.models import EvalRecipe, Recipe, RewardRecipe
 
 
 def data_of(recipe: Recipe, settings: EvalRecipe) -> DataRecipe:

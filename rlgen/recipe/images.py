@@ -1,6 +1,8 @@
 """Checks recipes whose prompts hold images."""
 
-from rlgen.recipe.models import TASK_COLUMNS, ColocatedEngineRecipe, Recipe, ServerEngineRecipe
+from rlgen.recipe.data import TASK_COLUMNS
+from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe
+from rlgen.recipe.models import Recipe
 from rlgen.recipe.rules import Finding
 
 

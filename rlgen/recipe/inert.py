@@ -2,17 +2,11 @@
 
 from collections.abc import Sequence
 
+from rlgen.recipe.data import TASK_COLUMNS
+from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.evaluation import temperature_of
-from rlgen.recipe.models import (
-    TASK_COLUMNS,
-    ColocatedEngineRecipe,
-    EvalRecipe,
-    HealthRule,
-    Recipe,
-    RewardRecipe,
-    ServerEngineRecipe,
-    VllmRecipe,
-)
+from rlgen.recipe.health import HealthRule
+from rlgen.recipe.models import EvalRecipe, Recipe, RewardRecipe
 from rlgen.recipe.rules import Finding, is_local_model, is_local_source
 from rlgen.recipe.trainers import OWN_SETTINGS, GRPORecipe, OnlineDPORecipe, OwnRecipe, RLOORecipe, TrainerRecipe
 

@@ -7,8 +7,10 @@ from typing import get_args
 
 from pydantic import BaseModel
 
+from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS
+from rlgen.recipe.health import HealthRule
 from rlgen.recipe.hints import OTHER_TOOLS, REFUSED, REFUSED_BY_KIND, RENAMED
-from rlgen.recipe.models import BUILT_IN_REWARDS, RESERVED_ENGINE_ARGUMENTS, HealthRule, Recipe
+from rlgen.recipe.models import BUILT_IN_REWARDS, Recipe
 from rlgen.recipe.trl import OPTIONS
 
 

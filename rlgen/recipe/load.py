@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
+from rlgen.recipe.data import TASKS
 from rlgen.recipe.images import image_contradictions
 from rlgen.recipe.inert import inert
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.messages import UNIONS, plain, suggest, translate
-from rlgen.recipe.models import BUILT_IN_ENVIRONMENTS, BUILT_IN_REWARDS, TASKS, Recipe
+from rlgen.recipe.models import BUILT_IN_ENVIRONMENTS, BUILT_IN_REWARDS, Recipe
 from rlgen.recipe.notices import notices, warnings
 from rlgen.recipe.paths import absolute_paths, outside
 from rlgen.recipe.rules import Finding, contradictions

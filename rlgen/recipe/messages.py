@@ -10,9 +10,10 @@ from pydantic_core import ErrorDetails
 
 from rlgen.errors import Problem
 from rlgen.recipe import yaml
+from rlgen.recipe.engines import ColocatedEngineRecipe
 from rlgen.recipe.hints import EXAMPLES, INSTEAD, MAIN_KEYS, VALUES
 from rlgen.recipe.keys import advice, models_of
-from rlgen.recipe.models import ColocatedEngineRecipe, Recipe
+from rlgen.recipe.models import Recipe
 from rlgen.recipe.trainers import GRPORecipe
 
 UNIONS: dict[str, type[BaseModel]] = {

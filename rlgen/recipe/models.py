@@ -6,16 +6,16 @@ It does not import torch, so that `rlgen --help` and `rlgen validate` answer at 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
-from rlgen.recipe.fields import Count, Dtype, Moment, Number, Scalar, Strict, Text
+from rlgen.recipe.data import ColumnsRecipe, DataRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, EngineRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.fields import Count, Dtype, Moment, Number, Strict, Text
+from rlgen.recipe.health import HealthRecipe
 from rlgen.recipe.sinks import SinkRecipe
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
 
 ASSUMED_PROMPT = 512  # tokens
-
-# Forms in which models write calls of tools, by the names of families that do (`rlgen.tools.formats`).
-ToolFormat = Literal["hermes", "qwen_xml", "glm", "llama", "mistral", "deepseek", "kimi", "phi", "lfm", "gemma", "harmony"]
 
 
 class RunRecipe(Strict):
@@ -73,128 +73,6 @@ class ModelRecipe(Strict):
     train_vision: StrictBool = False
     """With data.columns.images: train the vision tower and the projector too, not the language model alone."""
 
-
-class ColumnsRecipe(Strict):
-    prompt: Text = "prompt"
-    """Column of prompts: texts, or lists of messages."""
-    answer: Text | None = None
-    """Column that rewards receive as `answer`, besides its own name."""
-    images: Text | None = None
-    """Column of images, for a vision-language model: paths, bytes, or lists of them; a row may have none. None: no images."""
-
-
-class DataRecipe(Strict):
-    source: Text
-    """Hub id, path or glob of jsonl, json, csv, parquet or arrow files, or task:NAME."""
-    subset: Text | None = None
-    """Configuration of a hub data set."""
-    split: Text = "train"
-    """Split of a hub data set."""
-    revision: Text | None = None
-    """Branch, tag or commit of a hub data set."""
-    columns: ColumnsRecipe = ColumnsRecipe()
-    """Which columns hold prompts and answers."""
-    chat: StrictBool = False
-    """Put a text prompt into the chat template, as the user's message."""
-    system: Text | None = None
-    """System message before the user's; implies `chat`."""
-    chat_template: Text | None = None
-    """File with a chat template (Jinja). None: the tokenizer's own."""
-    template_args: dict[StrictStr, Scalar] = {}
-    """Arguments of the chat template, such as enable_thinking."""
-    tool_format: ToolFormat | None = None
-    """Form in which the model writes calls of tools. None: what the chat template shows."""
-    max_prompt_tokens: Count | None = None
-    """Longest prompt, template included. None: the longest of the data, as far as the model's positions leave room for it."""
-    overlong: Literal["filter", "error"] = "filter"
-    """What happens to longer prompts; filtered ones are counted and reported."""
-    limit: Count | None = None
-    """Use the first rows only."""
-    shuffle: StrictBool = True
-    """A new order each epoch, from the seed."""
-    options: dict[StrictStr, Any] = {}
-    """Parameters of a task: source."""
-
-
-class ArithmeticOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
-    digits: Annotated[StrictInt, Field(ge=1, le=9)] = 2
-    """Digits of each number."""
-    terms: Annotated[StrictInt, Field(ge=2, le=6)] = 2
-    """Numbers in an expression."""
-    operators: Annotated[StrictStr, Field(pattern=r"^[-+*]+$", max_length=3)] = "+-"
-    """Operators to choose from, of + - *."""
-
-
-class ReverseOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
-    min_length: Annotated[StrictInt, Field(ge=1, le=100)] = 3
-    """Characters of the shortest word."""
-    max_length: Annotated[StrictInt, Field(ge=1, le=100)] = 5
-    """Characters of the longest word."""
-    alphabet: Text = "abcdefghij"
-    """Characters to choose from."""
-
-
-class SortOptions(ReverseOptions):
-    alphabet: Text = "0123456789"
-    """Characters to choose from."""
-
-
-class CountdownOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
-    numbers: Annotated[StrictInt, Field(ge=2, le=6)] = 3
-    """Numbers that a row gives."""
-    largest: Annotated[StrictInt, Field(ge=2, le=100)] = 20
-    """Largest of them."""
-
-
-class ColoursOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
-    side: Annotated[StrictInt, Field(ge=2, le=512)] = 16
-    """Pixels of a side of the picture."""
-    texts: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.25
-    """Share of rows that name the colours and have no picture."""
-
-
-class WordProblemsOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
-    largest: Annotated[StrictInt, Field(ge=9, le=1000)] = 9
-    """Largest of the numbers that an answer is made of; the smallest is 2."""
-    two_steps: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.25
-    """Share of problems that take two operations."""
-
-
-class GymOptions(Strict):
-    dataset: Text
-    """Data set of reasoning-gym, such as chain_sum; `pip install 'rlgen[gym]'`."""
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
-    config: dict[StrictStr, Any] = {}
-    """Settings of the data set, without size and seed."""
-
-
-TaskOptions = (
-    ArithmeticOptions | ReverseOptions | SortOptions | CountdownOptions | ColoursOptions | WordProblemsOptions | GymOptions
-)
-TASKS: dict[str, type[TaskOptions]] = {
-    "arithmetic": ArithmeticOptions,
-    "reverse": ReverseOptions,
-    "sort": SortOptions,
-    "countdown": CountdownOptions,
-    "colours": ColoursOptions,
-    "word_problems": WordProblemsOptions,
-    "gym": GymOptions,
-}
-
-# Columns of each task's rows.
-FURTHER_COLUMNS = {"countdown": ("numbers", "target"), "colours": ("images",), "gym": ("metadata",)}
-TASK_COLUMNS = {name: ("prompt", "answer", *FURTHER_COLUMNS.get(name, ())) for name in TASKS}
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify", "environment")
 
@@ -364,138 +242,6 @@ class EvalRecipe(Strict):
     """A completion whose reward is this or more is correct, for eval/pass@k."""
 
 
-class VllmRecipe(Strict):
-    """Settings of vLLM that are the same in a colocated engine and in a server."""
-
-    dtype: Dtype | None = None
-    """None: model.dtype."""
-    max_model_len: Count | None = None
-    """None: max_prompt_tokens + max_completion_tokens, of the training or of `eval`, whichever is more."""
-    max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
-    """Completions decoded at the same time."""
-    kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
-    """Memory of the KV cache. None: on the CPU what is needed, at most 4 GiB; on a GPU what gpu_memory_utilization leaves."""
-    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    """Share of the GPU for weights and KV cache. None: 0.45."""
-    tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
-    """GPUs that hold one copy of the engine's weights together."""
-    model_impl: Literal["auto", "vllm", "transformers"] = "auto"
-    """Code of the model: vLLM's own, that of transformers inside vLLM, or (auto) vLLM's own if it exists."""
-    quantization: Text | None = None
-    """How vLLM quantizes the weights that it receives, such as fp8 (GPU only). None: not at all."""
-    enforce_eager: StrictBool | None = None
-    """No graph capture. None: eager on the CPU, graphs on a GPU."""
-    extra: dict[StrictStr, Any] = {}
-    """Further arguments of vLLM; those that rlgen relies on are refused."""
-
-
-class ColocatedEngineRecipe(VllmRecipe):
-    kind: Literal["colocated"] = "colocated"
-    """colocated: vLLM in this process."""
-    sleep: StrictBool = False
-    """Free the engine's memory while the trainer works. GPU only."""
-    structured_regex: Text | None = None
-    """Restrict completions to this regular expression."""
-
-    @property
-    def may_sleep(self) -> bool:
-        """Returns whether the engine has a setting `sleep` that is off."""
-        return not self.sleep
-
-
-def joined(value: Any) -> Any:
-    """Joins a list of GPU numbers or names: [4, 5] -> "4,5". Returns anything else unchanged."""
-    listed = isinstance(value, list) and value and all(type(name) in (int, str) for name in value)
-    return ",".join(map(str, value)) if listed else value
-
-
-Devices = Annotated[
-    StrictStr,
-    Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$"),
-    BeforeValidator(joined, json_schema_input_type=StrictStr | list[StrictInt | StrictStr]),
-]
-
-
-class ServerEngineRecipe(VllmRecipe):
-    kind: Literal["server"]
-    """server: vLLM in processes of its own, here or on other machines."""
-    url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
-    """Servers that run already, started by `rlgen serve`."""
-    launch: StrictBool = False
-    """Start servers, restart each that dies, stop them with the run."""
-    servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
-    """How many are launched; they share the work. On GPUs they divide `devices`."""
-    host: Text = "127.0.0.1"
-    """Address on which a launched server listens."""
-    port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
-    """Port of the first launched server; the others have the next ones. None: free ports."""
-    token_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "RLGEN_SERVER_TOKEN"
-    """Environment variable that holds the servers' token. If it is not set, a launched server gets a new token."""
-    timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
-    """Seconds without any answer after which a server counts as dead."""
-    start_timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
-    """Seconds that a launched server has to get ready."""
-    restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 2
-    """How often a run recovers a server that died or lost its weights."""
-    devices: Devices | None = None
-    """GPUs of launched servers, such as "1" or [4, 5, 6, 7]; each server has an equal part. None: those that the trainer sees."""
-    transfer: Literal["files", "nccl"] = "files"
-    """How weights get to the servers: through files, or straight from GPU to GPU (NCCL), each server on GPUs of its own."""
-    transfer_dir: Text | None = None
-    """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
-    lora: Literal["merged", "adapter"] = "merged"
-    """With model.lora, what is sent: all weights with the adapter merged, or the adapter alone, which each server merges."""
-    in_flight: StrictBool | None = None
-    """With rollout.ahead: change the weights while requests are being answered, instead of after them. None: if rollout.ahead
-    is 2 or more."""
-
-    @property
-    def gpus(self) -> tuple[str, ...]:
-        """Returns the names in `devices`, in order; an empty tuple if it is not set."""
-        return tuple(self.devices.split(",")) if self.devices else ()
-
-    def devices_of(self, server: int) -> str | None:
-        """Returns CUDA_VISIBLE_DEVICES of launched server number `server`. None: the GPUs that the trainer sees."""
-        size = len(self.gpus) // self.servers
-        return ",".join(self.gpus[server * size : (server + 1) * size]) or None
-
-    @property
-    def may_sleep(self) -> bool:
-        """Returns False: this engine has no setting `sleep`."""
-        return False
-
-
-# Arguments of vLLM that rlgen sets itself: its guarantees depend on them, or they follow from another key.
-RESERVED_ENGINE_ARGUMENTS = frozenset(
-    [
-        *VllmRecipe.model_fields,  # most have the name that vLLM has for them
-        *("model", "tokenizer", "revision", "skip_tokenizer_init", "seed", "hf_overrides", "load_format"),
-        *("max_num_batched_tokens", "enable_chunked_prefill", "kv_cache_memory_bytes", "enable_sleep_mode"),
-        *("logprobs_mode", "max_logprobs", "generation_config", "trust_remote_code"),
-        *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
-        *("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
-        # Arguments of a server.
-        *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
-        *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
-        *("weight_transfer_config", "enable_prompt_tokens_details", "disable_log_stats"),
-    ]
-)
-
-
-class TransformersEngineRecipe(Strict):
-    kind: Literal["transformers"]
-    """transformers: slow generation, but without vLLM."""
-    dtype: Dtype | None = None
-    """None: model.dtype."""
-    max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 64
-    """Completions decoded at the same time."""
-
-    @property
-    def may_sleep(self) -> bool:
-        """Returns False: this engine has no setting `sleep`."""
-        return False
-
-
 class OptimRecipe(Strict):
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW by torch, or with moments of 8 bits by bitsandbytes: 2 bytes a trained weight instead of 8."""
@@ -546,66 +292,6 @@ class SentinelRecipe(Strict):
     """With rollout.ahead no batch is from current weights: after every so many syncs a few completions are sampled from them."""
 
 
-class HealthRule(Strict):
-    threshold: Annotated[float, Field(strict=True, ge=0, le=1e9)]
-    """A value beyond this one is a bad sign."""
-    steps: Annotated[StrictInt, Field(ge=1, le=10000)]
-    """Steps in a row whose value must be beyond the threshold; steps that do not measure it are skipped."""
-    action: Literal["ignore", "warn", "stop", "checkpoint_and_stop"] | None = None
-    """None: health.action."""
-
-
-class HealthRecipe(Strict):
-    """Rules for signs of a failing run, checked after each step. A rule that is set in part keeps its other defaults."""
-
-    action: Literal["warn", "stop", "checkpoint_and_stop"] = "warn"
-    """If a rule is broken: warn and go on, stop, or save a checkpoint and stop."""
-    reward: HealthRule = HealthRule(threshold=0.0, steps=20)
-    """The mean reward, without its sign, is at or below the threshold."""
-    reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
-    """The standard deviation of a step's rewards is at or below the threshold in most of the steps."""
-    reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
-    """More rewards than the threshold failed in a step; a failed call for a group counts once for each of its samples."""
-    unscored: HealthRule = HealthRule(threshold=1.0, steps=1)
-    """The share of a step's samples without a reward is at or above the threshold."""
-    zero_std: HealthRule = HealthRule(threshold=0.8, steps=10)
-    """The share of groups with equal rewards is at or above the threshold."""
-    no_update: HealthRule = HealthRule(threshold=0.0, steps=5)
-    """The number of optimizer steps in a step is at or below the threshold."""
-    entropy: HealthRule = HealthRule(threshold=0.01, steps=5)
-    """The mean entropy of a token, in nats, is below the threshold."""
-    ref_kl: HealthRule = HealthRule(threshold=2.0, steps=5)
-    """The KL to the reference, in nats a token, is above the threshold."""
-    grad_norm: HealthRule = HealthRule(threshold=10.0, steps=5)
-    """The norm of the gradient before clipping is above the threshold."""
-    clipped: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """The share of tokens whose ratio was clipped is above the threshold."""
-    truncated: HealthRule = HealthRule(threshold=0.8, steps=10)
-    """The share of completions that reached the length limit is above the threshold."""
-    length: HealthRule = HealthRule(threshold=0.9, steps=10)
-    """The mean length of a completion is above this share of rollout.max_completion_tokens."""
-    sampler_delta: HealthRule = HealthRule(threshold=0.1, steps=3)
-    """The mean difference between engine's and trainer's log-probs, in nats, is above the threshold."""
-    sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
-    """The KL between engine and trainer, in nats a token, is above the threshold."""
-    ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """The effective share of the samples, by the uncapped ratios between trainer and engine, is below the threshold."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def fill(cls, data: Any) -> Any:
-        """Fills in the defaults of rules that the recipe sets only in part."""
-        if not isinstance(data, dict):
-            return data
-        defaults = {name: field.default for name, field in cls.model_fields.items()}
-        return {
-            name: {**defaults[name].model_dump(), **value}
-            if isinstance(value, dict) and isinstance(defaults.get(name), HealthRule)
-            else value
-            for name, value in data.items()
-        }
-
-
 class ProcessesRecipe(Strict):
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """What each process holds: all weights (ddp), or its share of them and of the optimizer's state (fsdp)."""
@@ -619,9 +305,6 @@ class ProcessesRecipe(Strict):
     """Processes that must run; None: as many as are started. torchrun or accelerate starts them."""
     timeout: Annotated[float, Field(strict=True, ge=1, le=86400)] = 600.0
     """Seconds without a sign of life from a process after which all processes end."""
-
-
-EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
 
 
 class Recipe(Strict):

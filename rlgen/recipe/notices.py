@@ -3,7 +3,9 @@
 import re
 from urllib.parse import urlsplit
 
-from rlgen.recipe.models import TASKS, Recipe, ServerEngineRecipe
+from rlgen.recipe.data import TASKS
+from rlgen.recipe.engines import ServerEngineRecipe
+from rlgen.recipe.models import Recipe
 from rlgen.recipe.rules import is_loopback, servers
 from rlgen.recipe.trainers import GRPORecipe
 

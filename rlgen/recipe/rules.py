@@ -5,17 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from rlgen.recipe.data import TASKS
+from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.evaluation import data_of, rewards_of
 from rlgen.recipe.judges import pairwise_places
-from rlgen.recipe.models import (
-    RESERVED_ENGINE_ARGUMENTS,
-    TASKS,
-    ColocatedEngineRecipe,
-    Recipe,
-    RewardRecipe,
-    ServerEngineRecipe,
-    VllmRecipe,
-)
+from rlgen.recipe.models import Recipe, RewardRecipe
 from rlgen.recipe.sizes import is_written, least_row
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
 

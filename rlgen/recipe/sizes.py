@@ -6,7 +6,8 @@ A recipe that leaves all sizes out trains a model of 512 positions on five short
 from dataclasses import dataclass
 
 from rlgen.errors import Problem, RecipeError
-from rlgen.recipe.models import EvalRecipe, Recipe, VllmRecipe
+from rlgen.recipe.engines import VllmRecipe
+from rlgen.recipe.models import EvalRecipe, Recipe
 
 # Keys whose defaults shrink or grow to fit the model and the data.
 GIVE_WAY = ("rollout.prompts_per_step", "rollout.max_completion_tokens", "optim.micro_batch_tokens")

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from rlgen.recipe.models import ColocatedEngineRecipe, Recipe, TransformersEngineRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, TransformersEngineRecipe
+from rlgen.recipe.models import Recipe
 from rlgen.recipe.rules import Finding
 from rlgen.recipe.trainers import GRPORecipe, OwnRecipe, PolicyRecipe, RLOORecipe
 

@@ -1,6 +1,7 @@
 """Checks recipes whose completions are more than one turn: tools, an environment, a rollout of the user."""
 
-from rlgen.recipe.models import ENVIRONMENT_REWARD, ColocatedEngineRecipe, Recipe
+from rlgen.recipe.engines import ColocatedEngineRecipe
+from rlgen.recipe.models import ENVIRONMENT_REWARD, Recipe
 from rlgen.recipe.rules import Finding
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlgen.data.suffix import Suffixes, calls_of, told
 from rlgen.errors import RlgenError
-from rlgen.recipe.models import ToolFormat
+from rlgen.recipe.data import ToolFormat
 from rlgen.rollout.turns import Answer, ConversationState, Reply
 from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
 from rlgen.tools.formats import Malformed, Turn, read_turn

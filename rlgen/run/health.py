@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from rlgen.errors import DivergedError
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe
+from rlgen.recipe.health import HealthRule
 from rlgen.recipe.inert import inert
-from rlgen.recipe.models import HealthRule
 
 Record: TypeAlias = Mapping[str, Any]  # one object of metrics.jsonl
 Rows: TypeAlias = Mapping[str, tuple[float, ...]]  # by rule: the values of its last measured steps, newest last

@@ -17,8 +17,9 @@ from rlgen.errors import DataError, SetupError
 from rlgen.models.load import cached_model, check_model, load_config, load_tokenizer, locate, stop_ids
 from rlgen.models.vision import FAMILIES, Vision, reads_images
 from rlgen.recipe import Recipe
+from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.evaluation import data_of, seed_of
-from rlgen.recipe.models import DataRecipe, EvalRecipe
+from rlgen.recipe.models import EvalRecipe
 from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
 from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.environment import EnvironmentTurns

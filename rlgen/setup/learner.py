@@ -18,7 +18,7 @@ from rlgen.models.memory_errors import memory_for, what_helps
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ServerEngineRecipe
+from rlgen.recipe.engines import ServerEngineRecipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlgen.errors import SetupError
-from rlgen.recipe.models import ToolFormat
+from rlgen.recipe.data import ToolFormat
 from rlgen.tools.box import ToolCall
 
 THINKING = re.compile(r"<think>(.*?)(</think>|\Z)", re.S)

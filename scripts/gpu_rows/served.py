@@ -272,7 +272,7 @@ def trl_steps(place: Place, model: str, folder: Path) -> tuple[list[float], list
     from trl import GRPOConfig, GRPOTrainer
 
     from rlgen.data.tasks import generate
-    from rlgen.recipe.models import SortOptions
+    from rlgen.recipe.data import SortOptions
 
     class Clock(TrainerCallback):
         """Notes when each step ends."""

@@ -11,7 +11,7 @@ from rlgen.data import build_prompts, load_rows
 from rlgen.data.prompts import PromptStream
 from rlgen.errors import DataError
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.recipe.models import ColumnsRecipe, DataRecipe
+from rlgen.recipe.data import ColumnsRecipe, DataRecipe
 
 Proof = Callable[[str], None]
 

@@ -20,7 +20,7 @@ from test_prompts_left_out import TEMPLATE, byte_tokenizer
 from rlgen.data import build_prompts, cache, load_rows, readers, source, tokens
 from rlgen.data.prompts import PromptStream, order
 from rlgen.errors import DataError, SetupError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 
 COUNT = 20_000
 SCHEMA = pyarrow.schema([("n", pyarrow.int32())])

@@ -13,7 +13,7 @@ from helpers.pictures import MODEL, picture, vision
 from rlgen.data import Placeholder, PromptStream, build_prompts, load_rows, overlap
 from rlgen.errors import DataError
 from rlgen.models.load import load_tokenizer, locate
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 

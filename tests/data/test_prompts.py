@@ -11,7 +11,7 @@ from rlgen.data.prompts import PromptStream
 from rlgen.data.tasks import generate
 from rlgen.errors import DataError
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.recipe.models import TASKS, ColumnsRecipe, DataRecipe
+from rlgen.recipe.data import TASKS, ColumnsRecipe, DataRecipe
 
 TOKENIZER = byte_tokenizer()
 

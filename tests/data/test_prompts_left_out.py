@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlgen.data import build_prompts, load_rows, prompts
 from rlgen.errors import DataError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 
 TEMPLATE = (
     "{% for m in messages %}"

@@ -8,7 +8,7 @@ import pytest
 
 from rlgen.data.source import Rows, cached_rows, load_rows
 from rlgen.errors import DataError, SetupError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 
 
 def recipe(source, **settings):

@@ -8,8 +8,8 @@ import pytest
 
 from rlgen.data.tasks import COLOURS, TASKS, generate
 from rlgen.errors import DataError, SetupError
-from rlgen.recipe.models import TASKS as OPTIONS
-from rlgen.recipe.models import ArithmeticOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions, WordProblemsOptions
+from rlgen.recipe.data import TASKS as OPTIONS
+from rlgen.recipe.data import ArithmeticOptions, CountdownOptions, GymOptions, ReverseOptions, SortOptions, WordProblemsOptions
 
 
 def numbers_in(expression: str) -> list[int]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlgen.data import build_prompts, load_rows, source, tokens
 from rlgen.errors import DataError
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 
 ODD: list[Any] = [
     *(None, True, 1, 1.0, -0.0, "1", "", 2**63, 2**64, -(10**40), 0.1, 1e300, float("inf"), float("-inf")),

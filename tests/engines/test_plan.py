@@ -20,7 +20,7 @@ from rlgen.engines.plan import UNDECIDING, EnginePlan
 from rlgen.engines.server import Call, ServerEngine
 from rlgen.errors import EngineError, UsageError
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import RESERVED_ENGINE_ARGUMENTS, VllmRecipe
+from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, VllmRecipe
 from rlgen.types import Sampling
 
 # Another value of every field of a plan.

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from rlgen.algorithms.registry import TRAINERS
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
+from rlgen.recipe.data import TASKS
 from rlgen.recipe.inert import inert
-from rlgen.recipe.models import TASKS, Recipe, RewardRecipe, ToolRecipe
+from rlgen.recipe.models import Recipe, RewardRecipe, ToolRecipe
 from rlgen.recipe.rules import servers
 from rlgen.recipe.yaml import parse, scalar
 

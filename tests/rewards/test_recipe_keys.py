@@ -11,7 +11,7 @@ from rlgen.cli.validate import validate_command
 from rlgen.data.tasks import generate
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
-from rlgen.recipe.models import TASK_COLUMNS, TASKS
+from rlgen.recipe.data import TASK_COLUMNS, TASKS
 
 
 def test_what_is_written_is_what_is_loaded(recipe_file: Path) -> None:

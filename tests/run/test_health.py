@@ -15,7 +15,7 @@ from rlgen.errors import DivergedError, RecipeError
 from rlgen.files import read_json
 from rlgen.losses.correction import Mismatch, importance_weight
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
-from rlgen.recipe.models import HealthRecipe, HealthRule
+from rlgen.recipe.health import HealthRecipe, HealthRule
 from rlgen.run.health import Health, rules_of
 
 Proof = Callable[[str], None]

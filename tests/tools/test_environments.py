@@ -30,7 +30,8 @@ from rlgen.data.suffix import Suffixes
 from rlgen.errors import RecipeError, SetupError, ToolError, UsageError
 from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.recipe import load_recipe
-from rlgen.recipe.models import DataRecipe, EnvironmentRecipe, ScoringRecipe
+from rlgen.recipe.data import DataRecipe
+from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe
 from rlgen.rewards.builtin import environment
 from rlgen.rollout.conversations import Dialogue, turn_seed
 from rlgen.rollout.environment import EnvironmentTurns

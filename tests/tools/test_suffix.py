@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlgen.data.suffix import Suffixes
 from rlgen.errors import SetupError
-from rlgen.recipe.models import DataRecipe
+from rlgen.recipe.data import DataRecipe
 from rlgen.rollout.conversations import Dialogue, turn_seed
 from rlgen.rollout.sample import rollout, sample_seed
 from rlgen.rollout.turns import ConversationState, Reply

@@ -4,7 +4,7 @@ import pytest
 from tool_templates import FAMILIES
 
 from rlgen.errors import SetupError
-from rlgen.recipe.models import ToolFormat
+from rlgen.recipe.data import ToolFormat
 from rlgen.tools.box import ToolCall
 from rlgen.tools.formats import FORMATS, Malformed, format_of, read_turn
 

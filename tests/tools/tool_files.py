@@ -10,7 +10,8 @@ import pytest
 
 from rlgen.data.suffix import Suffixes
 from rlgen.engines.further import FollowUpQueue
-from rlgen.recipe.models import DataRecipe, ScoringRecipe, ToolRecipe
+from rlgen.recipe.data import DataRecipe
+from rlgen.recipe.models import ScoringRecipe, ToolRecipe
 from rlgen.rollout.tools import ToolTurns
 from rlgen.tools.box import ToolBox, open_tools
 from rlgen.tools.formats import format_of

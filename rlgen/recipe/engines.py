@@ -1,0 +1,142 @@
+"""Models of the section `engine`, by its kind."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr
+
+from rlgen.recipe.fields import Count, Dtype, Strict, Text
+
+
+class VllmRecipe(Strict):
+    """Settings of vLLM that are the same in a colocated engine and in a server."""
+
+    dtype: Dtype | None = None
+    """None: model.dtype."""
+    max_model_len: Count | None = None
+    """None: max_prompt_tokens + max_completion_tokens, of the training or of `eval`, whichever is more."""
+    max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
+    """Completions decoded at the same time."""
+    kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
+    """Memory of the KV cache. None: on the CPU what is needed, at most 4 GiB; on a GPU what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    """Share of the GPU for weights and KV cache. None: 0.45."""
+    tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
+    """GPUs that hold one copy of the engine's weights together."""
+    model_impl: Literal["auto", "vllm", "transformers"] = "auto"
+    """Code of the model: vLLM's own, that of transformers inside vLLM, or (auto) vLLM's own if it exists."""
+    quantization: Text | None = None
+    """How vLLM quantizes the weights that it receives, such as fp8 (GPU only). None: not at all."""
+    enforce_eager: StrictBool | None = None
+    """No graph capture. None: eager on the CPU, graphs on a GPU."""
+    extra: dict[StrictStr, Any] = {}
+    """Further arguments of vLLM; those that rlgen relies on are refused."""
+
+
+class ColocatedEngineRecipe(VllmRecipe):
+    kind: Literal["colocated"] = "colocated"
+    """colocated: vLLM in this process."""
+    sleep: StrictBool = False
+    """Free the engine's memory while the trainer works. GPU only."""
+    structured_regex: Text | None = None
+    """Restrict completions to this regular expression."""
+
+    @property
+    def may_sleep(self) -> bool:
+        """Returns whether the engine has a setting `sleep` that is off."""
+        return not self.sleep
+
+
+def joined(value: Any) -> Any:
+    """Joins a list of GPU numbers or names: [4, 5] -> "4,5". Returns anything else unchanged."""
+    listed = isinstance(value, list) and value and all(type(name) in (int, str) for name in value)
+    return ",".join(map(str, value)) if listed else value
+
+
+Devices = Annotated[
+    StrictStr,
+    Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$"),
+    BeforeValidator(joined, json_schema_input_type=StrictStr | list[StrictInt | StrictStr]),
+]
+
+
+class ServerEngineRecipe(VllmRecipe):
+    kind: Literal["server"]
+    """server: vLLM in processes of its own, here or on other machines."""
+    url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
+    """Servers that run already, started by `rlgen serve`."""
+    launch: StrictBool = False
+    """Start servers, restart each that dies, stop them with the run."""
+    servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
+    """How many are launched; they share the work. On GPUs they divide `devices`."""
+    host: Text = "127.0.0.1"
+    """Address on which a launched server listens."""
+    port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
+    """Port of the first launched server; the others have the next ones. None: free ports."""
+    token_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "RLGEN_SERVER_TOKEN"
+    """Environment variable that holds the servers' token. If it is not set, a launched server gets a new token."""
+    timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
+    """Seconds without any answer after which a server counts as dead."""
+    start_timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
+    """Seconds that a launched server has to get ready."""
+    restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 2
+    """How often a run recovers a server that died or lost its weights."""
+    devices: Devices | None = None
+    """GPUs of launched servers, such as "1" or [4, 5, 6, 7]; each server has an equal part. None: those that the trainer sees."""
+    transfer: Literal["files", "nccl"] = "files"
+    """How weights get to the servers: through files, or straight from GPU to GPU (NCCL), each server on GPUs of its own."""
+    transfer_dir: Text | None = None
+    """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """With model.lora, what is sent: all weights with the adapter merged, or the adapter alone, which each server merges."""
+    in_flight: StrictBool | None = None
+    """With rollout.ahead: change the weights while requests are being answered, instead of after them. None: if rollout.ahead
+    is 2 or more."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Returns the names in `devices`, in order; an empty tuple if it is not set."""
+        return tuple(self.devices.split(",")) if self.devices else ()
+
+    def devices_of(self, server: int) -> str | None:
+        """Returns CUDA_VISIBLE_DEVICES of launched server number `server`. None: the GPUs that the trainer sees."""
+        size = len(self.gpus) // self.servers
+        return ",".join(self.gpus[server * size : (server + 1) * size]) or None
+
+    @property
+    def may_sleep(self) -> bool:
+        """Returns False: this engine has no setting `sleep`."""
+        return False
+
+
+# Arguments of vLLM that rlgen sets itself: its guarantees depend on them, or they follow from another key.
+RESERVED_ENGINE_ARGUMENTS = frozenset(
+    [
+        *VllmRecipe.model_fields,  # most have the name that vLLM has for them
+        *("model", "tokenizer", "revision", "skip_tokenizer_init", "seed", "hf_overrides", "load_format"),
+        *("max_num_batched_tokens", "enable_chunked_prefill", "kv_cache_memory_bytes", "enable_sleep_mode"),
+        *("logprobs_mode", "max_logprobs", "generation_config", "trust_remote_code"),
+        *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
+        *("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+        # Arguments of a server.
+        *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
+        *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
+        *("weight_transfer_config", "enable_prompt_tokens_details", "disable_log_stats"),
+    ]
+)
+
+
+class TransformersEngineRecipe(Strict):
+    kind: Literal["transformers"]
+    """transformers: slow generation, but without vLLM."""
+    dtype: Dtype | None = None
+    """None: model.dtype."""
+    max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 64
+    """Completions decoded at the same time."""
+
+    @property
+    def may_sleep(self) -> bool:
+        """Returns False: this engine has no setting `sleep`."""
+        return False
+
+
+EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
