@@ -1,6 +1,6 @@
 """Finds the fields that have no effect in a recipe."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rlgen.recipe.data import TASK_COLUMNS
 from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
@@ -15,106 +15,101 @@ def inert(recipe: Recipe) -> list[Finding]:
     """Returns the fields that have no effect in this recipe. They are refused if the user set them, and left out of the resolved
     recipe.
     """
-    found: list[Finding] = []
-    trainer, data, model = recipe.trainer, recipe.data, recipe.model
-    found += _inert_in_trainer(trainer)
-    if not recipe.rollout.ahead:
-        on_policy = "when rollout.ahead is 0: every sample is from the current weights"
-        paths = ["rollout.max_staleness", "sentinel.probe_every"]
-        for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
-            found.append(Finding(path, f"{path} has no effect {on_policy}", "remove it"))
-    if not recipe.tools:
-        found.append(Finding("data.tool_format", "data.tool_format has no effect without tools", "remove it, or add tools"))
-    if not recipe.talks:
-        for path in ("rollout.max_turns", "rollout.reply_timeout"):
-            what = f"{path} has no effect without tools or an environment: a completion is one turn"
-            found.append(Finding(path, what, "remove it, or add tools"))
-    if data.columns.images is None:
-        what = "model.train_vision has no effect without data.columns.images: no row has images"
-        found.append(Finding("model.train_vision", what, "remove it, or name the column of images"))
-    found += _inert_in_health(recipe)
-    task = recipe.task
-    found += _inert_of_source("data", data.source)
-    if recipe.eval is not None:
-        found += _inert_of_source("eval", recipe.eval.source or data.source)
-        found += _inert_in_eval(recipe, recipe.eval)
-    if task and not (data.chat or data.system):
-        why = "data.template_args has no effect: the prompts of a task are texts, and no template is applied"
-        found.append(Finding("data.template_args", why, "remove it, or set data.chat to true"))
-        found.append(
-            Finding("data.chat_template", why.replace("template_args", "chat_template"), "remove it, or set data.chat to true")
-        )
-    if isinstance(recipe.engine, ServerEngineRecipe):
-        found += _inert_in_server(recipe.engine, model.lora is not None)
-    found += _inert_in_rewards(recipe.rewards, "rewards")
-    if recipe.processes.strategy == "ddp":
-        for path in ("processes.shard", "processes.defer_sync"):
-            why = f"{path} has no effect with processes.strategy ddp: each process holds all weights, and sends gradients once"
-            found.append(Finding(path, why, "remove it, or set processes.strategy to fsdp"))
-    if not recipe.rollouts.every:
-        for place in range(len(recipe.sinks)):
-            path, why = (
-                f"sinks.{place}.samples",
-                "has no effect with rollouts.every 0: tables show the rollouts that are written",
-            )
-            found.append(Finding(path, f"{path} {why}", "remove it, or set rollouts.every to 1 or more"))
-    if model.path.startswith("tiny:") or is_local_model(model.path):
-        found.append(Finding("model.revision", "model.revision has no effect: model.path is not a hub id", "remove it"))
+    data, engine, held = recipe.data, recipe.engine, recipe.eval
+    found = [
+        *_inert_in_trainer(recipe.trainer),
+        *_inert_of_sections(recipe),
+        *_inert_in_health(recipe),
+        *_inert_of_source("data", data.source),
+        *_inert_in_rewards(recipe.rewards, "rewards"),
+    ]
+    if held is not None:
+        found += [*_inert_of_source("eval", held.source or data.source), *_inert_in_eval(recipe, held)]
+    if isinstance(engine, ServerEngineRecipe):
+        found += _inert_in_server(engine, recipe.model.lora is not None)
     return found
 
 
-def _inert_in_server(engine: ServerEngineRecipe, lora: bool) -> list[Finding]:
-    """Returns the fields without effect of an engine on servers; `lora`: an adapter is trained."""
-    found: list[Finding] = []
+def _inert_of_sections(recipe: Recipe) -> Iterator[Finding]:
+    """Yields the fields that have no effect for lack of another section, or beside it."""
+    data, model = recipe.data, recipe.model
+    if not recipe.rollout.ahead:
+        paths = ["rollout.max_staleness", "sentinel.probe_every"]
+        for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
+            why = "when rollout.ahead is 0: every sample is from the current weights"
+            yield Finding(path, f"{path} has no effect {why}", "remove it")
+    if not recipe.tools:
+        yield Finding("data.tool_format", "data.tool_format has no effect without tools", "remove it, or add tools")
+    if not recipe.talks:
+        for path in ("rollout.max_turns", "rollout.reply_timeout"):
+            what = f"{path} has no effect without tools or an environment: a completion is one turn"
+            yield Finding(path, what, "remove it, or add tools")
+    if data.columns.images is None:
+        what = "model.train_vision has no effect without data.columns.images: no row has images"
+        yield Finding("model.train_vision", what, "remove it, or name the column of images")
+    if recipe.task and not (data.chat or data.system):
+        for path in ("data.template_args", "data.chat_template"):
+            what = f"{path} has no effect: the prompts of a task are texts, and no template is applied"
+            yield Finding(path, what, "remove it, or set data.chat to true")
+    if recipe.processes.strategy == "ddp":
+        for path in ("processes.shard", "processes.defer_sync"):
+            what = f"{path} has no effect with processes.strategy ddp: each process holds all weights, and sends gradients once"
+            yield Finding(path, what, "remove it, or set processes.strategy to fsdp")
+    if not recipe.rollouts.every:
+        for place in range(len(recipe.sinks)):
+            path = f"sinks.{place}.samples"
+            what = f"{path} has no effect with rollouts.every 0: tables show the rollouts that are written"
+            yield Finding(path, what, "remove it, or set rollouts.every to 1 or more")
+    if model.path.startswith("tiny:") or is_local_model(model.path):
+        yield Finding("model.revision", "model.revision has no effect: model.path is not a hub id", "remove it")
+
+
+def _inert_in_server(engine: ServerEngineRecipe, lora: bool) -> Iterator[Finding]:
+    """Yields the fields without effect of an engine on servers; `lora`: an adapter is trained."""
     if engine.url is not None:
         # All but dtype, which states what the server is expected to have.
         for key in [*(VllmRecipe.model_fields.keys() - {"dtype"}), "servers", "host", "port", "start_timeout", "devices"]:
             path = f"engine.{key}"
             why = f"{path} has no effect beside engine.url: that server already runs, with its own setting"
-            found.append(Finding(path, why, "remove it here, and set it for `rlgen serve`"))
+            yield Finding(path, why, "remove it here, and set it for `rlgen serve`")
     if engine.transfer == "nccl":
         why = "has no effect with engine.transfer nccl, which keeps no files and no copy of the weights to recover a server with"
         for path in ("engine.transfer_dir", "engine.restarts"):
-            found.append(Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files"))
+            yield Finding(path, f"{path} {why}", "remove it, or set engine.transfer to files")
     if not lora or engine.transfer == "nccl":
         why = "with engine.transfer nccl: all weights are sent, merged" if lora else "without model.lora"
-        found.append(Finding("engine.lora", f"engine.lora has no effect {why}", "remove it"))
-    return found
+        yield Finding("engine.lora", f"engine.lora has no effect {why}", "remove it")
 
 
-def _inert_of_source(section: str, source: str) -> list[Finding]:
-    """Returns the fields of `data` or `eval` that have no effect with this source."""
+def _inert_of_source(section: str, source: str) -> Iterator[Finding]:
+    """Yields the fields of `data` or `eval` that have no effect with this source."""
     task, local = source.startswith("task:"), is_local_source(source)
-    found = []
     if not task:
         path = f"{section}.options"
-        found.append(Finding(path, f"{path} has an effect only with a task: source", "remove it"))
+        yield Finding(path, f"{path} has an effect only with a task: source", "remove it")
     useless = ["subset", "split", "revision"] if task or local else []
     if task:
         pictures = "images" in TASK_COLUMNS.get(source.removeprefix("task:"), ())
         useless = [*(["columns.prompt", "columns.answer"] if pictures else ["columns"]), *useless]
     kind = "a task: source" if task else "local files"
-    return found + [Finding(f"{section}.{key}", f"{section}.{key} has no effect with {kind}", "remove it") for key in useless]
+    yield from (Finding(f"{section}.{key}", f"{section}.{key} has no effect with {kind}", "remove it") for key in useless)
 
 
-def _inert_in_rewards(rewards: Sequence[RewardRecipe], section: str) -> list[Finding]:
-    """Returns the fields of rewards, which stand at `section`, that have no effect."""
-    found = []
+def _inert_in_rewards(rewards: Sequence[RewardRecipe], section: str) -> Iterator[Finding]:
+    """Yields the fields of rewards, which stand at `section`, that have no effect."""
     for index, reward in enumerate(rewards):
         if reward.on_error == "fail":
             path = f"{section}.{index}.max_error_fraction"
             why = f"{path} has no effect when on_error is fail: the first failure ends the run"
-            found.append(Finding(path, why, "remove it, or set on_error to skip"))
-    return found
+            yield Finding(path, why, "remove it, or set on_error to skip")
 
 
-def _inert_in_eval(recipe: Recipe, held: EvalRecipe) -> list[Finding]:
-    """Returns the fields of the `eval` section that have no effect, other than those of its source."""
-    found = _inert_in_rewards(held.rewards or (), "eval.rewards")
+def _inert_in_eval(recipe: Recipe, held: EvalRecipe) -> Iterator[Finding]:
+    """Yields the fields of the `eval` section that have no effect, other than those of its source."""
+    yield from _inert_in_rewards(held.rewards or (), "eval.rewards")
     if temperature_of(recipe, held) == 0:
         hint = "remove it, or set eval.temperature"
-        found.append(Finding("eval.top_p", "eval.top_p has no effect: a greedy completion takes the most probable tokens", hint))
-    return found
+        yield Finding("eval.top_p", "eval.top_p has no effect: a greedy completion takes the most probable tokens", hint)
 
 
 def _inert_in_trainer(trainer: TrainerRecipe) -> list[Finding]:

@@ -1,7 +1,7 @@
 """Checks what no single field can check: contradictions between fields."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -53,12 +53,13 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         *_process_contradictions(recipe),
         *_sink_contradictions(recipe),
         *_variables(recipe),
+        *_task_contradictions(recipe),
     ]
     if isinstance(engine, VllmRecipe):
         found += _engine_contradictions(recipe, engine)
     if isinstance(engine, ServerEngineRecipe):
         found += _server_contradictions(engine)
-    return found + _task_contradictions(recipe)
+    return found
 
 
 def _variables(recipe: Recipe) -> list[Finding]:
@@ -82,47 +83,39 @@ def _sink_contradictions(recipe: Recipe) -> list[Finding]:
     ]
 
 
-def _group_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns settings with which the completions of a group cannot be compared."""
-    found: list[Finding] = []
+def _group_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields settings with which the completions of a group cannot be compared."""
     rollout, trainer = recipe.rollout, recipe.trainer
     if rollout.group_size < 2:
-        found.append(
-            Finding(
-                "rollout.group_size",
-                f"rollout.group_size is 1, but trainer.kind {trainer.kind} compares completions of one prompt",
-                "set rollout.group_size to 2 or more",
-            )
+        yield Finding(
+            "rollout.group_size",
+            f"rollout.group_size is 1, but trainer.kind {trainer.kind} compares completions of one prompt",
+            "set rollout.group_size to 2 or more",
         )
     if rollout.temperature == 0:
-        found.append(
-            Finding(
-                "rollout.temperature",
-                "rollout.temperature is 0: all completions of a prompt are then equal, and"
-                f" trainer.kind {trainer.kind} learns by comparing them",
-                "set rollout.temperature to 0.01 or more; 1.0 samples the model as it is",
-            )
+        yield Finding(
+            "rollout.temperature",
+            "rollout.temperature is 0: all completions of a prompt are then equal, and"
+            f" trainer.kind {trainer.kind} learns by comparing them",
+            "set rollout.temperature to 0.01 or more; 1.0 samples the model as it is",
         )
-    return found
 
 
-def _truncation_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns settings with which log-probs of a truncated distribution mean something else on the two sides."""
+def _truncation_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields settings with which log-probs of a truncated distribution mean something else on the two sides."""
     rollout, trainer = recipe.rollout, recipe.trainer
     used = [name for name, all_ids in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, name) != all_ids]
-    found: list[Finding] = []
     for name in used:
         path, remove = f"rollout.{name}", f"remove rollout.{name}"
         if isinstance(trainer, PolicyRecipe) and trainer.beta > 0:
             why = "the reference keeps other ids than the policy, so that trainer.beta would weigh no KL of the two"
-            found.append(Finding(path, f"{path} does not go with trainer.beta: {why}", f"{remove}, or set trainer.beta to 0"))
+            yield Finding(path, f"{path} does not go with trainer.beta: {why}", f"{remove}, or set trainer.beta to 0")
         if recipe.structured_regex is not None:
             why = "the trainer knows what this rule keeps, but not what the regular expression does"
-            found.append(Finding(path, f"{path} does not go with engine.structured_regex: {why}", f"{remove}, or the other key"))
+            yield Finding(path, f"{path} does not go with engine.structured_regex: {why}", f"{remove}, or the other key")
         if not recipe.rounds_alike:
             why = "an engine that rounds more than the trainer keeps other ids"
-            found.append(Finding(path, f"{path} needs an engine with the trainer's dtype and weights: {why}", remove))
-    return found
+            yield Finding(path, f"{path} needs an engine with the trainer's dtype and weights: {why}", remove)
 
 
 def _stop_contradictions(recipe: Recipe) -> list[Finding]:
@@ -143,66 +136,53 @@ def _stop_contradictions(recipe: Recipe) -> list[Finding]:
     ]
 
 
-def _size_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns numbers that contradict each other: of tokens, written rollouts and steps."""
-    found: list[Finding] = []
+def _size_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields numbers that contradict each other: of tokens, written rollouts and steps."""
     longest, adds_up = least_row(recipe)
     if is_written(recipe, "optim.micro_batch_tokens") and recipe.optim.micro_batch_tokens < longest:
-        found.append(
-            Finding(
-                "optim.micro_batch_tokens",
-                f"optim.micro_batch_tokens is {recipe.optim.micro_batch_tokens}: the longest row would not fit, {adds_up}",
-                f"set optim.micro_batch_tokens to {longest} or more",
-            )
+        yield Finding(
+            "optim.micro_batch_tokens",
+            f"optim.micro_batch_tokens is {recipe.optim.micro_batch_tokens}: the longest row would not fit, {adds_up}",
+            f"set optim.micro_batch_tokens to {longest} or more",
         )
     if recipe.rollouts.keep is not None and not recipe.rollouts.every:
-        found.append(
-            Finding(
-                "rollouts.keep",
-                f"rollouts.keep is {recipe.rollouts.keep}, but rollouts.every 0 writes none",
-                "remove rollouts.keep, or set rollouts.every to 1 or more",
-            )
+        yield Finding(
+            "rollouts.keep",
+            f"rollouts.keep is {recipe.rollouts.keep}, but rollouts.every 0 writes none",
+            "remove rollouts.keep, or set rollouts.every to 1 or more",
         )
     if recipe.optim.warmup_steps >= recipe.run.steps:
-        found.append(
-            Finding(
-                "optim.warmup_steps",
-                f"optim.warmup_steps is {recipe.optim.warmup_steps}, but run.steps is {recipe.run.steps}",
-                f"set optim.warmup_steps to {recipe.run.steps - 1} or less",
-            )
+        yield Finding(
+            "optim.warmup_steps",
+            f"optim.warmup_steps is {recipe.optim.warmup_steps}, but run.steps is {recipe.run.steps}",
+            f"set optim.warmup_steps to {recipe.run.steps - 1} or less",
         )
-    return found
 
 
-def _ahead_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of `rollout.ahead`."""
-    found: list[Finding] = []
+def _ahead_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields contradictions of `rollout.ahead`."""
     rollout, trainer, engine = recipe.rollout, recipe.trainer, recipe.engine
     if rollout.ahead and engine.kind != "server":
         what = f"rollout.ahead {rollout.ahead} samples while a step trains, but an engine of kind {engine.kind} cannot do both"
-        found.append(Finding("rollout.ahead", what, "set engine.kind to server, or remove it"))
+        yield Finding("rollout.ahead", what, "set engine.kind to server, or remove it")
     if rollout.ahead > 1 and isinstance(engine, ServerEngineRecipe) and engine.in_flight is False:
         what = f"with rollout.ahead {rollout.ahead} some request is always being answered: the weights could never change"
-        found.append(Finding("engine.in_flight", what, "remove it, or set rollout.ahead to 1"))
+        yield Finding("engine.in_flight", what, "remove it, or set rollout.ahead to 1")
     if rollout.ahead and not trainer.correction.corrects:
         what = "rollout.ahead trains on samples from earlier weights, but trainer.correction corrects nothing"
-        found.append(Finding("rollout.ahead", what, "set trainer.correction.mode, or remove it"))
+        yield Finding("rollout.ahead", what, "set trainer.correction.mode, or remove it")
     if rollout.ahead and rollout.refill:
         what = "rollout.refill draws prompts once a step's rewards are known, and rollout.ahead samples the next step by then"
-        found.append(Finding("rollout.refill", what, "remove one of them"))
-    return found
+        yield Finding("rollout.refill", what, "remove one of them")
 
 
-def _model_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions within the `model` section."""
-    found: list[Finding] = []
+def _model_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields contradictions within the `model` section."""
     if recipe.model.quantization is not None and recipe.model.lora is None:
-        found.append(
-            Finding(
-                "model.quantization",
-                f"model.quantization {recipe.model.quantization} freezes all weights: without model.lora nothing is trained",
-                "add `lora: {}` to model, or remove model.quantization",
-            )
+        yield Finding(
+            "model.quantization",
+            f"model.quantization {recipe.model.quantization} freezes all weights: without model.lora nothing is trained",
+            "add `lora: {}` to model, or remove model.quantization",
         )
     engine, model = recipe.engine, recipe.model
     for key, meets in (
@@ -212,12 +192,10 @@ def _model_contradictions(recipe: Recipe) -> list[Finding]:
     ):
         if model.compile and meets:
             value = {"optim.packing": "true", "processes.strategy": "fsdp"}.get(key, model.quantization)
-            found.append(
-                Finding(
-                    "model.compile",
-                    f"model.compile needs whole layers and padded rows, but {key} is {value}",
-                    f"remove model.compile, or {key}",
-                )
+            yield Finding(
+                "model.compile",
+                f"model.compile needs whole layers and padded rows, but {key} is {value}",
+                f"remove model.compile, or {key}",
             )
     if isinstance(engine, ServerEngineRecipe) and engine.lora == "adapter":
         for key, differs in (
@@ -226,54 +204,49 @@ def _model_contradictions(recipe: Recipe) -> list[Finding]:
         ):
             if differs:
                 what = f"engine.lora adapter: servers merge it into the weights of model.path in model.dtype, not with this {key}"
-                found.append(Finding("engine.lora", what, f"set engine.lora to merged, or remove {key}"))
-    return found
+                yield Finding("engine.lora", what, f"set engine.lora to merged, or remove {key}")
 
 
-def _reward_contradictions(rewards: Sequence[RewardRecipe], path: str) -> list[Finding]:
-    """Returns contradictions between entries of rewards, which stand at `path`."""
-    found: list[Finding] = []
+def _reward_contradictions(rewards: Sequence[RewardRecipe], path: str) -> Iterator[Finding]:
+    """Yields contradictions between entries of rewards, which stand at `path`."""
     if not any(reward.weight for reward in rewards):
-        found.append(Finding(path, f"every weight in {path} is 0, so that every completion is worth 0", "set one above 0"))
+        yield Finding(path, f"every weight in {path} is 0, so that every completion is worth 0", "set one above 0")
     for index, reward in enumerate(rewards):
         try:
             re.compile(str(reward.args.get("pattern", "")) if reward.use == "regex_match" else "")
         except re.error as error:
             what = f"{path}.{index}.args.pattern must be a regular expression of Python ({error})"
-            found.append(Finding(f"{path}.{index}.args.pattern", what, "a `\\` before a sign takes it as it is"))
+            yield Finding(f"{path}.{index}.args.pattern", what, "a `\\` before a sign takes it as it is")
     labels = [reward.label for reward in rewards]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             hint = f"set {path}.{index}.name to another name"
-            found.append(Finding(f"{path}.{index}", f"two rewards are called `{label}`", hint))
-    return found
+            yield Finding(f"{path}.{index}", f"two rewards are called `{label}`", hint)
 
 
-def _eval_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of the `eval` section."""
-    held, found = recipe.eval, []
+def _eval_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields contradictions of the `eval` section."""
+    held = recipe.eval
     if held is None:
-        return []
+        return
     data = data_of(recipe, held)
     same = (data.source, data.subset) == (recipe.data.source, recipe.data.subset) and not data.source.startswith("task:")
     if same and (is_local_source(data.source) or data.split == recipe.data.split):
         what = "eval names only rows that are trained on"
-        found.append(
-            Finding("eval.source", what, "set eval.source to a held-out file, or eval.split to another split of the hub")
-        )
+        yield Finding("eval.source", what, "set eval.source to a held-out file, or eval.split to another split of the hub")
     if held.temperature == 0 and held.group_size > 1:
         what = f"eval.temperature is 0: all {held.group_size} completions of a prompt are then equal"
-        found.append(Finding("eval.temperature", what, "remove it, or set eval.group_size to 1"))
+        yield Finding("eval.temperature", what, "remove it, or set eval.group_size to 1")
     if held.group_size == 1 and (places := pairwise_places(rewards_of(recipe, held))):
         section = "rewards" if held.rewards is None else "eval.rewards"
         what = f"{section}.{places[0]} is pairwise: it compares completions of a prompt, but eval.group_size is 1"
-        found.append(Finding("eval.group_size", what, "set eval.group_size to 2 or more, or other rewards in eval.rewards"))
-    return found if held.rewards is None else found + _reward_contradictions(held.rewards, "eval.rewards")
+        yield Finding("eval.group_size", what, "set eval.group_size to 2 or more, or other rewards in eval.rewards")
+    if held.rewards is not None:
+        yield from _reward_contradictions(held.rewards, "eval.rewards")
 
 
-def _task_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions within the options of a task."""
-    found: list[Finding] = []
+def _task_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields contradictions within the options of a task."""
     sections = {"data": recipe.data}
     if recipe.eval is not None and recipe.eval.options is not None:
         sections["eval"] = data_of(recipe, recipe.eval)
@@ -284,155 +257,130 @@ def _task_contradictions(recipe: Recipe) -> list[Finding]:
         if low > high:
             path = f"{section}.options.min_length"
             what = f"{path} {low} is above {section}.options.max_length {high}"
-            found.append(Finding(path, what, f"set {path} to {high} or less"))
-    return found
+            yield Finding(path, what, f"set {path} to {high} or less")
 
 
-def _process_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of the `processes` section."""
+def _process_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields contradictions of the `processes` section."""
     processes, engine = recipe.processes, recipe.engine
-    found: list[Finding] = []
     if processes.strategy == "fsdp" and recipe.model.quantization is not None:
         what = "processes.strategy fsdp cannot shard weights that bitsandbytes packs"
-        found.append(Finding("processes.strategy", what, "remove model.quantization, or set processes.strategy to ddp"))
+        yield Finding("processes.strategy", what, "remove model.quantization, or set processes.strategy to ddp")
     if processes.strategy == "fsdp" and recipe.optim.kind == "adamw_8bit":
         what = "processes.strategy fsdp shards the moments, but bitsandbytes keeps those of optim.kind adamw_8bit whole"
-        found.append(Finding("optim.kind", what, "set optim.kind to adamw, or processes.strategy to ddp"))
+        yield Finding("optim.kind", what, "set optim.kind to adamw, or processes.strategy to ddp")
     if processes.strategy == "fsdp" and processes.shard == 1:
         what = "processes.shard 1 leaves all weights in each process"
-        found.append(Finding("processes.shard", what, "set processes.shard to 2 or more, or processes.strategy to ddp"))
+        yield Finding("processes.shard", what, "set processes.shard to 2 or more, or processes.strategy to ddp")
     if processes.count is not None and processes.shard is not None and processes.count % processes.shard:
         what = f"processes.shard {processes.shard} does not divide processes.count {processes.count}"
-        found.append(Finding("processes.shard", what, f"set processes.shard to a divisor of {processes.count}, or remove it"))
+        yield Finding("processes.shard", what, f"set processes.shard to a divisor of {processes.count}, or remove it")
     if processes.strategy == "fsdp" and processes.count == 1:
         what = "processes.strategy fsdp shards the model over several processes, but processes.count is 1"
-        found.append(Finding("processes.strategy", what, "set processes.strategy to ddp, or processes.count to 2 or more"))
+        yield Finding("processes.strategy", what, "set processes.strategy to ddp, or processes.count to 2 or more")
     size = engine.tensor_parallel_size if isinstance(engine, ColocatedEngineRecipe) else 1
     if processes.count is not None and processes.count % size:
         what = f"engine.tensor_parallel_size {size} does not divide processes.count {processes.count}"
-        found.append(Finding("engine.tensor_parallel_size", what, f"set processes.count to {size}"))
-    return found
+        yield Finding("engine.tensor_parallel_size", what, f"set processes.count to {size}")
 
 
-def _trainer_contradictions(trainer: TrainerRecipe) -> list[Finding]:
-    """Returns contradictions within the `trainer` section."""
-    found: list[Finding] = []
+def _trainer_contradictions(trainer: TrainerRecipe) -> Iterator[Finding]:
+    """Yields contradictions within the `trainer` section."""
     correction = trainer.correction
     if isinstance(trainer, PolicyRecipe):
         if trainer.clip_low > trainer.clip_high:
-            found.append(
-                Finding(
-                    "trainer.clip_low",
-                    f"trainer.clip_low {trainer.clip_low} is above trainer.clip_high {trainer.clip_high}",
-                    f"set trainer.clip_low to {trainer.clip_high} or less",
-                )
+            yield Finding(
+                "trainer.clip_low",
+                f"trainer.clip_low {trainer.clip_low} is above trainer.clip_high {trainer.clip_high}",
+                f"set trainer.clip_low to {trainer.clip_high} or less",
             )
         if trainer.delta is not None and trainer.delta <= 1 + trainer.clip_high:
-            found.append(
-                Finding(
-                    "trainer.delta",
-                    f"trainer.delta {trainer.delta} is not above 1 + trainer.clip_high = {1 + trainer.clip_high}",
-                    "set it higher; its paper has 4",
-                )
+            yield Finding(
+                "trainer.delta",
+                f"trainer.delta {trainer.delta} is not above 1 + trainer.clip_high = {1 + trainer.clip_high}",
+                "set it higher; its paper has 4",
             )
     if isinstance(trainer, GRPORecipe) and trainer.combine_rewards == "normalize_then_sum" and trainer.kl == "k1_in_reward":
         what = "trainer.kl k1_in_reward changes the sum of the rewards, but trainer.combine_rewards normalises each by itself"
-        found.append(Finding("trainer.kl", what, "set trainer.kl to k3_is, or trainer.combine_rewards to sum"))
+        yield Finding("trainer.kl", what, "set trainer.kl to k3_is, or trainer.combine_rewards to sum")
     if isinstance(trainer, RLOORecipe):
         if trainer.reward_clip is not None and trainer.reward_clip[0] >= trainer.reward_clip[1]:
             what = f"trainer.reward_clip {list(trainer.reward_clip)} must have the lowest reward before the highest"
-            found.append(Finding("trainer.reward_clip", what, "swap them"))
+            yield Finding("trainer.reward_clip", what, "swap them")
         if trainer.ratio == "sequence" and correction.mode.startswith(("token", "icepop")):
-            found.append(
-                Finding(
-                    "trainer.ratio",
-                    f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode} has"
-                    " one weight for each token",
-                    "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token",
-                )
+            yield Finding(
+                "trainer.ratio",
+                f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode} has"
+                " one weight for each token",
+                "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token",
             )
     if correction.min is not None and correction.min >= correction.max and correction.mode != "none":
-        found.append(
-            Finding(
-                "trainer.correction.min",
-                f"trainer.correction.min {correction.min} is not below trainer.correction.max {correction.max}",
-                "lower it, or remove it",
-            )
+        yield Finding(
+            "trainer.correction.min",
+            f"trainer.correction.min {correction.min} is not below trainer.correction.max {correction.max}",
+            "lower it, or remove it",
         )
-    return found
 
 
-def _engine_contradictions(recipe: Recipe, engine: VllmRecipe) -> list[Finding]:
-    """Returns contradictions of a vLLM engine."""
-    found: list[Finding] = []
+def _engine_contradictions(recipe: Recipe, engine: VllmRecipe) -> Iterator[Finding]:
+    """Yields contradictions of a vLLM engine."""
     (longest, adds_up), trainer = least_row(recipe), recipe.trainer
     if engine.max_model_len is not None and engine.max_model_len < longest:
-        found.append(
-            Finding(
-                "engine.max_model_len",
-                f"engine.max_model_len is {engine.max_model_len}, but {adds_up}",
-                f"set engine.max_model_len to {longest} or more, or remove it",
-            )
+        yield Finding(
+            "engine.max_model_len",
+            f"engine.max_model_len is {engine.max_model_len}, but {adds_up}",
+            f"set engine.max_model_len to {longest} or more, or remove it",
         )
     if engine.kv_cache_gib is not None and engine.gpu_memory_utilization is not None:
-        found.append(
-            Finding(
-                "engine.gpu_memory_utilization",
-                "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib",
-                "remove one of them",
-            )
+        yield Finding(
+            "engine.gpu_memory_utilization",
+            "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib",
+            "remove one of them",
         )
     structured = isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None
     if structured and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
-        found.append(
-            Finding(
-                "engine.structured_regex",
-                "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, and"
-                " trainer.correction would correct nonsense",
-                "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex",
-            )
+        yield Finding(
+            "engine.structured_regex",
+            "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, and"
+            " trainer.correction would correct nonsense",
+            "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex",
         )
     for name in sorted(engine.extra):
         path = f"engine.extra.{name}"
         if name.replace("-", "_").startswith("data_parallel"):
             what = f"{path} puts several engines behind one address, but vLLM confirms a weight sync for the first only"
             more = "set engine.servers to their number" if isinstance(engine, ServerEngineRecipe) else "start more processes"
-            found.append(Finding(path, what, f"{more}: each engine is then given weights, and checked, by itself"))
+            yield Finding(path, what, f"{more}: each engine is then given weights, and checked, by itself")
         elif name.replace("-", "_") in RESERVED_ENGINE_ARGUMENTS:
-            found.append(Finding(path, f"{path} is set by rlgen, which depends on its value", "remove it"))
+            yield Finding(path, f"{path} is set by rlgen, which depends on its value", "remove it")
         elif not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            found.append(Finding(path, f"{path} is not an argument of vLLM", "write it as vLLM does in Python: lower_case"))
-    return found
+            yield Finding(path, f"{path} is not an argument of vLLM", "write it as vLLM does in Python: lower_case")
 
 
-def _server_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
-    """Returns contradictions within the settings of servers."""
-    found: list[Finding] = []
+def _server_contradictions(engine: ServerEngineRecipe) -> Iterator[Finding]:
+    """Yields contradictions within the settings of servers."""
     urls = servers(engine)
     if not urls and not engine.launch:
         what = "engine.kind is server, but neither engine.url nor engine.launch is set"
-        found.append(Finding("engine.kind", what, "set engine.url to what `rlgen serve` printed, or engine.launch to true"))
+        yield Finding("engine.kind", what, "set engine.url to what `rlgen serve` printed, or engine.launch to true")
     if urls and engine.launch:
         what = "engine.url names a running server, but engine.launch is true: rlgen would start another"
-        found.append(Finding("engine.url", what, "remove one of them"))
+        yield Finding("engine.url", what, "remove one of them")
     if engine.transfer == "nccl" and engine.launch and engine.devices is None:
         what = "engine.transfer nccl needs the server on another GPU than the trainer, but engine.devices names none"
-        found.append(
-            Finding("engine.transfer", what, 'set engine.devices to its number, such as "1", or engine.transfer to files')
-        )
-    found += _device_contradictions(engine)
+        yield Finding("engine.transfer", what, 'set engine.devices to its number, such as "1", or engine.transfer to files')
+    yield from _device_contradictions(engine)
     last = (engine.port or 0) + engine.servers - 1
     if engine.port is not None and last > 65535:
         what = f"engine.port {engine.port} is for the first server; the last of engine.servers {engine.servers} needs port {last}"
-        found.append(Finding("engine.port", what, f"set engine.port to {65536 - engine.servers} or less, or remove it"))
+        yield Finding("engine.port", what, f"set engine.port to {65536 - engine.servers} or less, or remove it")
     for index, url in enumerate(urls):
         if not is_address(url):
             several = "several are a list: [http://..., http://...]; " if "," in url else ""
             hint = f"{several}write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
-            found.append(Finding("engine.url", f"engine.url: {url!r} is not the address of a server", hint))
+            yield Finding("engine.url", f"engine.url: {url!r} is not the address of a server", hint)
         elif url.rstrip("/") in [other.rstrip("/") for other in urls[:index]]:
-            found.append(Finding("engine.url", f"engine.url names {url} twice", "remove one of them"))
-    return found
+            yield Finding("engine.url", f"engine.url names {url} twice", "remove one of them")
 
 
 def _device_contradictions(engine: ServerEngineRecipe) -> list[Finding]:

@@ -1,5 +1,7 @@
 """Checks recipes whose completions are more than one turn: tools, an environment, a rollout of the user."""
 
+from collections.abc import Iterator
+
 from rlgen.recipe.engines import ColocatedEngineRecipe
 from rlgen.recipe.models import ENVIRONMENT_REWARD, Recipe
 from rlgen.recipe.rules import Finding
@@ -17,45 +19,42 @@ def talk_contradictions(recipe: Recipe) -> list[Finding]:
     return found
 
 
-def _tool_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of the `tools` section."""
+def _tool_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields contradictions of the `tools` section."""
     if not recipe.tools:
-        return []
-    found: list[Finding] = []
+        return
     labels = [tool.label for tool in recipe.tools]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             hint = f"set tools.{index}.name to another name"
-            found.append(Finding(f"tools.{index}", f"two tools are called `{label}`", hint))
+            yield Finding(f"tools.{index}", f"two tools are called `{label}`", hint)
     if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
         what = "tools are shown to the model by the chat template, but the prompts of a task are texts"
-        found.append(Finding("tools", what, "set data.chat to true"))
+        yield Finding("tools", what, "set data.chat to true")
     if recipe.structured_regex is not None:
         what = "engine.structured_regex restricts each turn to one expression, which calls of tools do not match"
-        found.append(Finding("engine.structured_regex", what, "remove it, or tools"))
-    return found
+        yield Finding("engine.structured_regex", what, "remove it, or tools")
 
 
-def _environment_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of the `environment` section."""
-    found: list[Finding] = []
+def _environment_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields contradictions of the `environment` section."""
     given = [place for place, reward in enumerate(recipe.rewards) if reward.use == ENVIRONMENT_REWARD]
     held = recipe.eval.rewards if recipe.eval is not None and recipe.eval.rewards is not None else []
     if recipe.environment is None:
         paths = [f"rewards.{place}.use" for place in given]
         paths += [f"eval.rewards.{place}.use" for place, reward in enumerate(held) if reward.use == ENVIRONMENT_REWARD]
         what = "the reward environment adds up the rewards of an environment, but there is none"
-        return [Finding(path, what, "add the section environment, or remove the reward") for path in paths]
+        yield from (Finding(path, what, "add the section environment, or remove the reward") for path in paths)
+        return
     if not given:
         what = "environment: no entry of rewards uses its rewards, or its failed conversations"
-        found.append(Finding("environment", what, "add {use: environment} to rewards; with weight 0 it only measures"))
+        yield Finding("environment", what, "add {use: environment} to rewards; with weight 0 it only measures")
     if recipe.tools:
         what = "environment and tools both answer the turns of the model"
-        found.append(Finding("environment", what, "remove one of them; an environment may call functions itself"))
+        yield Finding("environment", what, "remove one of them; an environment may call functions itself")
     if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
         what = "environment: the chat template puts observations between turns, but the prompts of a task are texts"
-        found.append(Finding("environment", what, "set data.chat to true"))
-    return found
+        yield Finding("environment", what, "set data.chat to true")
 
 
 def _rollout_contradictions(recipe: Recipe) -> list[Finding]:
