@@ -38,7 +38,11 @@ class Metric(StrEnum):
     REWARD_STD = "reward/std", "reward", "Standard deviation of the same sums."
     REWARD_UNSCORED = "reward/unscored", "samples", "Samples without a reward: no reward applies, or one has failed."
     GROUPS_ZERO_STD = "groups/zero_std", "share", "Groups of equal rewards, among those with two scored samples or more."
-    GROUPS_REPLACED = "groups/replaced", "groups", "Groups of equal rewards whose places further prompts took (`rollout.refill`)."
+    GROUPS_RESAMPLED = (
+        "groups/resampled",
+        "groups",
+        "Groups of equal rewards that `rollout.dynamic_sampling` replaced.",
+    )
 
     COMPLETIONS_MEAN_TOKENS = "completions/mean_tokens", "tokens", "Mean length of a completion: the tokens that were sampled."
     COMPLETIONS_MIN_TOKENS = "completions/min_tokens", "tokens", "Length of the shortest completion."
@@ -147,9 +151,9 @@ class Metric(StrEnum):
         "nats a token",
         "The same KL, estimated by the mean of ratio x log ratio - ratio + 1.",
     )
-    IS_RAW_MIN = "is/raw_min", "ratio", "Smallest ratio exp(old_logp - sampler_logp) of what the correction weighs, uncapped."
-    IS_RAW_MEAN = "is/raw_mean", "ratio", "Mean of these ratios."
-    IS_RAW_MAX = "is/raw_max", "ratio", "Largest of these ratios."
+    IS_RATIO_MIN = "is/ratio_min", "ratio", "Smallest ratio exp(old_logp - sampler_logp) of what the correction weighs, uncapped."
+    IS_RATIO_MEAN = "is/ratio_mean", "ratio", "Mean of these ratios."
+    IS_RATIO_MAX = "is/ratio_max", "ratio", "Largest of these ratios."
     IS_WEIGHT_MIN = "is/weight_min", "ratio", "Smallest importance weight that the loss uses."
     IS_WEIGHT_MEAN = "is/weight_mean", "ratio", "Mean of these weights."
     IS_WEIGHT_MAX = "is/weight_max", "ratio", "Largest of these weights."
@@ -170,7 +174,7 @@ class Metric(StrEnum):
         "sentinel/probe_delta",
         "nats",
         "Largest difference on completions that were sampled to compare a sync, every `sentinel.probe_every` steps.",
-        "`rollout.ahead`",
+        "`rollout.async_steps`",
     )
 
     ROLLOUT_STALENESS_MEAN = (
@@ -291,3 +295,12 @@ class Family(StrEnum):
         for key in record:
             if key.startswith(before) and key.endswith(after) and len(key) > len(before) + len(after):
                 yield key
+
+
+# Names that metrics had in files of earlier versions.
+RENAMED = {
+    "is/raw_min": Metric.IS_RATIO_MIN,
+    "is/raw_mean": Metric.IS_RATIO_MEAN,
+    "is/raw_max": Metric.IS_RATIO_MAX,
+    "groups/replaced": Metric.GROUPS_RESAMPLED,
+}

@@ -78,17 +78,18 @@ def train(url: str, directory: Path, recipe: Path, *overrides: str) -> list[dict
 
 
 def compare(case: Case, model: Path, folder: Path, steps: int, rounds: int) -> dict[int, list[dict[str, Any]]]:
-    """The counted steps by `rollout.ahead`, of `rounds` runs each, in turns."""
+    """The counted steps by `rollout.async_steps`, of `rounds` runs each, in turns."""
     counted: dict[int, list[dict[str, Any]]] = {0: [], case.ahead: []}
     changes = [f"model.path={model}", f"run.steps={steps}", *case.changes]
-    launched = ["engine={kind: server, launch: true}", f"rollout.ahead={case.ahead}"]
+    launched = ["engine={kind: server, launch: true}", f"rollout.async_steps={case.ahead}"]
     server, url = serve(case.recipe, folder, *changes, *launched)
     try:
         for turn in range(rounds):
             for ahead in (0, case.ahead) if turn % 2 == 0 else (case.ahead, 0):
                 run = folder / f"{model.name}{ahead}"
                 # The last steps do not count: nothing is sampled ahead any more.
-                counted[ahead] += train(url, run, case.recipe, *changes, f"rollout.ahead={ahead}")[WARM_UP : -1 - case.ahead]
+                records = train(url, run, case.recipe, *changes, f"rollout.async_steps={ahead}")
+                counted[ahead] += records[WARM_UP : -1 - case.ahead]
     finally:
         server.terminate()
         server.wait(timeout=60)
@@ -107,7 +108,7 @@ def warmed(case: Case) -> Path:
 def show(case: Case, counted: dict[int, list[dict[str, Any]]]) -> float:
     """Prints the medians; how many times as fast a step is."""
     print(f"{case.words}, {len(counted[0])} steps each")
-    print("rollout.ahead   s a step   waiting  training  reward  oldest  mixed  dropped")
+    print("rollout.async_steps   s a step   waiting  training  reward  oldest  mixed  dropped")
     for ahead, records in counted.items():
         phases = (Metric.TIME_STEP, Metric.TIME_GENERATE, Metric.TIME_TRAIN)
         times = " ".join(f"{median(record[phase] for record in records):>9.3f}" for phase in phases)

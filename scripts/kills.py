@@ -50,7 +50,7 @@ checkpoint: {every: 2, keep: 2}
 SERVER = "engine={kind: server, launch: true, start_timeout: 600.0}"
 ENGINES = {
     "transformers": ["engine={kind: transformers}"],
-    "adapter": ["engine={kind: transformers}", "model.lora={rank: 4}", "rollout.refill=2"],
+    "adapter": ["engine={kind: transformers}", "model.lora={rank: 4}", "rollout.dynamic_sampling=2"],
     "preferences": ["engine={kind: transformers}", "trainer={kind: online_dpo, updates_per_rollout: 2}"],
     "reference": ["engine={kind: transformers}", "trainer={kind: rloo, beta: 0.05}", "rollout.temperature=0.8"],
     "evaluated": ["engine={kind: transformers}", "checkpoint={every: 3, keep: 1}", "eval={limit: 6, every: 1, group_size: 2}"],
@@ -63,11 +63,11 @@ ENGINES = {
     "server": [SERVER],
     "stream": ["rollout.stream=true", "rewards=[{use: length, args: {target: 6}}]"],
     "stream-server": [SERVER, "rollout.stream=true", "rewards=[{use: length, args: {target: 6}}]"],
-    "ahead": [SERVER, "rollout.ahead=1", "sentinel.probe_every=2"],
+    "ahead": [SERVER, "rollout.async_steps=1", "sentinel.probe_every=2"],
     # Long completions, few at a time: they are under way for several steps.
     "flight": [
         SERVER.replace("}", ", max_num_seqs: 4}"),
-        *("rollout={prompts_per_step: 4, group_size: 4, max_completion_tokens: 200, ahead: 4}", "run.steps=10"),
+        *("rollout={prompts_per_step: 4, group_size: 4, max_completion_tokens: 200, async_steps: 4}", "run.steps=10"),
     ],
 }
 IN_FLIGHT = ("flight",)

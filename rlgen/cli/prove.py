@@ -26,7 +26,7 @@ TRIES = 3
 PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 # Why two runs of a recipe may differ.
-IN_FLIGHT = "With engine.in_flight (or rollout.ahead above 1) the weights change during sampling, when depends on timing."
+IN_FLIGHT = "With engine.in_flight (or rollout.async_steps above 1) the weights change during sampling, when depends on timing."
 NOISE = (
     "If a reward or a GPU kernel is not deterministic, undisturbed runs differ too: train two with different --run-dir and"
     " compare them."
@@ -122,7 +122,7 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
         log = folder / f"killed_{attempt}.log"
         with log.open("w", encoding="utf-8") as file, started(command(recipe, settings, steps, directory), file) as process:
             journal, began = directory / "journal" / f"step_{step:06d}.bin", time.monotonic()
-            # With rollout.ahead, answers may arrive before the checkpoint that the run is to resume from.
+            # With rollout.async_steps, answers may arrive before the checkpoint that the run is to resume from.
             before = directory / "checkpoints" / f"step_{every * ((step - 1) // every):06d}"
             while process.poll() is None and not (answers(journal) and (step <= every or before.exists())):
                 if time.monotonic() - began > patience:

@@ -53,7 +53,7 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
             processes.run_all(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(EnginePlan.of(recipe, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
-        calls = 1 + recipe.rollout.ahead
+        calls = 1 + recipe.rollout.async_steps
         if processes.world > 1:
             return ServerEngine(SharedServerPool(processes, lambda: open_servers(recipe, settings, location, logs, say)), calls)
         return ServerEngine(open_servers(recipe, settings, location, logs, say), calls)

@@ -69,7 +69,7 @@ class EnginePlan:
         if not isinstance(settings, VllmRecipe):
             raise UsageError(f"engine.kind {settings.kind} runs without vLLM; set it to colocated or server")
         here = settings if isinstance(settings, ColocatedEngineRecipe) else None
-        under_way = recipe.samples_per_step * max(1, recipe.rollout.ahead)
+        under_way = recipe.samples_per_step * max(1, recipe.rollout.async_steps)
         samples = -(-under_way // (settings.servers if isinstance(settings, ServerEngineRecipe) else 1))
         return cls(
             model=location,

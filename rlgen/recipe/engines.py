@@ -89,8 +89,8 @@ class ServerEngineRecipe(VllmRecipe):
     lora: Literal["merged", "adapter"] = "merged"
     """With model.lora, what is sent: all weights with the adapter merged, or the adapter alone, which each server merges."""
     in_flight: StrictBool | None = None
-    """With rollout.ahead: change the weights while requests are being answered, instead of after them. None: if rollout.ahead
-    is 2 or more."""
+    """With rollout.async_steps: change the weights while requests are being answered, instead of after them. None: if
+    rollout.async_steps is 2 or more."""
 
     @property
     def gpus(self) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ OTHER_TOOLS = by_word(
         "renamed to `engine.structured_regex`": "guided_regex",
         "write `model: {path: ..., lora: {rank: 32}}`": "adapter peft qlora",
         "write `optim: {learning_rate: 1.0e-6}`: the optimizer is AdamW": "optimizer optimizer_type",
-        "write `rollout: {ahead: 1}` and `engine: {kind: server, launch: true}`": "async_grpo async_mode",
+        "write `rollout: {async_steps: 1}` and `engine: {kind: server, launch: true}`": "async_grpo async_mode",
         "a recipe holds no secrets: set WANDB_API_KEY in the environment": "api_key wandb_api_key",
         "merge keys are not supported: repeat the lines, or put them into a file and write `extends: FILE` at the top": "<<",
         "write `extends: FILE` at the top": "defaults base inherit include",

@@ -33,10 +33,10 @@ def inert(recipe: Recipe) -> list[Finding]:
 def _inert_of_sections(recipe: Recipe) -> Iterator[Finding]:
     """Yields the fields that have no effect for lack of another section, or beside it."""
     data, model = recipe.data, recipe.model
-    if not recipe.rollout.ahead:
+    if not recipe.rollout.async_steps:
         paths = ["rollout.max_staleness", "sentinel.probe_every"]
         for path in [*paths, "engine.in_flight"] if isinstance(recipe.engine, ServerEngineRecipe) else paths:
-            why = "when rollout.ahead is 0: every sample is from the current weights"
+            why = "when rollout.async_steps is 0: every sample is from the current weights"
             yield Finding(path, f"{path} has no effect {why}", "remove it")
     if not recipe.tools:
         yield Finding("data.tool_format", "data.tool_format has no effect without tools", "remove it, or add tools")
@@ -173,8 +173,9 @@ def _inert_in_health(recipe: Recipe) -> list[Finding]:
             nothing(["clipped"], "when trainer.updates_per_rollout is 1: the ratio is 1")
     if isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None:
         nothing(["sampler_delta", "sampler_kl", "ess"], "with engine.structured_regex: its log-probs are not the policy's")
-    elif recipe.rollout.ahead:  # instead, `sentinel.probe_every` samples with current weights
-        nothing(["sampler_delta", "sampler_kl"], "with rollout.ahead: earlier weights sampled, so that a difference is expected")
+    elif recipe.rollout.async_steps:  # instead, `sentinel.probe_every` samples with current weights
+        why = "with rollout.async_steps: earlier weights sampled, so that a difference is expected"
+        nothing(["sampler_delta", "sampler_kl"], why)
     said = {finding.path for finding in found}
     for name, rule in recipe.health:
         path = f"health.{name}"

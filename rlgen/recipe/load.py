@@ -25,7 +25,7 @@ from rlgen.recipe.paths import absolute_paths, outside
 from rlgen.recipe.rules import Finding, contradictions
 from rlgen.recipe.secrets import secrets_in
 from rlgen.recipe.sizes import FOLLOWING, is_written
-from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source
+from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename
 from rlgen.recipe.streaming import stream_contradictions
 from rlgen.recipe.talking import talk_contradictions
 
@@ -67,6 +67,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
     source = read_source(path)
     data, places, problems = source.data, source.places, list(source.problems)
     problems += apply_overrides(data, places, overrides)
+    renamed, twice = rename(data, places)
+    problems += twice
     given = {place: where for place, where in places.items() if place and (not resolved or where.startswith("--set"))}
     _fill(data, path)
 
@@ -92,7 +94,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
     if problems or recipe is None:
         raise RecipeError(in_order(problems, source.files))
     origins = {".".join(map(str, leaf)): _origin(places, leaf) for leaf in yaml.leaves(recipe.model_dump(mode="json"))}
-    said = (*notices(recipe), *outside(recipe, path.resolve().parent))
+    said = (*([] if resolved else renamed), *notices(recipe), *outside(recipe, path.resolve().parent))
     return LoadedRecipe(recipe, path, source.files[str(path)].text, origins, said, tuple(warnings(recipe)))
 
 

@@ -191,12 +191,12 @@ class RolloutRecipe(Strict):
     """Texts that end a completion, besides the end token. The text and the token that completes it stay in the completion."""
     stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(max_length=64)] = []
     """Ids that end a completion, besides the end token. They stay in the completion."""
-    ahead: Annotated[StrictInt, Field(ge=0, le=64)] = 0
+    async_steps: Annotated[StrictInt, Field(ge=0, le=64)] = 0
     """Steps that the engine samples while one trains. 1: with weights one version old. 2 or more: with weights that change
     meanwhile."""
     max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] | None = None
-    """Versions that the oldest token of a sample may be old; older samples are dropped and counted. None: rollout.ahead."""
-    refill: Annotated[StrictInt, Field(ge=0, le=100)] = 0
+    """Versions that the oldest token of a sample may be old; older samples are dropped and counted. None: rollout.async_steps."""
+    dynamic_sampling: Annotated[StrictInt, Field(ge=0, le=100)] = 0
     """Rounds in which a step may draw further prompts, to replace groups whose rewards are all equal."""
     stream: StrictBool = False
     """Train on complete, scored groups (forward and backward) while others of the same step are sampled. The result is the same;
@@ -289,7 +289,8 @@ class SentinelRecipe(Strict):
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """If they differ by more in a batch: warn and train on, stop, or save a checkpoint and stop."""
     probe_every: Count = 10
-    """With rollout.ahead no batch is from current weights: after every so many syncs a few completions are sampled from them."""
+    """With rollout.async_steps no batch is from current weights: after every so many syncs a few completions are sampled from
+    them."""
 
 
 class ProcessesRecipe(Strict):
@@ -372,14 +373,14 @@ class Recipe(Strict):
     def oldest_sample(self) -> int:
         """Returns how many versions the oldest token of a trained sample may be old."""
         rollout = self.rollout
-        return rollout.ahead if rollout.max_staleness is None else rollout.max_staleness
+        return rollout.async_steps if rollout.max_staleness is None else rollout.max_staleness
 
     @property
     def in_flight(self) -> bool:
         """Returns whether weights change under requests that are being answered."""
         if not isinstance(self.engine, ServerEngineRecipe):
             return False
-        return self.rollout.ahead > 1 if self.engine.in_flight is None else self.engine.in_flight
+        return self.rollout.async_steps > 1 if self.engine.in_flight is None else self.engine.in_flight
 
     @property
     def max_row_tokens(self) -> int:

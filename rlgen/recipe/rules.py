@@ -160,20 +160,20 @@ def _size_contradictions(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _ahead_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields contradictions of `rollout.ahead`."""
+    """Yields contradictions of `rollout.async_steps`."""
     rollout, trainer, engine = recipe.rollout, recipe.trainer, recipe.engine
-    if rollout.ahead and engine.kind != "server":
-        what = f"rollout.ahead {rollout.ahead} samples while a step trains, but an engine of kind {engine.kind} cannot do both"
-        yield Finding("rollout.ahead", what, "set engine.kind to server, or remove it")
-    if rollout.ahead > 1 and isinstance(engine, ServerEngineRecipe) and engine.in_flight is False:
-        what = f"with rollout.ahead {rollout.ahead} some request is always being answered: the weights could never change"
-        yield Finding("engine.in_flight", what, "remove it, or set rollout.ahead to 1")
-    if rollout.ahead and not trainer.correction.corrects:
-        what = "rollout.ahead trains on samples from earlier weights, but trainer.correction corrects nothing"
-        yield Finding("rollout.ahead", what, "set trainer.correction.mode, or remove it")
-    if rollout.ahead and rollout.refill:
-        what = "rollout.refill draws prompts once a step's rewards are known, and rollout.ahead samples the next step by then"
-        yield Finding("rollout.refill", what, "remove one of them")
+    if rollout.async_steps and engine.kind != "server":
+        what = f"rollout.async_steps samples while a step trains, but an engine of kind {engine.kind} cannot do both"
+        yield Finding("rollout.async_steps", what, "set engine.kind to server, or remove it")
+    if rollout.async_steps > 1 and isinstance(engine, ServerEngineRecipe) and engine.in_flight is False:
+        what = "with rollout.async_steps above 1 some request is always being answered: the weights could never change"
+        yield Finding("engine.in_flight", what, "remove it, or set rollout.async_steps to 1")
+    if rollout.async_steps and not trainer.correction.corrects:
+        what = "rollout.async_steps trains on samples from earlier weights, but trainer.correction corrects nothing"
+        yield Finding("rollout.async_steps", what, "set trainer.correction.mode, or remove it")
+    if rollout.async_steps and rollout.dynamic_sampling:
+        what = "rollout.dynamic_sampling waits for a step's rewards, and rollout.async_steps samples the next step by then"
+        yield Finding("rollout.dynamic_sampling", what, "remove one of them")
 
 
 def _model_contradictions(recipe: Recipe) -> Iterator[Finding]:

@@ -15,6 +15,8 @@ from rlgen.recipe.secrets import secret_leaves
 MAX_BYTES = 1 << 18
 MAX_PARENTS = 8
 MAX_PROBLEMS = 100  # most problems that are reported
+# Names that keys had in earlier versions, and their names of today.
+RENAMED = {("rollout", "ahead"): "async_steps", ("rollout", "refill"): "dynamic_sampling"}
 MORE = "…"  # position of the line that counts the unreported ones
 
 
@@ -183,6 +185,24 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
             del places[old]
         places.update({(*path, *inner): where for inner in parsed.places} | {path: where})
     return problems
+
+
+def rename(data: dict[str, Any], places: dict[yaml.Path, str]) -> tuple[list[str], list[Problem]]:
+    """Gives keys that have an old name their new one. Returns a notice for each that is renamed, and a problem for each
+    that stands there by both names.
+    """
+    notices, problems = [], []
+    for (section, old), new in RENAMED.items():
+        keys, where = data.get(section), places.pop((section, old), None)
+        if not isinstance(keys, dict) or old not in keys:
+            continue
+        if new in keys and where is not None:
+            problems.append(Problem(where, f"{section}.{old} is the old name of {section}.{new}, which is set too", "remove it"))
+        keys[new] = keys.pop(old)
+        if where is not None:
+            places[section, new] = where
+            notices.append(f"{section}.{old} is called {section}.{new} now: rename it ({where})")
+    return notices, problems
 
 
 def _index(node: list[Any], key: str) -> int:

@@ -41,12 +41,12 @@ def _of_the_rollout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields path, reason and hint of samples that come otherwise, and of processes."""
     rollout, processes = recipe.rollout, recipe.processes
     remove, alone = "remove one of them", "run one process, or set rollout.stream to false"
-    if rollout.ahead:
-        yield "rollout.ahead", "its samples are complete before the step begins", remove
+    if rollout.async_steps:
+        yield "rollout.async_steps", "its samples are complete before the step begins", remove
     if rollout.use is not None:
         yield "rollout.use", "a rollout of your own returns all samples of a step together", remove
-    if rollout.refill:
-        yield "rollout.refill", "groups are replaced once the rewards of all are known", remove
+    if rollout.dynamic_sampling:
+        yield "rollout.dynamic_sampling", "groups are replaced once the rewards of all are known", remove
     if (processes.count or 1) > 1 or processes.strategy == "fsdp":
         path = "processes.strategy" if processes.strategy == "fsdp" else "processes.count"
         yield (

@@ -66,7 +66,11 @@ def _rollout_contradictions(recipe: Recipe) -> list[Finding]:
         ("tools", bool(recipe.tools), "leads conversations itself, and so do tools"),
         ("environment", recipe.environment is not None, "leads conversations itself, and so does an environment"),
         ("eval", recipe.eval is not None, "is not called by evaluations, so that their completions would differ in kind"),
-        ("rollout.ahead", recipe.rollout.ahead > 0, "is called when a step needs its samples, not while another step trains"),
+        (
+            "rollout.async_steps",
+            recipe.rollout.async_steps > 0,
+            "is called when a step needs its samples, not while another step trains",
+        ),
         (
             "engine.tensor_parallel_size",
             isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1,

@@ -10,7 +10,7 @@ from rlgen.types import Group
 class EarlyScoring:
     """Scores the groups of one step after the other; those of a step that is not open yet wait until it is.
 
-    With `rollout.ahead`, groups of the next step may arrive before those of the present step are scored.
+    With `rollout.async_steps`, groups of the next step may arrive before those of the present step are scored.
     """
 
     def __init__(self, scorer: Scorer) -> None:

@@ -92,7 +92,7 @@ class Journal:
             engine: facts that decide log-probs; `max_model_len` and `cache_block` are left out of the digest.
             judge: values that decide the rewards.
             beside: values that decide the answers, other than the engine's facts and the trained weights.
-            versions: how many versions before the present one may sample for a step (`rollout.ahead`), at least 1.
+            versions: how many versions before the present one may sample for a step (`rollout.async_steps`), at least 1.
         """
 
         def look() -> tuple[dict[int, list[str]], list[Line]]:

@@ -40,7 +40,7 @@ class RowTable:
     rewards: NDArray[np.float64]  # [B, K], NaN: does not apply, or failed
     reward: NDArray[np.float64]  # [B], NaN: not scorable
     causes: NDArray[np.int8]  # [B, K] why a reward failed: an index into `CAUSES`; -1: it did not fail
-    replaced: NDArray[np.bool_]  # [B] of a group without signal, which other prompts replaced (`rollout.refill`)
+    replaced: NDArray[np.bool_]  # [B] of a group without signal, which other prompts replaced (`rollout.dynamic_sampling`)
 
     @classmethod
     def gather(cls, samples: Samples, processes: Processes, first: int = 0) -> "RowTable":

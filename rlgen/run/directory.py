@@ -38,7 +38,7 @@ from rlgen.files import (
     write_text,
     written,
 )
-from rlgen.metrics import Metric
+from rlgen.metrics import RENAMED, Metric
 from rlgen.redact import printable_json
 from rlgen.run.launch import launched_by
 
@@ -374,12 +374,15 @@ def _untouched(path: Path) -> bool:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file with one JSON object a line, by step. A line that is not complete yet is left out."""
+    """Returns the objects of a file with one JSON object a line, by step. A line that is not complete yet is left out.
+
+    Metrics of earlier versions have their names of today.
+    """
     found: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         try:
-            found.append(json.loads(line))
-        except ValueError:  # the run is being written, or was killed while writing
+            found.append({RENAMED.get(key, key): value for key, value in json.loads(line).items()})
+        except (ValueError, AttributeError):  # the run is being written, or was killed while writing
             continue
     return sorted(found, key=lambda record: record["step"])
 

@@ -43,7 +43,7 @@ def completion_tokens(recipe: Recipe, settings: EvalRecipe) -> int:
 def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: Path | None, answers: Path | None) -> Scorer:
     """Returns the rewards of evaluations, checked against the columns of their data.
 
-    They have processes of their own: those of the training may score the next step meanwhile, as with `rollout.ahead`, or when
+    They have processes of their own. Those of the training may score the next step meanwhile: with `rollout.async_steps`, or when
     a resumed run takes it from the journal.
     """
     settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)

@@ -197,10 +197,10 @@ class Recorder:
         recipe = self.past.recipe
         samples = own.processes.run_all(lambda: self.with_images(self.samples(step, own.processes), step))
         table = RowTable.gather(samples, own.processes)
-        table = table.take(np.lexsort((table.sample_index, table.group_id)))  # of `refill`, prompt by prompt as it was collected
+        table = table.take(np.lexsort((table.sample_index, table.group_id)))  # prompt by prompt, as it was collected
         replaced = np.zeros(len(table), dtype=bool)
         groups, first = np.unique(table.group_id), 0
-        wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.refill
+        wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling
         while wanted and left:
             silent = silent_groups(
                 table.take(np.isin(table.group_id, groups[first : first + wanted])), own.learner.algorithm, own.weights

@@ -255,7 +255,7 @@ def open_journal(
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [pair.learner.base, *([] if dialogue is None else [dialogue.digest])]
     beside += [] if custom is None else [custom.use, custom.sha256]
-    versions = max(1, attempt.recipe.rollout.ahead)
+    versions = max(1, attempt.recipe.rollout.async_steps)
     return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside, versions)
 
 
@@ -279,8 +279,8 @@ def build_sampler(
         group_size=recipe.rollout.group_size,
         run_seed=recipe.run.seed,
         tokenizer=pair.data.tokenizer,
-        submit_to=abilities.submit if recipe.rollout.ahead else None,
-        ahead=recipe.rollout.ahead,
+        submit_to=abilities.submit if recipe.rollout.async_steps else None,
+        ahead=recipe.rollout.async_steps,
         max_staleness=recipe.oldest_sample,
         in_flight=abilities.in_flight,
         journal=journal,
@@ -340,7 +340,7 @@ def build_watch(attempt: RunContext, pair: Pair, probe: Probe, sampler: Sampler)
         probe=probe,
         on_drift=recipe.sentinel.on_drift,
         sleeps=pair.engine.abilities.sleeps,
-        probe_every=recipe.sentinel.probe_every if recipe.rollout.ahead else None,
+        probe_every=recipe.sentinel.probe_every if recipe.rollout.async_steps else None,
         drain=lambda: pair.processes.run_all(sampler.drain, keepalive=True),
         say=attempt.console.say,
     )

@@ -65,9 +65,8 @@ class Collector:
     def __call__(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
         """Samples and scores the prompts of a step, from `position` on.
 
-        If the recipe sets `rollout.refill`, further prompts replace groups without signal. All processes see all rewards, and
-        therefore take the same number of further prompts. All must call this together. Raises StopNow if the
-        run was asked to stop.
+        With `rollout.dynamic_sampling`, further prompts replace groups without signal. All processes see all rewards, so they
+        take the same number of further prompts. All must call this together. Raises StopNow if the run was asked to stop.
         """
         try:
             stop.check(self.processes, before_step=True)
@@ -83,7 +82,7 @@ class Collector:
         tables: list[RowTable] = []
         held: list[Samples] = []
         taken = too_old = 0
-        wanted, left = self.recipe.prompts_per_step, self.recipe.refill
+        wanted, left = self.recipe.prompts_per_step, self.recipe.dynamic_sampling
         while wanted:
             prompts = self.engine_share.share(self.prompts.take(position + taken, wanted))
             self.early.open(step)
@@ -105,7 +104,7 @@ class Collector:
             if left and not len(silent):
                 self.processes.run_all(self.engine.sleep, has_collectives=self.engine_share.shared)
             wanted, left = len(silent), left - 1
-        if self.recipe.ahead:
+        if self.recipe.async_steps:
             self.early.open(step + 1)  # whose groups arrive while this step trains
         samples, counts = Samples.join(held), None
         if self.sampler.dialogue is not None:

@@ -104,7 +104,7 @@ class Reporter:
                 **sample_metrics(got.table),
                 **({} if got.counts is None else turn_metrics(got.table, got.counts)),
                 **staleness_metrics(got.table, step - 1, got.dropped),
-                Metric.GROUPS_REPLACED: len(np.unique(got.table.group_id[got.table.replaced])),
+                Metric.GROUPS_RESAMPLED: len(np.unique(got.table.group_id[got.table.replaced])),
                 Metric.WEIGHTS_VERSION: version,
                 **clock.metrics(),
             }

@@ -138,7 +138,7 @@ class Updater:
 
     The policy runs once per trained token and update. The log-probs of the first update, detached, are the `old_logp` of the
     rollout: the trainer's, before any weight changes. Later updates use the same ones. If samples are of earlier weights
-    (`rollout.ahead`), the correction accounts for that.
+    (`rollout.async_steps`), the correction accounts for that.
 
     Each process computes its own micro-batches. Gradients of unsharded weights are all-reduced once, after the last backward
     pass: forward and backward use no collectives, so that an error in one process can be raised in all. With sharded weights,

@@ -55,7 +55,7 @@ def trained(
         patch.setattr(Sampler, "answered", noting)
         if not early:
             patch.setattr(EarlyScoring, "add", lambda self, step, group: None)
-        train_command(folder / "recipe.yaml", [f"rollout.ahead={ahead}"], False, False, None, folder / "run")
+        train_command(folder / "recipe.yaml", [f"rollout.async_steps={ahead}"], False, False, None, folder / "run")
     calls: dict[int, list[float]] = {}
     for line in (folder / "calls").read_text().splitlines():
         step, at = line.split()

@@ -46,7 +46,7 @@ run: {name: test, steps: 2}
 model: {path: "tiny:qwen3", dtype: float32}
 data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
 rewards: [{use: "spread.py:spread"}]
-rollout: {prompts_per_step: 5, group_size: 4, max_completion_tokens: 12, temperature: 0.9, ahead: 1}
+rollout: {prompts_per_step: 5, group_size: 4, max_completion_tokens: 12, temperature: 0.9, async_steps: 1}
 engine: {kind: server, launch: true}
 checkpoint: {every: 2}
 optim: {learning_rate: 1.0e-4}

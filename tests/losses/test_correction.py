@@ -84,12 +84,12 @@ def test_mismatch():
         "sampler/kl": 0.28207,
         "sampler/kl_reverse_k1": 0.88643,
         "sampler/kl_reverse_k3": 0.37103,
-        "is/raw_mean": 1.51541,
+        "is/ratio_mean": 1.51541,
         "is/weight_mean": 1.27598,
         "is/weight_max": 2.0,
         "is/weight_min": math.exp(-0.5),
-        "is/raw_max": math.e,
-        "is/raw_min": math.exp(-0.5),
+        "is/ratio_max": math.e,
+        "is/ratio_min": math.exp(-0.5),
         "is/clipped_frac": 1 / 3,
         "is/masked_frac": 0.0,
         "is/unscored_frac": 0.0,
@@ -106,7 +106,7 @@ def test_a_lower_cap_clips_too_and_a_mask_masks_and_does_not_clip():
     assert (masked["is/clipped_frac"], masked["is/masked_frac"]) == (0.0, pytest.approx(1 / 3))
     uncorrected = measured(NONE)
     assert (uncorrected["is/clipped_frac"], uncorrected["is/masked_frac"]) == (0.0, 0.0)
-    assert uncorrected["is/raw_max"] == pytest.approx(math.e) and uncorrected["is/weight_max"] == 1.0
+    assert uncorrected["is/ratio_max"] == pytest.approx(math.e) and uncorrected["is/weight_max"] == 1.0
 
 
 def test_sequence_modes_are_measured_by_rows():
@@ -116,7 +116,7 @@ def test_sequence_modes_are_measured_by_rows():
     mask = torch.tensor([[True] * 3, [True, True, False], [False] * 3])
     found = measured(how("sequence_mask", None, 2.0), old, sampler, mask)
     low = math.exp(-0.2)
-    assert [found[f"is/{key}"] for key in ("raw_min", "raw_max", "weight_min", "weight_max", "masked_frac")] == pytest.approx(
+    assert [found[f"is/{key}"] for key in ("ratio_min", "ratio_max", "weight_min", "weight_max", "masked_frac")] == pytest.approx(
         [low, ROW, 0.0, low, 0.5]
     )
     # w = [0, .81873]: one of two rows carries everything; the raw rows (a + b)^2 / (2 (a^2 + b^2))
@@ -138,9 +138,9 @@ def test_unreported_tokens_are_counted_and_leave_the_gap():
     found = measured(TRUNCATE, sampler=sampler)
     assert found["is/unscored_frac"] == pytest.approx(1 / 3)
     assert found["sampler/delta_mean"] == pytest.approx(0.6)  # of .2 and 1
-    assert found["is/raw_mean"] == pytest.approx((RATIO[0] + 1 + RATIO[2]) / 3)
+    assert found["is/ratio_mean"] == pytest.approx((RATIO[0] + 1 + RATIO[2]) / 3)
     nothing = measured(TRUNCATE, sampler=torch.full_like(OLD, NAN))
-    assert nothing["sampler/delta_max"] is None and nothing["is/unscored_frac"] == 1.0 and nothing["is/raw_max"] == 1.0
+    assert nothing["sampler/delta_max"] is None and nothing["is/unscored_frac"] == 1.0 and nothing["is/ratio_max"] == 1.0
 
 
 def test_p999_is_the_nearest_rank():

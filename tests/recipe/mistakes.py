@@ -158,7 +158,7 @@ MISTAKES: dict[str, Mistake] = {
     "optimizer": Mistake("optimizer: adamw", ("write `optim: {learning_rate: 1.0e-6}`", "is AdamW")),
     "adapter": Mistake("adapter: lora", "lora: {rank: 32}"),
     "adapter of a model": Mistake('model: {path: "tiny:qwen3", adapter: lora}', "write `lora: {rank: 32}`"),
-    "async_grpo": Mistake("async_grpo: true", "write `rollout: {ahead: 1}`"),
+    "async_grpo": Mistake("async_grpo: true", "write `rollout: {async_steps: 1}`"),
     "rollout_func": Mistake("rollout_func: a.py:f", 'write `rollout: {use: "mine.py:function"}`'),
     "reward_processing_classes": Mistake("reward_processing_classes: x", "`rewards: [{use: reward_model"),
     "max_tool_calling_iterations": Mistake("max_tool_calling_iterations: 3", "renamed to `rollout.max_turns`"),

@@ -440,3 +440,15 @@ def test_a_loss_brings_its_papers_defaults(recipe_file: Path, trainer: str, expe
 def test_a_correction_brings_its_caps(recipe_file: Path, mode: str, low: float | None, high: float) -> None:
     correction = load_recipe(recipe_file, [f"trainer.correction.mode={mode}"]).recipe.trainer.correction
     assert (correction.min, correction.max) == (low, high)
+
+
+def test_old_names_of_keys_are_read_and_told(recipe_file: Path) -> None:
+    for old, new, value in (("ahead", "async_steps", 0), ("refill", "dynamic_sampling", 2)):
+        loaded = load_recipe(recipe_file, [f"rollout.{old}={value}"])
+        assert getattr(loaded.recipe.rollout, new) == value and loaded.origins[f"rollout.{new}"].startswith("--set 1")
+        assert loaded.notices[0].startswith(f"rollout.{old} is called rollout.{new} now: rename it (--set 1")
+        twice = problems(recipe_file, f"rollout.{old}=1", f"rollout.{new}=1")
+        assert f"rollout.{old} is the old name of rollout.{new}, which is set too" in twice[0]
+    (recipe_file.parent / "resolved.yaml").write_text(dump_recipe(loaded.recipe).replace("dynamic_sampling:", "refill:"))
+    resumed = load_recipe(recipe_file.parent / "resolved.yaml", resolved=True)
+    assert resumed.recipe == loaded.recipe and not any("refill" in notice for notice in resumed.notices)

@@ -100,11 +100,11 @@ SERVED = "engine={kind: server, launch: true}"
     [
         ([], 0, False, 64),
         ([SERVED], 0, False, 64),
-        ([SERVED, "rollout.ahead=1"], 1, False, 64),
-        ([SERVED, "rollout={ahead: 1, max_staleness: 3}", "engine.in_flight=true"], 3, True, 64),
-        ([SERVED, "rollout.ahead=4"], 4, True, 256),
-        ([SERVED, "rollout={ahead: 4, max_staleness: 2}"], 2, True, 256),
-        ([SERVED, "rollout.ahead=2", "engine.servers=2"], 2, True, 64),
+        ([SERVED, "rollout.async_steps=1"], 1, False, 64),
+        ([SERVED, "rollout={async_steps: 1, max_staleness: 3}", "engine.in_flight=true"], 3, True, 64),
+        ([SERVED, "rollout.async_steps=4"], 4, True, 256),
+        ([SERVED, "rollout={async_steps: 4, max_staleness: 2}"], 2, True, 256),
+        ([SERVED, "rollout.async_steps=2", "engine.servers=2"], 2, True, 64),
     ],
 )
 def test_age_and_changes_of_weights_follow_from_how_far_ahead_is_sampled(
@@ -118,11 +118,11 @@ def test_age_and_changes_of_weights_follow_from_how_far_ahead_is_sampled(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([SERVED, "rollout.ahead=2", "engine.in_flight=false"], "some request is always being answered"),
-        (["rollout.ahead=4"], "rollout.ahead 4 samples while a step trains, but an engine of kind colocated cannot do both"),
-        ([SERVED, "rollout.ahead=4", "trainer={kind: grpo, correction: {mode: none}}"], "corrects nothing"),
-        ([SERVED, "rollout.ahead=65"], "rollout.ahead"),
-        ([SERVED, "rollout.max_staleness=2"], "rollout.max_staleness has no effect when rollout.ahead is 0"),
+        ([SERVED, "rollout.async_steps=2", "engine.in_flight=false"], "some request is always being answered"),
+        (["rollout.async_steps=4"], "samples while a step trains, but an engine of kind colocated cannot do both"),
+        ([SERVED, "rollout.async_steps=4", "trainer={kind: grpo, correction: {mode: none}}"], "corrects nothing"),
+        ([SERVED, "rollout.async_steps=65"], "rollout.async_steps"),
+        ([SERVED, "rollout.max_staleness=2"], "rollout.max_staleness has no effect when rollout.async_steps is 0"),
     ],
 )
 def test_what_sampling_ahead_cannot_do_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:

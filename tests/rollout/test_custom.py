@@ -250,7 +250,7 @@ def test_a_run_with_one_that_changes_nothing_is_the_same(tmp_path: Path, capsys:
     [
         ("tools=[{use: 'mine.py:f'}]", "rollout.use leads conversations itself, and so do tools"),
         ("eval={limit: 2}", "rollout.use is not called by evaluations"),
-        ("rollout.ahead=1", "rollout.use is called when a step needs its samples"),
+        ("rollout.async_steps=1", "rollout.use is called when a step needs its samples"),
         ("engine.tensor_parallel_size=2", "rollout.use would be called by each of the processes that share an engine"),
         ("rollout.use=mine", "`mine` is not a file.py:function or pkg.mod:function"),
     ],

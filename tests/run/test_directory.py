@@ -20,6 +20,7 @@ from helpers.waiting import HANGS
 
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import appears, private_files, read_json, write_json, write_text
+from rlgen.metrics import Metric
 from rlgen.run import directory as module
 from rlgen.run.directory import RunDirectory, read_records
 
@@ -177,6 +178,11 @@ def test_a_line_that_was_cut_within_a_character_is_no_step(run: RunDirectory) ->
     assert read_records(run.metrics)[-1] == {"step": 1, "reward/größe/mean": 0.5}
     run.cut(1)
     assert run.metrics.read_bytes() == whole and len(run.read_metrics()) == 1
+
+
+def test_metrics_of_earlier_versions_have_their_names_of_today(run: RunDirectory) -> None:
+    run.write_metrics({"step": 1, "is/raw_mean": 1.0, "groups/replaced": 2})
+    assert read_records(run.metrics) == [{"step": 1, Metric.IS_RATIO_MEAN: 1.0, Metric.GROUPS_RESAMPLED: 2}]
 
 
 # --- --clean -----------------------------------------------------------------------------------------------------------------

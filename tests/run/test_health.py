@@ -164,7 +164,7 @@ def test_rules_that_cannot_apply_are_left_out_and_refused(recipe_file: Path) -> 
     assert "clipped" not in names and {"reward", "grad_norm", "no_update", "entropy", "ref_kl", "ess"} <= names
     names = {rule.name for rule in rules_of(recipe(trainer={"kind": "grpo"}))}
     assert not {"ref_kl", "clipped"} & names and {"entropy", "ess"} <= names
-    ahead = {"engine": {"kind": "server", "launch": True}, "rollout": {"max_completion_tokens": 100, "ahead": 1}}
+    ahead = {"engine": {"kind": "server", "launch": True}, "rollout": {"max_completion_tokens": 100, "async_steps": 1}}
     names = {rule.name for rule in rules_of(recipe(**ahead))}
     assert not {"sampler_delta", "sampler_kl"} & names and "ess" in names, "what earlier weights sampled differs, and is no fault"
     for override, place in [
@@ -172,7 +172,7 @@ def test_rules_that_cannot_apply_are_left_out_and_refused(recipe_file: Path) -> 
         ("health.clipped={threshold: 0.5}", "health.clipped has no effect when trainer.updates_per_rollout is 1"),
         ("health.entropy={action: ignore, steps: 3}", "health.entropy.steps has no effect when health.entropy.action is ignore"),
         ("health.entropy.treshold=1", "did you mean `threshold`"),
-        ("rollout={refill: 1, ahead: 1}", "rollout.refill draws prompts once"),
+        ("rollout={dynamic_sampling: 1, async_steps: 1}", "rollout.dynamic_sampling waits for a step's rewards"),
     ]:
         with pytest.raises(RecipeError, match=place):
             load_recipe(recipe_file, [override])

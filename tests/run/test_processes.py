@@ -302,7 +302,7 @@ def test_what_is_not_finite_in_one_process_is_skipped_by_all(
     recipe: Path, tmp_path: Path, what: str, strategy: str, proof: Callable[[str], None]
 ) -> None:
     """And they ask for the same further prompts."""
-    options = ["--max-steps", "3", "--set", "rollout.refill=2", "--set", "checkpoint.every=1"]
+    options = ["--max-steps", "3", "--set", "rollout.dynamic_sampling=2", "--set", "checkpoint.every=1"]
     worker, sharding = HERE / "unfinite_worker.py", ["--set", f"processes.strategy={strategy}"]
     ended = launch(worker, 1, what, "train", recipe, "--run-dir", tmp_path / "two", *options, *sharding)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -313,7 +313,7 @@ def test_what_is_not_finite_in_one_process_is_skipped_by_all(
     # In step 3 the sentinel compares each process's engine, which has its own weights, and finds them equal.
     records = read_jsonl(two / "metrics.jsonl")
     assert [record["updates/skipped"] for record in records] == [0, 1, 0] and records[2]["updates/done"] == 1
-    assert [record["groups/replaced"] for record in records] == [3, 2, 3]  # 0 3 6, 9 12, 15 18 21
+    assert [record["groups/resampled"] for record in records] == [3, 2, 3]  # 0 3 6, 9 12, 15 18 21
     assert {row["group_id"] for row in rollout_rows(two) if row["trained"] and row["group_id"] % 3 == 0} == set()
     if strategy == "fsdp":
         alone = launch(worker, 0, what, "train", recipe, "--run-dir", tmp_path / "one", *options, launcher=[sys.executable])

@@ -112,7 +112,7 @@ def test_killed_among_further_prompts_with_an_adapter(kills: Kills, proof: Proof
     kill = Kill("adapter", "after the rewards of a second round", "after:rlgen.rollout.journal:Journal.score:2@3")
     outcome = kills(kill, "further")
     assert outcome.problem is None, outcome
-    assert read_jsonl(kills.folder / "further" / "metrics.jsonl")[2]["groups/replaced"] > 0
+    assert read_jsonl(kills.folder / "further" / "metrics.jsonl")[2]["groups/resampled"] > 0
     proof(f"LoRA, a step that asks for further prompts: exit -9, {outcome.fired}; resumed and equal")
 
 

@@ -30,7 +30,7 @@ PLAIN = ["engine={kind: transformers}", f"run.steps={STEPS}", "checkpoint={every
 # Between them: every trainer, each place of a KL, several updates, an adapter, a schedule, further prompts.
 KINDS = {
     "grpo": ["trainer={kind: grpo, beta: 0.05, updates_per_rollout: 3}", "optim={learning_rate: 1.0e-2, max_grad_norm: 0.5}"],
-    "rloo": ["trainer={kind: rloo}", "rollout.refill=1", "rollout.group_size=2", "optim.learning_rate=1.0e-2"],
+    "rloo": ["trainer={kind: rloo}", "rollout.dynamic_sampling=1", "rollout.group_size=2", "optim.learning_rate=1.0e-2"],
     "online_dpo": [
         "trainer={kind: online_dpo, updates_per_rollout: 2}",
         "model.lora={rank: 4}",
@@ -95,7 +95,7 @@ def test_a_step_is_the_same_to_the_last_bit(runs: Callable[[str], Path], kind: s
 
 def test_further_prompts_and_clipped_tokens_are_there_to_be_replayed(runs: Callable[[str], Path]) -> None:
     """Otherwise the tests around this one would say less than they seem to."""
-    assert any(record["groups/replaced"] > 0 for record in read_jsonl(runs("rloo") / "metrics.jsonl"))
+    assert any(record["groups/resampled"] > 0 for record in read_jsonl(runs("rloo") / "metrics.jsonl"))
     assert recorded(runs("grpo"), 3)["clip/region"] > 0
     rates = [record["learning_rate"] for record in read_jsonl(runs("online_dpo") / "metrics.jsonl")]
     assert rates == [0.0, 0.005, 0.01, pytest.approx(0.02 / 3), pytest.approx(0.01 / 3)]
@@ -317,7 +317,7 @@ def test_a_step_of_two_processes_is_computed_by_two(tmp_path: Path) -> None:
     words = [word for one in [*PLAIN, *KINDS["rloo"], "run.steps=4"] for word in ("--set", one)]
     assert started(2, "train", tmp_path / "recipe.yaml", "--run-dir", tmp_path / "run", *words).returncode == 0
     run = tmp_path / "run"
-    assert any(record["groups/replaced"] > 0 for record in read_jsonl(run / "metrics.jsonl"))
+    assert any(record["groups/resampled"] > 0 for record in read_jsonl(run / "metrics.jsonl"))
     for step in (2, 4):  # from the start, and from a checkpoint
         said = started(2, "replay", run, "--step", step, "--json", "--set", KL[0], "--set", KL[1])
         assert said.returncode == 0, said.stderr

@@ -52,7 +52,7 @@ def test_four_steps_ahead_the_same_is_learned(warm: Path, tmp_path: Path) -> Non
     ]
     last = []
     for ahead in (0, 4):
-        said = [part for setting in (*settings, f"rollout.ahead={ahead}") for part in ("--set", setting)]
+        said = [part for setting in (*settings, f"rollout.async_steps={ahead}") for part in ("--set", setting)]
         run = tmp_path / f"ahead{ahead}"
         command = [sys.executable, "-m", "rlgen", "train", str(RECIPE), "--run-dir", str(run), *said]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -200,7 +200,7 @@ def test_an_evaluation_on_vllm_with_longer_prompts_than_in_training(tmp_path: Pa
 def test_an_evaluation_beside_sampling_ahead(tmp_path: Path) -> None:
     """Its rewards have processes of their own: those of training score the next step."""
     engine = "engine={kind: server, launch: true, start_timeout: 600.0}"
-    run = train(tmp_path, "run", engine, "rollout.ahead=1", "eval={limit: 4, every: 1}")
+    run = train(tmp_path, "run", engine, "rollout.async_steps=1", "eval={limit: 4, every: 1}")
     records = read_jsonl(run / "metrics.jsonl")
     assert ["eval/reward/mean" in record for record in records] == [True] * 5
     assert {row["weight_version"] for row in samples(run, 3)} == {3}

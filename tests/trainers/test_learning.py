@@ -43,7 +43,7 @@ def learn(model: Path, directory: Path, *overrides: str) -> tuple[float, float]:
     ]
     subprocess.run(command, check=True, timeout=280, stdout=subprocess.DEVNULL)
     records = read_jsonl(directory / "metrics.jsonl")
-    assert max(record["rollout/staleness_max"] for record in records) == (1 if "rollout.ahead=1" in overrides else 0)
+    assert max(record["rollout/staleness_max"] for record in records) == (1 if "rollout.async_steps=1" in overrides else 0)
     assert max(record["sampler/delta_max"] for record in records if record["rollout/staleness_max"] == 0) <= 1e-4
     rewards = [record["reward/exact_match/mean"] for record in records]
     return fmean(rewards[:3]), fmean(rewards[-5:])
@@ -75,7 +75,7 @@ def test_on_a_server_that_runs_already_a_step_ahead_the_same_is_learned(
     server, url = serve(RECIPE, tmp_path, f"model.path={warm}")
     try:
         engine = f"engine={{kind: server, url: '{url}'}}"
-        _, last = learn(warm, tmp_path / "ahead", engine, "rollout.ahead=1")
+        _, last = learn(warm, tmp_path / "ahead", engine, "rollout.async_steps=1")
         assert server.poll() is None  # it is not rlgen's to stop
     finally:
         server.terminate()

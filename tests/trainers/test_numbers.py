@@ -306,7 +306,7 @@ def test_groups_without_signal_are_replaced_and_the_data_goes_on_exactly(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
     rewarding(monkeypatch, constant_thirds)
-    options = ["rollout={prompts_per_step: 3, group_size: 2, max_completion_tokens: 8, refill: 2}"]
+    options = ["rollout={prompts_per_step: 3, group_size: 2, max_completion_tokens: 8, dynamic_sampling: 2}"]
     whole = run(recipe, *options, "run.steps=4", name="whole")
     assert_steps = [([1, 2, 4], [0, 3], 5), ([5, 7, 8], [6], 9), ([10, 11, 13], [9, 12], 14), ([14, 16, 17], [15], 18)]
     for step, (rows, (kept, replaced, position)) in enumerate(zip(of_steps(whole), assert_steps, strict=True), 1):
@@ -317,7 +317,7 @@ def test_groups_without_signal_are_replaced_and_the_data_goes_on_exactly(
         state = read_json(whole / "checkpoints" / f"step_{step:06d}" / "state" / "state.json")
         assert (state["step"], state["position"]) == (step, position)
     records = strict(whole / "metrics.jsonl")
-    assert [record["groups/replaced"] for record in records] == [2, 1, 2, 1]
+    assert [record["groups/resampled"] for record in records] == [2, 1, 2, 1]
     assert records[0]["groups/zero_std"] == pytest.approx(2 / 5), "of all groups that were sampled"
     run(recipe, *options, "run.steps=2")
     resumed = run(recipe, *options, "run.steps=4", resume=True)
@@ -328,7 +328,7 @@ def test_groups_without_signal_are_replaced_and_the_data_goes_on_exactly(
 @pytest.mark.slow
 def test_refill_is_bounded_and_asks_for_as_many_as_are_missing(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewarding(monkeypatch, lambda sample, step: replace(sample, reward=0.5) if sample.group_id not in (1, 3) else sample)
-    options = ["rollout={prompts_per_step: 3, group_size: 2, max_completion_tokens: 8, refill: 3}"]
+    options = ["rollout={prompts_per_step: 3, group_size: 2, max_completion_tokens: 8, dynamic_sampling: 3}"]
     (rows,) = of_steps(run(recipe, *options, "run.steps=1"))
     # 0 1 2, then 3 4 for two of them, 5 for 4, and 6, which stays though it is constant
     assert sorted({row["group_id"] for row in rows}) == [0, 1, 2, 3, 4, 5, 6]
@@ -338,7 +338,7 @@ def test_refill_is_bounded_and_asks_for_as_many_as_are_missing(recipe: Path, mon
 
 def test_records_are_json_whatever_is_in_them(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, None)
-    odd = {"step": 1, "loss": math.nan, "is/raw_max": math.inf, "reward": (0.5, -math.inf), "text": "NaN"}
-    plain = {"step": 1, "loss": None, "is/raw_max": None, "reward": [0.5, None], "text": "NaN"}
+    odd = {"step": 1, "loss": math.nan, "is/ratio_max": math.inf, "reward": (0.5, -math.inf), "text": "NaN"}
+    plain = {"step": 1, "loss": None, "is/ratio_max": None, "reward": [0.5, None], "text": "NaN"}
     directory.write_metrics(odd)
     assert strict(directory.metrics) == [plain] == directory.read_metrics()
