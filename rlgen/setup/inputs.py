@@ -110,7 +110,7 @@ def record_attempt(
         "launcher": launched_by(),
         "engine": {"version": engine.engine, "runner": engine.runner, "dtype": engine.settings.dtype},
         "model": data.location,
-        "weights": pair.learner.began_with,
+        "weights": pair.learner.models.weights,
         **ids_of(data),
         "data": facts_of(data),
         "eval": {} if held_out is None else {**facts_of(held_out), "trained_on_too": held_out.overlap},

@@ -29,14 +29,16 @@ from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded, processes_of
 from rlgen.rollout.table import RowTable
 from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
+from rlgen.run.directory import finite
 from rlgen.run.manifest import check_files
 from rlgen.run.provenance import provenance
-from rlgen.setup.change import Change, Side, changed_learner, compare, computed
+from rlgen.setup.change import Change, changed_learner, compare
 from rlgen.setup.data import Data, open_data
-from rlgen.setup.learner import Learner, open_learner, restore
+from rlgen.setup.learner import Learner, build_learning, open_learner, restore
 from rlgen.setup.pair import TRIED, sampling_of
 from rlgen.setup.policy import open_policies
 from rlgen.trainers.collect import Collected, silent_groups
+from rlgen.trainers.loop import Learning
 from rlgen.types import Position, Samples
 
 Say = Callable[[str], None]
@@ -98,20 +100,20 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     samples = processes.run_all(lambda: recorder.samples(step, processes))
     prompts = processes.gather(list(islice(samples.prompt_ids, TRIED)))
     learner, at = open_at(past, changed, start, prompts, processes, say)
-    own, first_off = Side.of(past.recipe, learner, processes), None
+    own, first_off = learning_of(past.recipe, learner, processes), None
     if at.step + 1 < step:
         say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
     for before in range(at.step + 1, step):
         got = recorder.collected(before, at, own)
-        metrics = computed(own, got, before).metrics
+        metrics = finite(own(got, before).metrics)
         learner.schedule.step()
         first_off = first_off or (before if differences(past.steps.get(before, {}), metrics) else None)
         at = Position(before, at.prompts + got.prompts)
     got, change = recorder.collected(step, at, own), None
     if changed is None:
-        metrics = computed(own, got, step).metrics
+        metrics = finite(own(got, step).metrics)
     else:
-        other = Side.of(changed, changed_learner(changed, learner, step), processes)
+        other = learning_of(changed, changed_learner(changed, learner, step), processes)
         metrics, change = compare(own, other, got, step)
     return Replay(
         step=step,
@@ -122,6 +124,11 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
         other=others(past, step, processes),
         change=change,
     )
+
+
+def learning_of(recipe: Recipe, learner: Learner, processes: Processes) -> Learning:
+    weights = {reward.label: reward.weight for reward in recipe.rewards}
+    return build_learning(recipe, learner, sampling_of(recipe, (), None), processes, weights, None)
 
 
 def start_of(past: Past, step: int) -> Choice:
@@ -192,18 +199,18 @@ class Recorder:
     say: Say
     data: Data | None = field(default=None)
 
-    def collected(self, step: int, at: Position, own: Side) -> Collected:
+    def collected(self, step: int, at: Position, own: Learning) -> Collected:
         """Returns the samples of a step as training collected them."""
         recipe = self.past.recipe
-        samples = own.processes.run_all(lambda: self.with_images(self.samples(step, own.processes), step))
-        table = RowTable.gather(samples, own.processes)
+        samples = own.update.processes.run_all(lambda: self.with_images(self.samples(step, own.update.processes), step))
+        table = RowTable.gather(samples, own.update.processes)
         table = table.take(np.lexsort((table.sample_index, table.group_id)))  # of `refill`, prompt by prompt as it was collected
         replaced = np.zeros(len(table), dtype=bool)
         groups, first = np.unique(table.group_id), 0
         wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.refill
         while wanted and left:
             silent = silent_groups(
-                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.learner.algorithm, own.weights
+                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.update.algorithm, own.windows.weights
             )
             replaced |= np.isin(table.group_id, silent)
             first, wanted, left = first + wanted, len(silent), left - 1

@@ -37,7 +37,7 @@ from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.setup.inputs import record_attempt, same_inputs, user_files
 from rlgen.setup.largest import try_largest
-from rlgen.setup.learner import build_groups, build_updater, build_windows
+from rlgen.setup.learner import build_learning, build_updater
 from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
 from rlgen.trainers.callbacks import Callbacks
@@ -189,7 +189,7 @@ def build_trainer(
     sampler = build_sampler(attempt, pair, journal, early, dialogue, custom)
     watch = build_watch(attempt, pair, probe, sampler)
     checkpoints = Checkpoints(
-        directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind, learner.held
+        directory.checkpoints, recipe.checkpoint.keep, processes, learner.models.base, recipe.trainer.kind, learner.models.held
     )
     evaluate = None
     if judge is not None and pair.data.held_out is not None:
@@ -198,8 +198,8 @@ def build_trainer(
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(learner.policy.model, processes)
     processes.run_all(lambda: journal.starts_from(done, weights))
-    windows = build_windows(recipe, learner, pair.sampling, processes, scorer.weights)
-    update = build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch)
+    compared = None if pair.sampling.regex else watch
+    learn = build_learning(recipe, learner, pair.sampling, processes, scorer.weights, compared)
     report = Reporter(
         steps=recipe.run.steps,
         max_nonfinite=recipe.optim.max_nonfinite,
@@ -224,10 +224,9 @@ def build_trainer(
             early=early,
             journal=journal,
             algorithm=learner.algorithm,
-            stream=build_stream(pair, sampler, early, scorer.weights, build_groups(recipe, learner, windows, update)),
+            stream=build_stream(pair, sampler, early, scorer.weights, learn.groups),
         ),
-        windows=windows,
-        update=update,
+        learn=learn,
         evaluate=evaluate,
         report=report,
         save=Saver(
@@ -253,7 +252,7 @@ def open_journal(
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
     judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
-    beside = [pair.learner.base, *([] if dialogue is None else [dialogue.digest])]
+    beside = [pair.learner.models.base, *([] if dialogue is None else [dialogue.digest])]
     beside += [] if custom is None else [custom.use, custom.sha256]
     versions = max(1, attempt.recipe.rollout.ahead)
     return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside, versions)

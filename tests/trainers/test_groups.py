@@ -178,7 +178,7 @@ def test_the_longest_groups_wait_and_have_all_threads(monkeypatch: pytest.Monkey
         used.append(torch.get_num_threads())
         raise InterruptedError
 
-    parts = {"update": None, "sums": None, "provisional": None, "windows": SimpleNamespace(build=note)}
+    parts = {"update": None, "sums": None, "provisional": None, "windows": SimpleNamespace(kl=note)}
     groups = Groups(**parts, threads=1, late_from=late_from)  # type: ignore[arg-type]
     try:
         torch.set_num_threads(3)
