@@ -87,7 +87,7 @@ class Trainer:
             refused, probed = self.sync(step, clock)
             evaluated = {} if refused else self.evaluated(step, clock)
             measured = {**learned.metrics, **probed, **evaluated}
-            record, checkup = self.report.metrics(step, got, measured, self.collect.engine.weight_version, clock)
+            record, checkup = self.report.metrics(step, got, measured, self.collect.sampler.engine.weight_version, clock)
             # Saves after the metrics, so that a step with a checkpoint has metrics. The time of the save counts to the next step.
             seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
             self.save.after_step(at, checkup, refused, clock)
@@ -130,9 +130,9 @@ class Trainer:
             probed: dict[str, Any] = {}
             watch, weights = self.learn.update.watch, bits(self.learn.update.policy.model, self.processes)
             # Before the sync: the engine may sample with these weights as soon as it has them.
-            self.processes.run_all(lambda: self.collect.journal.starts_from(step, weights))
+            self.processes.run_all(lambda: self.collect.sampler.journal.starts_from(step, weights))
             try:
-                send_weights(self.collect.engine, self.learn.update.policy.model, step, self.processes)
+                send_weights(self.collect.sampler.engine, self.learn.update.policy.model, step, self.processes)
                 if watch is not None:
                     probed = watch.after_sync(step)
             except EngineError as error:
@@ -177,7 +177,7 @@ class Trainer:
             self.collect.scorer.close()
         finally:
             try:
-                self.collect.engine.close()
+                self.collect.sampler.engine.close()
                 if (dialogue := self.collect.sampler.dialogue) is not None:
                     dialogue.turns.close()  # after the engine, which no longer waits for replies
             finally:
