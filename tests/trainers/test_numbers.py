@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 from helpers.rollouts import rollout_rows
+from helpers.spread import recipe, run
 from safetensors.torch import load_file
-from spread import recipe, run
 from torch import Tensor
 
+from rlgen.algorithms.base import Scores
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import DivergedError, Fault, SentinelError
 from rlgen.files import read_json
 from rlgen.losses.advantages import gdpo_advantages, group_advantages, rloo_advantages, without_signal
 from rlgen.models.policy import Policy, PolicyScores
+from rlgen.recipe.trainers import RLOORecipe
 from rlgen.run.directory import RunDirectory
 from rlgen.run.rollouts import rollout_steps
 from rlgen.trainers.collect import Collector
@@ -220,11 +222,9 @@ def test_equal_rewards_have_an_advantage_of_exactly_zero(proof: Proof) -> None:
 
 @pytest.mark.fault(33)
 def test_normalising_over_the_batch_keeps_zero_at_zero(proof: Proof) -> None:
-    from rlgen.algorithms.base import Scores
-
     torch.manual_seed(0)
     rewards = torch.cat([torch.full((4,), 0.1), torch.rand(12)]).double()
-    algorithm = build_algorithm(load_rloo())
+    algorithm = build_algorithm(RLOORecipe(kind="rloo", normalize_advantages=True))
     scores = Scores(
         rewards=rewards,
         columns=rewards[:, None],
@@ -238,12 +238,6 @@ def test_normalising_over_the_batch_keeps_zero_at_zero(proof: Proof) -> None:
     assert plain.mean() != 0, "zero but for rounding, which normalising would hand to the constant group"
     assert algorithm.advantages(scores).advantages[:4].tolist() == [0.0] * 4
     proof(f"the mean of the advantages is {plain.mean().item():.1e}, that of the constant group exactly 0")
-
-
-def load_rloo() -> Any:
-    from rlgen.recipe.trainers import RLOORecipe
-
-    return RLOORecipe.model_validate({"kind": "rloo", "normalize_advantages": True})
 
 
 def rewarding(monkeypatch: pytest.MonkeyPatch, change: Callable[[Sample, int], Sample]) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.spread import SMALL, recipe, run
 from safetensors.torch import load_file
-from spread import SMALL, recipe, run
 from transformers import PreTrainedModel
 
 from rlgen.engines.transformers import TransformersEngine

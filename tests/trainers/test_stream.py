@@ -17,6 +17,7 @@ from collecting import collector
 from conftest import read_jsonl
 from helpers.rollouts import rollout_rows
 from helpers.samples import completion
+from helpers.spread import recipe
 from helpers.waiting import until
 from safetensors.torch import load_file
 
@@ -44,6 +45,7 @@ def f(completion_ids):
     return float(completion_ids[0])
 """
 Events = list[str]
+__all__ = ["recipe"]
 
 
 class Engine:
@@ -187,13 +189,6 @@ def test_an_error_in_mid_stream_ends_sampling_and_leaves_nothing(open_collector:
 STREAM = "rollout.stream=true"
 LONGER = ["rollout={prompts_per_step: 12, group_size: 2, max_completion_tokens: 120}", "rewards=[{use: 'r.py:spread'}]"]
 SERVER = "engine={kind: server, launch: true, start_timeout: 600.0}"
-
-
-@pytest.fixture
-def recipe(recipe_file: Path) -> Path:
-    """Completions of unequal lengths, whose rewards differ."""
-    recipe_file.with_name("r.py").write_text("def spread(completion_ids): return sum(completion_ids) % 97 / 97\n")
-    return recipe_file
 
 
 def run(recipe: Path, name: str, *overrides: str, resume: bool = False) -> Path:
