@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from rlgen.run.checkpoint import Checkpoints
     from rlgen.run.checkpoint_folder import Choice
     from rlgen.setup.trainer import RunContext
-    from rlgen.trainers.loop import Trainer
-    from rlgen.types import Position
 
 Say = Callable[[str], None]
 PLAIN = TrainOptions()
@@ -299,11 +297,19 @@ def begin(
 
 def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
     """Opens all parts and runs the training loop after step `done`."""
-    trainer, start = open_or_stop(attempt, done, stop)
+    from rlgen.setup.trainer import open_trainer
+
+    processes = attempt.processes
+    try:
+        with stop.at_once(processes):
+            trainer, start = open_trainer(attempt, between=lambda: stop.check(processes))
+    except StopNow:
+        said = f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume"
+        raise Stopped(said, attempt.directory.path) from None
     with trainer.report.sinks:  # they are told how the run ends when all else is closed
         ended: BaseException | None = None
         try:
-            with attempt.processes.reporting_once():  # reports the error before anything is closed
+            with processes.reporting_once():  # reports the error before anything is closed
                 trainer.callbacks.start(attempt.directory.path, attempt.recipe, stop)
                 trainer.run(start, stop)
         except BaseException as error:
@@ -323,15 +329,3 @@ def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -
         checkpoints.folder.set_aside(later)
     with written(directory.path):
         directory.cut(choice.step)
-
-
-def open_or_stop(attempt: "RunContext", done: int, stop: StopRequest) -> "tuple[Trainer, Position]":
-    from rlgen.setup.trainer import open_trainer
-
-    processes = attempt.processes
-    try:
-        with stop.at_once(processes):
-            return open_trainer(attempt, between=lambda: stop.check(processes))
-    except StopNow:
-        said = f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume"
-        raise Stopped(said, attempt.directory.path) from None

@@ -139,7 +139,7 @@ def change_of(
     pairs = {key: (was.get(key), now.get(key)) for key in {**was, **now}}
     advantage, changed = (torch.where(side.signal.trained, side.signal.advantages, 0.0) for side in (before, after))
     norm, changed_norm = pairs[Metric.GRAD_NORM]
-    measures = {"min": torch.Tensor.min, "mean": torch.Tensor.mean, "max": torch.Tensor.max}
+    ratios = [{"min": one.min().item(), "mean": one.mean().item(), "max": one.max().item()} if len(one) else {} for one in ratio]
     return Change(
         metrics=now,
         metrics_changed={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
@@ -148,15 +148,11 @@ def change_of(
         advantages_changed=int((advantage != changed).sum()),
         advantages_flipped=int((advantage * changed < 0).sum()),
         advantages_largest_change=(changed - advantage).abs().max().item() if len(advantage) else 0.0,
-        ratio={name: (one_of(measure, ratio[0]), one_of(measure, ratio[1])) for name, measure in measures.items()},
+        ratio={name: (ratios[0].get(name), ratios[1].get(name)) for name in ("min", "mean", "max")},
         cosine=cosine(one.last, other.last),
         cosine_first=cosine(one.first, other.first),
         relative_norm=changed_norm / norm if norm and changed_norm is not None else None,
     )
-
-
-def one_of(measure: Any, values: Tensor) -> float | None:
-    return float(measure(values)) if len(values) else None
 
 
 def ratio_after(learning: Learning, window: Window) -> Tensor:

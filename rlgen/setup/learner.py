@@ -135,7 +135,11 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
 
 def build_groups(recipe: Recipe, windows: WindowBuilder, update: Updater) -> Groups:
     rollout = recipe.rollout
-    shared = engine_shares_cores(recipe)
+    engine, server = recipe.engine, recipe.engine if isinstance(recipe.engine, ServerEngineRecipe) else None
+    # Does the engine compute on the cores of this process: in it, or in a server that it starts?
+    shared = (engine.kind == "colocated" or (server is not None and server.launch)) and not torch.cuda.is_available()
+    # No completion of a step waits for others: the longest are then the last ones.
+    all_at_once = recipe.samples_per_step <= engine.max_num_seqs * (server.servers if server else 1)
     with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
         sums = ExactSum([parameter for parameter in update.policy.parameters() if parameter.requires_grad])
     return Groups(
@@ -145,18 +149,5 @@ def build_groups(recipe: Recipe, windows: WindowBuilder, update: Updater) -> Gro
         provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
         threads=max(1, torch.get_num_threads() // 2) if shared else None,
         # Where the engine is elsewhere, a group that waits gains nothing.
-        late_from=math.ceil(LATE * rollout.max_completion_tokens) if shared and decodes_all_at_once(recipe) else None,
+        late_from=math.ceil(LATE * rollout.max_completion_tokens) if shared and all_at_once else None,
     )
-
-
-def engine_shares_cores(recipe: Recipe) -> bool:
-    """Returns whether the engine computes on the cores of this process: in it, or in a server that it starts."""
-    here = recipe.engine.kind == "colocated" or (isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.launch)
-    return here and not torch.cuda.is_available()
-
-
-def decodes_all_at_once(recipe: Recipe) -> bool:
-    """Returns whether no completion of a step waits for others: the longest are then the last ones."""
-    engine = recipe.engine
-    servers = engine.servers if isinstance(engine, ServerEngineRecipe) else 1
-    return recipe.samples_per_step <= servers * engine.max_num_seqs

@@ -228,9 +228,13 @@ class Recorder:
         """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one."""
         if processes.world > 1:
             return self.part(step, processes)
+        recipe = self.past.recipe
         tokens = self.past.steps.get(step, {}).get(Metric.TOKENS_GENERATED)
         if (samples := from_rollouts(self.past.path, step)) is None or not is_whole(samples, tokens):
-            samples = self.journaled(step)
+            self.data = self.data or open_data(recipe)
+            labels, sampling = [reward.label for reward in recipe.rewards], sampling_of(recipe, self.data.stop_ids, None)
+            oldest, prompt_of = step - 1 - recipe.oldest_sample, self.data.prompts.at
+            samples = from_journal(self.past.path, step, labels, prompt_of, sampling, recipe.run.seed, oldest, self.say)
         if not is_whole(samples, tokens):
             raise UsageError(
                 f"step {step}: neither rollouts nor journal in {self.past.path} hold all that was sampled"
@@ -268,20 +272,6 @@ class Recorder:
                 " `rlgen replay` without a launcher, or replay a step after a later checkpoint"
             )
         return samples
-
-    def journaled(self, step: int) -> Samples:
-        recipe = self.past.recipe
-        self.data = self.data or open_data(recipe)
-        return from_journal(
-            self.past.path,
-            step,
-            [reward.label for reward in recipe.rewards],
-            self.data.prompts.at,
-            sampling_of(recipe, self.data.stop_ids, None),
-            recipe.run.seed,
-            step - 1 - recipe.oldest_sample,
-            self.say,
-        )
 
 
 def is_whole(samples: Samples, tokens: int | None) -> bool:

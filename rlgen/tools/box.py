@@ -43,10 +43,6 @@ class ToolAnswer:
     why: Why = ""
     left_out: int = 0  # characters that were cut off in the worker
 
-    @property
-    def failed(self) -> bool:
-        return bool(self.why)
-
 
 Done = Callable[[Sequence[ToolAnswer] | RlgenError], None]
 Answered = Callable[[dict[str, Any] | Failed | RlgenError], None]

@@ -593,7 +593,8 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
     models, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
     pair = SimpleNamespace(learner=SimpleNamespace(models=models), engine=open_engine, position=Position())
     talk = None if tools is None else dialogue(digest=tools)
-    journal = open_journal(attempt, pair, SimpleNamespace(rewards=[]), talk, None)  # type: ignore[arg-type]
+    code = SimpleNamespace(scorer=SimpleNamespace(rewards=[]), dialogue=talk, custom=None)
+    journal = open_journal(attempt, pair, code)  # type: ignore[arg-type]
     journal.starts_from(0, "w0")
     return journal
 
