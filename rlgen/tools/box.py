@@ -169,9 +169,7 @@ def open_tools(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Pa
     try:
         facts = pool.facts()
         schemas = tuple(fact.schema for fact in facts if fact.schema is not None)
-        settings = [entry.model_dump(mode="json") for entry in entries]
-        decides = json.dumps([settings, schemas, [fact.sha256 for fact in facts]], sort_keys=True)
-        digest = hashlib.sha256(decides.encode()).hexdigest()[:16]
+        digest = digest_of([entry.model_dump(mode="json") for entry in entries], schemas, [fact.sha256 for fact in facts])
         return ToolBox(tuple(entries), schemas, digest, Calls([pool], "tool answers"))
     except BaseException:
         pool.close()
@@ -191,6 +189,11 @@ def schemas_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe) -> tuple[d
 
 def pool_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Path | None) -> Pool:
     return Pool([ToolSource(one.use, one.label, one.timeout, one.args) for one in entries], limits_of(scoring), output)
+
+
+def digest_of(*decides: Any) -> str:
+    """Returns the digest of what decides the answers."""
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def no_such_tool(name: str, names: Sequence[str]) -> str:
