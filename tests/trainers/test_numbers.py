@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.rollouts import rollout_rows
-from helpers.spread import recipe, run
+from helpers.spread import recipe, run, step_now
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -60,21 +60,12 @@ class Planted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str, steps: Collection[int], value: float = math.nan) -> None:
         self.fired = 0
         self.done: set[int] = set()
-        now = 0
-        call, forward, run_all = Updater.__call__, Policy.forward, Updater._run
-
-        def noting(updater: Updater, window: Window, step: int) -> Any:
-            nonlocal now
-            now = step
-            try:
-                return call(updater, window, step)
-            finally:
-                now = 0
+        now, forward, run_all = step_now(monkeypatch), Policy.forward, Updater._run
 
         def wrong_logp(policy: Policy, *arguments: Any) -> PolicyScores:
             scores = forward(policy, *arguments)
-            if now in steps and now not in self.done and torch.is_grad_enabled():
-                self.done.add(now)
+            if now() in steps and now() not in self.done and torch.is_grad_enabled():
+                self.done.add(now())
                 self.fired += 1
                 wrong = scores.logp.clone()
                 wrong[:, 0, 0] = value
@@ -83,7 +74,7 @@ class Planted:
 
         def wrong_part(updater: Updater, window: Window, update: int) -> Any:
             part = run_all(updater, window, update)
-            if now not in steps:
+            if now() not in steps:
                 return part
             self.fired += 1
             if what == "loss":
@@ -91,7 +82,6 @@ class Planted:
             next(parameter for parameter in updater.policy.parameters() if parameter.grad is not None).grad.view(-1)[3] = value  # type: ignore[union-attr]
             return part
 
-        monkeypatch.setattr(Updater, "__call__", noting)
         if what == "log-prob":
             monkeypatch.setattr(Policy, "forward", wrong_logp)
         else:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.slow import slow_but
-from helpers.spread import SMALL, recipe, run
+from helpers.spread import SMALL, recipe, run, step_now
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -20,7 +20,6 @@ from rlgen.run.checkpoint import Checkpoints
 from rlgen.setup import largest
 from rlgen.setup.policy import build_reference
 from rlgen.trainers import update as update_module
-from rlgen.trainers.update import Updater
 
 __all__ = ["recipe"]
 Proof = Callable[[str], None]
@@ -38,22 +37,15 @@ class Starved:
     ) -> None:
         self.place = (owner, method)
         self.step, self.call, self.after, self.grad = step, call, after, grad
-        self.calls, self.now, self.fired = 0, 0, 0
+        self.calls, self.fired = 0, 0
 
     def planted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         owner, method = self.place
-        whole, train = getattr(owner, method), Updater.__call__
-
-        def noting(updater: Updater, window: Any, step: int) -> Any:
-            self.now = step
-            try:
-                return train(updater, window, step)
-            finally:
-                self.now = 0
+        whole, now = getattr(owner, method), step_now(monkeypatch)
 
         def starving(*arguments: Any, **options: Any) -> Any:
             self.calls += 1
-            in_step = self.now == self.step and torch.is_grad_enabled() is self.grad
+            in_step = now() == self.step and torch.is_grad_enabled() is self.grad
             due = in_step if self.step else self.calls == self.call
             if self.fired or not due:
                 return whole(*arguments, **options)
@@ -62,7 +54,6 @@ class Starved:
                 whole(*arguments, **options)
             raise torch.OutOfMemoryError(TORCH_SAYS)
 
-        monkeypatch.setattr(Updater, "__call__", noting)
         monkeypatch.setattr(owner, method, starving)
 
 
