@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rlgen.trainers.loop import Learning
 from rlgen.trainers.results import StepResult
 from rlgen.trainers.window import Window
 
+Gradient = dict[int, Tensor]  # by index of the parameter, on the CPU
 FREE = ("trainer.", "optim.")
 # Why a change of another section is refused.
 FIXED = {
@@ -58,24 +59,17 @@ class Change:
     relative_norm: float | None  # of the last update's gradients: changed divided by the run's; None: one is missing, or 0
 
 
-@dataclass(slots=True)
-class Gradients:
-    """The gradients of the first and of the last update of a step, by index of the parameter, on the CPU."""
-
-    first: dict[int, Tensor] = field(default_factory=dict)
-    last: dict[int, Tensor] = field(default_factory=dict)
-
-    def take(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        grads = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
-        self.last = {place: grad.detach().to("cpu", copy=True) for place, grad in grads.items()}
-        self.first = self.first or self.last
-
-
 @contextmanager
-def gradients(optimizer: Optimizer) -> Iterator[Gradients]:
-    seen = Gradients()
-    handle = optimizer.register_step_pre_hook(lambda one, _args, _kwargs: seen.take(one))
+def gradients(optimizer: Optimizer) -> Iterator[list[Gradient]]:
+    """Yields a list that gets the gradients of the first and of the last update in the block."""
+    seen: list[Gradient] = []
+
+    def take(one: Optimizer, _args: Any, _kwargs: Any) -> None:
+        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+        grads = {place: parameter.grad for place, parameter in enumerate(parameters) if parameter.grad is not None}
+        seen[1:] = [{place: grad.detach().to("cpu", copy=True) for place, grad in grads.items()}]
+
+    handle = optimizer.register_step_pre_hook(take)
     try:
         yield seen
     finally:
@@ -133,13 +127,15 @@ def compare(own: Learning, other: Learning, got: Collected, step: int) -> tuple[
 
 
 def change_of(
-    before: StepResult, after: StepResult, one: "Gradients", other: "Gradients", ratio: tuple[Tensor, Tensor]
+    before: StepResult, after: StepResult, one: list[Gradient], other: list[Gradient], ratio: tuple[Tensor, Tensor]
 ) -> Change:
     was, now = finite(before.metrics), finite(after.metrics)
     pairs = {key: (was.get(key), now.get(key)) for key in {**was, **now}}
     advantage, changed = (torch.where(side.signal.trained, side.signal.advantages, 0.0) for side in (before, after))
     norm, changed_norm = pairs[Metric.GRAD_NORM]
-    ratios = [{"min": one.min().item(), "mean": one.mean().item(), "max": one.max().item()} if len(one) else {} for one in ratio]
+    ratios = [
+        {"min": side.min().item(), "mean": side.mean().item(), "max": side.max().item()} if len(side) else {} for side in ratio
+    ]
     return Change(
         metrics=now,
         metrics_changed={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
@@ -149,8 +145,8 @@ def change_of(
         advantages_flipped=int((advantage * changed < 0).sum()),
         advantages_largest_change=(changed - advantage).abs().max().item() if len(advantage) else 0.0,
         ratio={name: (ratios[0].get(name), ratios[1].get(name)) for name in ("min", "mean", "max")},
-        cosine=cosine(one.last, other.last),
-        cosine_first=cosine(one.first, other.first),
+        cosine=cosine(one[-1:], other[-1:]),
+        cosine_first=cosine(one[:1], other[:1]),
         relative_norm=changed_norm / norm if norm and changed_norm is not None else None,
     )
 
@@ -166,13 +162,12 @@ def ratio_after(learning: Learning, window: Window) -> Tensor:
     return torch.from_numpy(processes.gather_rows(own.numpy()))
 
 
-def cosine(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float | None:
-    """Returns the cosine of the angle between two gradients, 1.0 exactly if they are equal; None if one has no update."""
+def cosine(one: list[Gradient], other: list[Gradient]) -> float | None:
+    """Returns the cosine of the angle between two gradients, 1.0 exactly if they are equal; None if one is missing."""
     if not one or not other:
         return None
-    both = [place for place in one if place in other]
-    product = sum(dot(one[place], other[place]) for place in both)
-    squares = [sum(dot(grad, grad) for grad in side.values()) for side in (one, other)]
+    product = sum(dot(grad, other[0][place]) for place, grad in one[0].items() if place in other[0])
+    squares = [sum(dot(grad, grad) for grad in side[0].values()) for side in (one, other)]
     return product / math.sqrt(squares[0] * squares[1])
 
 
