@@ -25,7 +25,7 @@ PAGES = {path.stem: path.read_text() for path in [ROOT / "README.md", *sorted((R
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Pages whose blocks are run by a test of their own.
 OWN_TESTS = {
-    "environments": "tests/tools/test_environments_page.py",
+    "environments": "tests/tools/test_tools_page.py",
     "first-run": "tests/test_first_run.py",
     "judges": "tests/rewards/test_judges_page.py",
     "python": "tests/test_python.py",

@@ -148,13 +148,12 @@ def trial_window(algorithm: Algorithm) -> LossInputs:
     )
     old = -torch.rand(ROWS, TOKENS, generator=draw, dtype=torch.float64) - 0.1
     inputs: dict[str, Any] = {"policy_logp": near(old), "old_logp": old, "sampler_logp": near(old), "entropy": -old}
-    inputs["ref_logp"] = near(old) if algorithm.reference == "loss" else old
+    if algorithm.reference == "loss":
+        inputs["ref_logp"] = near(old)
     inputs = {name: values.masked_fill(~mask, torch.nan) for name, values in inputs.items()}
-    if algorithm.reference != "loss":
-        inputs["ref_logp"] = None
     tokens = int(mask.sum())
     return LossInputs(
-        **inputs,
+        **{"ref_logp": None, **inputs},
         mask=mask,
         kept=mask,
         advantages=signal.advantages,

@@ -4,16 +4,15 @@
       reopen       options -> RunDirectory   a new directory, an earlier one, or the one that rank 0 has opened
       trainer      RunContext -> Trainer        calls all of the following, the cheapest first
         data       recipe -> Data            model location, tokenizer, prompts
-        inputs     Data -> None              the checks data and rewards against the last attempt, and records them
+        inputs     Data -> UserCode          rewards, tools and other code; compares all with the last attempt, and records it
         pair       recipe, Data -> Pair      learner and engine, holding the same weights
           policy   recipe -> Policies        the trained model, and its frozen reference
-          learner  Policies -> Learner       optimizer and schedule
+          learner  Policies -> Learner       optimizer and schedule, and what learns from the samples of a step
           restore  checkpoint -> Position    the step from which the run continues
         probe      Pair -> Probe             what the sentinel compares
         largest    Updater -> None           the largest micro-batches, tried before step 1
 
-`rlgen doctor` uses only `data`, `pair` and `probe`; `rlgen replay`, in `replay` and `change`, only `policy`, `learner` and
-`restore`.
+`rlgen doctor` uses only `data`, `pair` and `probe`; `rlgen replay`, in `replay` and `change`, only `policy` and `learner`.
 """
 
 from rlgen.setup.attempt import train

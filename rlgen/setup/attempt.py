@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from rlgen.run.checkpoint import Checkpoints
     from rlgen.run.checkpoint_folder import Choice
     from rlgen.setup.trainer import RunContext
-    from rlgen.trainers.loop import Trainer
-    from rlgen.types import Position
 
 Say = Callable[[str], None]
 PLAIN = TrainOptions()
@@ -210,36 +208,27 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
             learn(attempt, done, stop)
 
 
-class Hidden:
+class Hidden(ExitStack):
     """Sends what this process writes to descriptors 1 and 2 to a file: warnings and progress bars, from Python and from C.
 
     A stream that `rlgen.run.console.apart` returned before still leads to the screen. Descriptors are as before when the block
     ends.
     """
 
-    def __init__(self) -> None:
-        self._undo = ExitStack()
-
-    def __enter__(self) -> "Hidden":
-        return self
-
     def to(self, path: Path) -> None:
         """Appends what is printed from now on to the file at `path`. Raises CheckpointError if it cannot be opened."""
-        self._undo.close()
+        self.close()
         printer = Printer(path)
-        self._undo.callback(printer.close)  # last, when nothing writes to its pipe any more
+        self.callback(printer.close)  # last, when nothing writes to its pipe any more
         pipe = printer.pipe()
         flush()
         for output in OUTPUTS:
             with suppress(OSError):  # closed, as by `rlgen train … >&-`
                 copy = os.dup(output)
-                self._undo.callback(os.close, copy)
-                self._undo.callback(os.dup2, copy, output)
+                self.callback(os.close, copy)
+                self.callback(os.dup2, copy, output)
                 os.dup2(pipe.fileno(), output)
-        self._undo.callback(flush)
-
-    def __exit__(self, *exc: object) -> None:
-        self._undo.close()
+        self.callback(flush)
 
 
 def flush() -> None:
@@ -299,11 +288,19 @@ def begin(
 
 def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
     """Opens all parts and runs the training loop after step `done`."""
-    trainer, start = open_or_stop(attempt, done, stop)
+    from rlgen.setup.trainer import open_trainer
+
+    processes = attempt.processes
+    try:
+        with stop.at_once(processes):
+            trainer, start = open_trainer(attempt, between=lambda: stop.check(processes))
+    except StopNow:
+        said = f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume"
+        raise Stopped(said, attempt.directory.path) from None
     with trainer.report.sinks:  # they are told how the run ends when all else is closed
         ended: BaseException | None = None
         try:
-            with attempt.processes.reporting_once():  # reports the error before anything is closed
+            with processes.reporting_once():  # reports the error before anything is closed
                 trainer.callbacks.start(attempt.directory.path, attempt.recipe, stop)
                 trainer.run(start, stop)
         except BaseException as error:
@@ -323,15 +320,3 @@ def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -
         checkpoints.folder.set_aside(later)
     with written(directory.path):
         directory.cut(choice.step)
-
-
-def open_or_stop(attempt: "RunContext", done: int, stop: StopRequest) -> "tuple[Trainer, Position]":
-    from rlgen.setup.trainer import open_trainer
-
-    processes = attempt.processes
-    try:
-        with stop.at_once(processes):
-            return open_trainer(attempt, between=lambda: stop.check(processes))
-    except StopNow:
-        said = f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume"
-        raise Stopped(said, attempt.directory.path) from None

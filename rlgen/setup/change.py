@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlgen.algorithms.base import Signal, loss_distribution
+from rlgen.algorithms.base import loss_distribution
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
-from rlgen.processes import Processes
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.rollout.score import score_own
 from rlgen.run.directory import finite
 from rlgen.run.state import optimizer_tensors, place_optimizer
-from rlgen.setup.learner import Learner, build_groups, build_updater, build_windows, open_optimizer
-from rlgen.setup.pair import sampling_of
+from rlgen.setup.learner import Learner, open_optimizer
 from rlgen.setup.reopen import flat
 from rlgen.trainers.collect import Collected
-from rlgen.trainers.groups import Groups
-from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window, WindowBuilder
+from rlgen.trainers.loop import Learning
+from rlgen.trainers.results import StepResult
+from rlgen.trainers.window import Window
 
+Gradient = dict[int, Tensor]  # by index of the parameter, on the CPU
 FREE = ("trainer.", "optim.")
 # Why a change of another section is refused.
 FIXED = {
@@ -41,42 +40,6 @@ FIXED = {
     "optim": "the moments are those of the run's optimizer",
 }
 NO_PART = "it is not part of the computation of a step"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """What computes a step: with the settings of the run, or with changed ones."""
-
-    processes: Processes
-    recipe: Recipe
-    learner: Learner
-    weights: Mapping[str, float]  # of the rewards, by label
-    windows: WindowBuilder
-    update: Updater
-    groups: Groups | None  # of a run that streams, whose steps are sums over groups
-
-    @classmethod
-    def of(cls, recipe: Recipe, learner: Learner, processes: Processes) -> "Side":
-        sampling = sampling_of(recipe, (), None)
-        weights = {reward.label: reward.weight for reward in recipe.rewards}
-        windows = build_windows(recipe, learner, sampling, processes, weights)
-        update = build_updater(recipe, learner, sampling, processes, None)
-        return cls(
-            processes=processes,
-            recipe=recipe,
-            learner=learner,
-            weights=weights,
-            windows=windows,
-            update=update,
-            groups=build_groups(recipe, learner, windows, update),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
-    metrics: Mapping[str, Any]  # as in metrics.jsonl
-    signal: Signal
-    window: Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +57,23 @@ class Change:
     cosine: float | None  # of the gradients of the last update, as in `grad_norm`; None: one side made no update
     cosine_first: float | None  # of those of the first update
     relative_norm: float | None  # of the last update's gradients: changed divided by the run's; None: one is missing, or 0
+
+
+@contextmanager
+def gradients(optimizer: Optimizer) -> Iterator[list[Gradient]]:
+    """Yields a list that gets the gradients of the first and of the last update in the block."""
+    seen: list[Gradient] = []
+
+    def take(one: Optimizer, _args: Any, _kwargs: Any) -> None:
+        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+        grads = {place: parameter.grad for place, parameter in enumerate(parameters) if parameter.grad is not None}
+        seen[1:] = [{place: grad.detach().to("cpu", copy=True) for place, grad in grads.items()}]
+
+    handle = optimizer.register_step_pre_hook(take)
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def with_changes(resolved: Path, recipe: Recipe, overrides: Sequence[str]) -> tuple[Recipe, dict[str, tuple[Any, Any]]]:
@@ -127,104 +107,67 @@ def changed_learner(recipe: Recipe, learner: Learner, step: int) -> Learner:
     return replace(learner, algorithm=build_algorithm(recipe.trainer), optimizer=optimizer, schedule=schedule)
 
 
-def computed(side: Side, got: Collected, step: int) -> Computed:
-    """Computes a step as training does, and moves the weights; the caller steps the schedule."""
-    if side.groups is None:
-        window, signal, measured = side.windows.build(got.learned_from, got.samples, got.epoch)
-        learned, _ = side.update(window, step)
-    else:
-        window, signal, measured, first = side.groups.finish(got.learned_from, got.samples, got.epoch)
-        learned, _ = side.update(window, step, first)
-    return Computed(metrics=finite({**measured, **learned}), signal=signal, window=window)
-
-
-def compare(own: Side, other: Side, got: Collected, step: int) -> tuple[Mapping[str, Any], Change]:
+def compare(own: Learning, other: Learning, got: Collected, step: int) -> tuple[Mapping[str, Any], Change]:
     """Computes a step with two settings, from the same weights. Returns the metrics of `own`, and how `other` differs."""
-    model = own.learner.policy.model
-    weights = [parameter.detach().to("cpu", copy=True) for parameter in trained(own)]
-    moments = {name: one.to("cpu", copy=True) for name, one in optimizer_tensors(model, own.learner.optimizer).items()}
-    with gradients(own.learner.optimizer) as of_own:
-        before = computed(own, got, step)
+    policy = own.update.policy
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    weights = [parameter.detach().to("cpu", copy=True) for parameter in trained]
+    moments = {name: one.to("cpu", copy=True) for name, one in optimizer_tensors(policy.model, own.update.optimizer).items()}
+    with gradients(own.update.optimizer) as of_own:
+        before = own(got, step)
     ratio = ratio_after(own, before.window)
     with torch.no_grad():
-        for parameter, value in zip(trained(own), weights, strict=True):
+        for parameter, value in zip(trained, weights, strict=True):
             parameter.copy_(value)
-    place_optimizer(moments, model, other.learner.optimizer)
-    with gradients(other.learner.optimizer) as of_other:
-        after = computed(other, got, step)
-    return before.metrics, change_of(before, after, of_own, of_other, (ratio, ratio_after(other, after.window)))
+    place_optimizer(moments, policy.model, other.update.optimizer)
+    with gradients(other.update.optimizer) as of_other:
+        after = other(got, step)
+    change = change_of(before, after, of_own, of_other, (ratio, ratio_after(other, after.window)))
+    return finite(before.metrics), change
 
 
-def trained(side: Side) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in side.learner.policy.parameters() if parameter.requires_grad]
-
-
-def change_of(before: Computed, after: Computed, one: "Gradients", other: "Gradients", ratio: tuple[Tensor, Tensor]) -> Change:
-    keys = [*before.metrics, *(key for key in after.metrics if key not in before.metrics)]
-    pairs = {key: (before.metrics.get(key), after.metrics.get(key)) for key in keys}
+def change_of(
+    before: StepResult, after: StepResult, one: list[Gradient], other: list[Gradient], ratio: tuple[Tensor, Tensor]
+) -> Change:
+    was, now = finite(before.metrics), finite(after.metrics)
+    pairs = {key: (was.get(key), now.get(key)) for key in {**was, **now}}
     advantage, changed = (torch.where(side.signal.trained, side.signal.advantages, 0.0) for side in (before, after))
     norm, changed_norm = pairs[Metric.GRAD_NORM]
-    measures = {"min": torch.Tensor.min, "mean": torch.Tensor.mean, "max": torch.Tensor.max}
+    ratios = [
+        {"min": side.min().item(), "mean": side.mean().item(), "max": side.max().item()} if len(side) else {} for side in ratio
+    ]
     return Change(
-        metrics=after.metrics,
-        metrics_changed={key: (was, now) for key, (was, now) in pairs.items() if was != now},
+        metrics=now,
+        metrics_changed={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
         rows=len(advantage),
         rows_trained=(int(before.signal.trained.sum()), int(after.signal.trained.sum())),
         advantages_changed=int((advantage != changed).sum()),
         advantages_flipped=int((advantage * changed < 0).sum()),
         advantages_largest_change=(changed - advantage).abs().max().item() if len(advantage) else 0.0,
-        ratio={name: (one_of(measure, ratio[0]), one_of(measure, ratio[1])) for name, measure in measures.items()},
-        cosine=cosine(one.last, other.last),
-        cosine_first=cosine(one.first, other.first),
+        ratio={name: (ratios[0].get(name), ratios[1].get(name)) for name in ("min", "mean", "max")},
+        cosine=cosine(one[-1:], other[-1:]),
+        cosine_first=cosine(one[:1], other[:1]),
         relative_norm=changed_norm / norm if norm and changed_norm is not None else None,
     )
 
 
-def one_of(measure: Any, values: Tensor) -> float | None:
-    return float(measure(values)) if len(values) else None
-
-
-def ratio_after(side: Side, window: Window) -> Tensor:
+def ratio_after(learning: Learning, window: Window) -> Tensor:
     """Returns [N] float64, of all processes: the probability of each trained token after the step, divided by that before."""
-    distribution = loss_distribution(side.learner.algorithm, side.update.distribution)
+    update, processes = learning.update, learning.update.processes
+    distribution = loss_distribution(update.algorithm, update.distribution)
     rows = (*window.micro_batches, *window.idle)
-    now = score_own(side.learner.policy, window.samples, distribution, side.windows.budget, side.processes, rows)
+    now = score_own(update.policy, window.samples, distribution, learning.windows.budget, processes, rows)
     mask = torch.from_numpy(window.samples.loss_mask.values)
     own = (now - window.flat("old_logp")).double().exp()[mask]
-    return torch.from_numpy(side.processes.gather_rows(own.numpy()))
+    return torch.from_numpy(processes.gather_rows(own.numpy()))
 
 
-@dataclass(slots=True)
-class Gradients:
-    """The gradients of the first and of the last update of a step, by index of the parameter, on the CPU."""
-
-    first: dict[int, Tensor] = field(default_factory=dict)
-    last: dict[int, Tensor] = field(default_factory=dict)
-
-    def take(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        grads = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
-        self.last = {place: grad.detach().to("cpu", copy=True) for place, grad in grads.items()}
-        self.first = self.first or self.last
-
-
-@contextmanager
-def gradients(optimizer: Optimizer) -> Iterator[Gradients]:
-    seen = Gradients()
-    handle = optimizer.register_step_pre_hook(lambda one, _args, _kwargs: seen.take(one))
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-def cosine(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float | None:
-    """Returns the cosine of the angle between two gradients, 1.0 exactly if they are equal; None if one has no update."""
+def cosine(one: list[Gradient], other: list[Gradient]) -> float | None:
+    """Returns the cosine of the angle between two gradients, 1.0 exactly if they are equal; None if one is missing."""
     if not one or not other:
         return None
-    both = [place for place in one if place in other]
-    product = sum(dot(one[place], other[place]) for place in both)
-    squares = [sum(dot(grad, grad) for grad in side.values()) for side in (one, other)]
+    product = sum(dot(grad, other[0][place]) for place, grad in one[0].items() if place in other[0])
+    squares = [sum(dot(grad, grad) for grad in side[0].values()) for side in (one, other)]
     return product / math.sqrt(squares[0] * squares[1])
 
 

@@ -24,16 +24,6 @@ from rlgen.setup.data import Data, HeldOut, open_data, open_dialogue
 from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
 from rlgen.trainers.evaluate import Evaluator
-from rlgen.types import Sampling
-
-
-def sampling_of_eval(recipe: Recipe, held_out: HeldOut, training: Sampling) -> Sampling:
-    return replace(
-        training,
-        max_tokens=completion_tokens(recipe, held_out.settings),
-        temperature=temperature_of(recipe, held_out.settings),
-        top_p=training.top_p if held_out.settings.top_p is None else held_out.settings.top_p,
-    )
 
 
 def completion_tokens(recipe: Recipe, settings: EvalRecipe) -> int:
@@ -63,11 +53,17 @@ def build_evaluator(
     best: Best | None,
     dialogue: Dialogue | None = None,
 ) -> Evaluator:
-    sampling, processes = sampling_of_eval(recipe, held_out, pair.sampling), pair.processes
+    settings, processes = held_out.settings, pair.processes
+    sampling = replace(
+        pair.sampling,
+        max_tokens=completion_tokens(recipe, settings),
+        temperature=temperature_of(recipe, settings),
+        top_p=pair.sampling.top_p if settings.top_p is None else settings.top_p,
+    )
     comparable = sampling.regex is None and (recipe.rounds_alike or not sampling.distribution.truncated)
     writer = None if folder is None else writer_of(folder, pair, held_out, processes, dialogue is not None)
     return Evaluator(
-        settings=held_out.settings,
+        settings=settings,
         steps=recipe.run.steps,
         processes=processes,
         engine_share=pair.engine_share,

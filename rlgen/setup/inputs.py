@@ -1,6 +1,7 @@
 """Records the data, tokenizer and user's code of each attempt, and checks that a resumed attempt has the same ones."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlgen.algorithms.own import OwnAlgorithm
@@ -22,18 +23,25 @@ from rlgen.setup.pair import Pair
 PARTS = {"tools": "tool", "environment": "environment", "rollout": "rollout.use", "trainer": "trainer.use"}
 
 
-def user_files(
-    trainer: TrainerRecipe, scorer: Scorer, judge: Scorer | None, dialogue: Dialogue | None, custom: CustomRollout | None
-) -> dict[str, str | None]:
-    """Returns the SHA-256 of the user's code: of each reward by label, of tools as "tools/NAME", of an environment as
-    "environment/NAME", of `rollout.use` as "rollout/NAME", of `trainer.use` as "trainer/NAME"; None for what is built in.
-    """
-    found = {reward.label: reward.sha256 for reward in scorer.rewards}
-    found |= {f"eval/{reward.label}": reward.sha256 for reward in (judge.rewards if judge is not None else ())}
-    found |= {} if custom is None else {f"rollout/{custom.use.rpartition(':')[2]}": custom.sha256}
-    if isinstance(trainer, OwnRecipe):
-        found[f"trainer/{trainer.use.rpartition(':')[2]}"] = OwnAlgorithm.load(trainer).sha256
-    return found if dialogue is None else {**found, **dialogue.turns.code}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """What runs the code that the recipe names; None: the recipe names none."""
+
+    scorer: Scorer
+    judge: Scorer | None  # of evaluations
+    dialogue: Dialogue | None  # tools, or an environment
+    custom: CustomRollout | None
+
+    def digests(self, trainer: TrainerRecipe) -> dict[str, str | None]:
+        """Returns the SHA-256 of the user's code: of each reward by label, of tools as "tools/NAME", of an environment as
+        "environment/NAME", of `rollout.use` as "rollout/NAME", of `trainer.use` as "trainer/NAME"; None for what is built in.
+        """
+        found = {reward.label: reward.sha256 for reward in self.scorer.rewards}
+        found |= {f"eval/{reward.label}": reward.sha256 for reward in (self.judge.rewards if self.judge is not None else ())}
+        found |= {} if self.custom is None else {f"rollout/{self.custom.use.rpartition(':')[2]}": self.custom.sha256}
+        if isinstance(trainer, OwnRecipe):
+            found[f"trainer/{trainer.use.rpartition(':')[2]}"] = OwnAlgorithm.load(trainer).sha256
+        return found if self.dialogue is None else {**found, **self.dialogue.turns.code}
 
 
 def ids_of(data: Data) -> dict[str, Any]:
@@ -90,7 +98,7 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
 
 
 def in_words(name: str) -> str:
-    """Returns what the user's code is, by its name in `user_files`: "tool search", or "reward brevity"."""
+    """Returns what the user's code is, by its name in `UserCode.digests`: "tool search", or "reward brevity"."""
     kind, _, own = name.partition("/")
     return f"{PARTS[kind]} {own}" if own and kind in PARTS else f"reward {name}"
 
@@ -110,7 +118,7 @@ def record_attempt(
         "launcher": launched_by(),
         "engine": {"version": engine.engine, "runner": engine.runner, "dtype": engine.settings.dtype},
         "model": data.location,
-        "weights": pair.learner.began_with,
+        "weights": pair.learner.models.weights,
         **ids_of(data),
         "data": facts_of(data),
         "eval": {} if held_out is None else {**facts_of(held_out), "trained_on_too": held_out.overlap},

@@ -2,7 +2,7 @@
 hours.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -89,7 +89,22 @@ def whole_pairs(recipe: Recipe, rows: int) -> int:
 
 def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) -> Window:
     """Returns a window of made-up rows, of which each rank has one micro-batch of the shape of `batch`."""
-    held = Samples.of(made_up_samples(batch, batch.rows * processes.rank, recipe.rollout.group_size))
+    size, first = recipe.rollout.group_size, batch.rows * processes.rank
+    row = Sample(
+        group_id=0,
+        sample_index=0,
+        prompt_ids=np.zeros(batch.prompt, dtype=np.int32),
+        completion_ids=np.zeros(batch.completion, dtype=np.int32),
+        sampler_logp=np.full(batch.completion, -1.0, dtype=np.float32),
+        spans=one_span(batch.completion, 0),
+        finish_reason="length",
+        seed=0,
+        completion="",
+        rewards={},
+        reward=None,
+    )
+    rows = range(first, first + batch.rows)
+    held = Samples.of([replace(row, group_id=place // size, sample_index=place % size) for place in rows])
     table = RowTable.gather(held, processes)
     place = torch.arange(len(table))
     everyone = torch.ones(len(table), dtype=torch.bool)
@@ -104,22 +119,3 @@ def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) ->
     window = Window.of(table, held, signal, 0.0, budget, processes, packed=packed)
     window.frozen["ref_logp"] = torch.from_numpy(window.samples.sampler_logp.values)
     return window
-
-
-def made_up_samples(batch: Shape, first: int, group_size: int) -> list[Sample]:
-    return [
-        Sample(
-            group_id=row // group_size,
-            sample_index=row % group_size,
-            prompt_ids=np.zeros(batch.prompt, dtype=np.int32),
-            completion_ids=np.zeros(batch.completion, dtype=np.int32),
-            sampler_logp=np.full(batch.completion, -1.0, dtype=np.float32),
-            spans=one_span(batch.completion, 0),
-            finish_reason="length",
-            seed=0,
-            completion="",
-            rewards={},
-            reward=None,
-        )
-        for row in range(first, first + batch.rows)
-    ]

@@ -23,6 +23,7 @@ from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
 from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
+from rlgen.trainers.loop import Learning
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position, Sampling
@@ -36,31 +37,21 @@ class Learner:
     """The trainer's side of a run: the models, and what updates them."""
 
     algorithm: Algorithm
-    policy: Policy
+    models: Policies
     reference: Policy | BasePolicy | None  # None: the algorithm needs none
     optimizer: Optimizer
     schedule: LRScheduler
-    sharded: bool  # each process holds a part of every weight
-    base: str | None  # digest of the frozen weights under an adapter
-    held: str | None  # digest of this process's shards of them; None: they are not sharded
-    began_with: str  # digest of the weights in model.path
+
+    @property
+    def policy(self) -> Policy:
+        return self.models.policy
 
 
-def open_learner(recipe: Recipe, algorithm: Algorithm, policies: Policies) -> Learner:
-    policy, needed = policies.policy, algorithm.reference != "none"
-    reference = (policies.reference or build_reference(recipe, policy)) if needed else None
+def open_learner(recipe: Recipe, algorithm: Algorithm, models: Policies) -> Learner:
+    policy, needed = models.policy, algorithm.reference != "none"
+    reference = (models.reference or build_reference(recipe, policy)) if needed else None
     optimizer, schedule = open_optimizer(recipe, policy)
-    return Learner(
-        algorithm=algorithm,
-        policy=policy,
-        reference=reference,
-        optimizer=optimizer,
-        schedule=schedule,
-        sharded=policies.sharded,
-        base=policies.base,
-        held=policies.held,
-        began_with=policies.weights,
-    )
+    return Learner(algorithm=algorithm, models=models, reference=reference, optimizer=optimizer, schedule=schedule)
 
 
 def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRScheduler]:
@@ -100,13 +91,16 @@ def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes
     if checkpoint is None:
         return Position()
     with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
-        return Checkpoints.load(checkpoint, learner.policy.model, learner.optimizer, learner.schedule, processes, learner.base)
+        return Checkpoints.load(
+            checkpoint, learner.policy.model, learner.optimizer, learner.schedule, processes, learner.models.base
+        )
 
 
-def build_windows(
-    recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, weights: Mapping[str, float]
-) -> WindowBuilder:
-    return WindowBuilder(
+def build_learning(
+    recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, weights: Mapping[str, float], watch: Watch | None
+) -> Learning:
+    """Builds what learns from the samples of a step; `weights` are those of the rewards, by label."""
+    windows = WindowBuilder(
         processes=processes,
         algorithm=learner.algorithm,
         weights=weights,
@@ -115,13 +109,16 @@ def build_windows(
         budget=recipe.optim.micro_batch_tokens,
         packed=learner.policy.packed,
     )
+    update = build_updater(recipe, learner, sampling, processes, watch)
+    groups = build_groups(recipe, windows, update) if recipe.rollout.stream else None
+    return Learning(windows=windows, update=update, groups=groups)
 
 
 def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, watch: Watch | None) -> Updater:
     """If `watch` is None, its batches are not compared with the engine."""
     return Updater(
         processes=processes,
-        sharded=learner.sharded,
+        sharded=learner.models.sharded,
         defer_sync=recipe.processes.defer_sync,
         policy=learner.policy,
         optimizer=learner.optimizer,
@@ -136,14 +133,15 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
     )
 
 
-def build_groups(recipe: Recipe, learner: Learner, windows: WindowBuilder, update: Updater) -> Groups | None:
-    """Returns None if the recipe does not stream."""
+def build_groups(recipe: Recipe, windows: WindowBuilder, update: Updater) -> Groups:
     rollout = recipe.rollout
-    if not rollout.stream:
-        return None
-    shared = engine_shares_cores(recipe)
+    engine, server = recipe.engine, recipe.engine if isinstance(recipe.engine, ServerEngineRecipe) else None
+    # Does the engine compute on the cores of this process: in it, or in a server that it starts?
+    shared = (engine.kind == "colocated" or (server is not None and server.launch)) and not torch.cuda.is_available()
+    # No completion of a step waits for others: the longest are then the last ones.
+    all_at_once = recipe.samples_per_step <= engine.max_num_seqs * (server.servers if server else 1)
     with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
-        sums = ExactSum([parameter for parameter in learner.policy.parameters() if parameter.requires_grad])
+        sums = ExactSum([parameter for parameter in update.policy.parameters() if parameter.requires_grad])
     return Groups(
         windows=windows,
         update=update,
@@ -151,18 +149,5 @@ def build_groups(recipe: Recipe, learner: Learner, windows: WindowBuilder, updat
         provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
         threads=max(1, torch.get_num_threads() // 2) if shared else None,
         # Where the engine is elsewhere, a group that waits gains nothing.
-        late_from=math.ceil(LATE * rollout.max_completion_tokens) if shared and decodes_all_at_once(recipe) else None,
+        late_from=math.ceil(LATE * rollout.max_completion_tokens) if shared and all_at_once else None,
     )
-
-
-def engine_shares_cores(recipe: Recipe) -> bool:
-    """Returns whether the engine computes on the cores of this process: in it, or in a server that it starts."""
-    here = recipe.engine.kind == "colocated" or (isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.launch)
-    return here and not torch.cuda.is_available()
-
-
-def decodes_all_at_once(recipe: Recipe) -> bool:
-    """Returns whether no completion of a step waits for others: the longest are then the last ones."""
-    engine = recipe.engine
-    servers = engine.servers if isinstance(engine, ServerEngineRecipe) else 1
-    return recipe.samples_per_step <= servers * engine.max_num_seqs

@@ -29,14 +29,16 @@ from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded, processes_of
 from rlgen.rollout.table import RowTable
 from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
+from rlgen.run.directory import finite
 from rlgen.run.manifest import check_files
 from rlgen.run.provenance import provenance
-from rlgen.setup.change import Change, Side, changed_learner, compare, computed
+from rlgen.setup.change import Change, changed_learner, compare
 from rlgen.setup.data import Data, open_data
-from rlgen.setup.learner import Learner, open_learner, restore
+from rlgen.setup.learner import Learner, build_learning, open_learner, restore
 from rlgen.setup.pair import TRIED, sampling_of
 from rlgen.setup.policy import open_policies
 from rlgen.trainers.collect import Collected, silent_groups
+from rlgen.trainers.loop import Learning
 from rlgen.types import Position, Samples
 
 Say = Callable[[str], None]
@@ -98,20 +100,20 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     samples = processes.run_all(lambda: recorder.samples(step, processes))
     prompts = processes.gather(list(islice(samples.prompt_ids, TRIED)))
     learner, at = open_at(past, changed, start, prompts, processes, say)
-    own, first_off = Side.of(past.recipe, learner, processes), None
+    own, first_off = learning_of(past.recipe, learner, processes), None
     if at.step + 1 < step:
         say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
     for before in range(at.step + 1, step):
         got = recorder.collected(before, at, own)
-        metrics = computed(own, got, before).metrics
+        metrics = finite(own(got, before).metrics)
         learner.schedule.step()
         first_off = first_off or (before if differences(past.steps.get(before, {}), metrics) else None)
         at = Position(before, at.prompts + got.prompts)
     got, change = recorder.collected(step, at, own), None
     if changed is None:
-        metrics = computed(own, got, step).metrics
+        metrics = finite(own(got, step).metrics)
     else:
-        other = Side.of(changed, changed_learner(changed, learner, step), processes)
+        other = learning_of(changed, changed_learner(changed, learner, step), processes)
         metrics, change = compare(own, other, got, step)
     return Replay(
         step=step,
@@ -122,6 +124,11 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
         other=others(past, step, processes),
         change=change,
     )
+
+
+def learning_of(recipe: Recipe, learner: Learner, processes: Processes) -> Learning:
+    weights = {reward.label: reward.weight for reward in recipe.rewards}
+    return build_learning(recipe, learner, sampling_of(recipe, (), None), processes, weights, None)
 
 
 def start_of(past: Past, step: int) -> Choice:
@@ -192,18 +199,18 @@ class Recorder:
     say: Say
     data: Data | None = field(default=None)
 
-    def collected(self, step: int, at: Position, own: Side) -> Collected:
+    def collected(self, step: int, at: Position, own: Learning) -> Collected:
         """Returns the samples of a step as training collected them."""
         recipe = self.past.recipe
-        samples = own.processes.run_all(lambda: self.with_images(self.samples(step, own.processes), step))
-        table = RowTable.gather(samples, own.processes)
-        table = table.take(np.lexsort((table.sample_index, table.group_id)))  # prompt by prompt, as it was collected
+        samples = own.update.processes.run_all(lambda: self.with_images(self.samples(step, own.update.processes), step))
+        table = RowTable.gather(samples, own.update.processes)
+        table = table.take(np.lexsort((table.sample_index, table.group_id)))  # of `refill`, prompt by prompt as it was collected
         replaced = np.zeros(len(table), dtype=bool)
         groups, first = np.unique(table.group_id), 0
         wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling
         while wanted and left:
             silent = silent_groups(
-                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.learner.algorithm, own.weights
+                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.update.algorithm, own.windows.weights
             )
             replaced |= np.isin(table.group_id, silent)
             first, wanted, left = first + wanted, len(silent), left - 1
@@ -221,9 +228,13 @@ class Recorder:
         """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one."""
         if processes.world > 1:
             return self.part(step, processes)
+        recipe = self.past.recipe
         tokens = self.past.steps.get(step, {}).get(Metric.TOKENS_GENERATED)
         if (samples := from_rollouts(self.past.path, step)) is None or not is_whole(samples, tokens):
-            samples = self.journaled(step)
+            self.data = self.data or open_data(recipe)
+            labels, sampling = [reward.label for reward in recipe.rewards], sampling_of(recipe, self.data.stop_ids, None)
+            oldest, prompt_of = step - 1 - recipe.oldest_sample, self.data.prompts.at
+            samples = from_journal(self.past.path, step, labels, prompt_of, sampling, recipe.run.seed, oldest, self.say)
         if not is_whole(samples, tokens):
             raise UsageError(
                 f"step {step}: neither rollouts nor journal in {self.past.path} hold all that was sampled"
@@ -261,20 +272,6 @@ class Recorder:
                 " `rlgen replay` without a launcher, or replay a step after a later checkpoint"
             )
         return samples
-
-    def journaled(self, step: int) -> Samples:
-        recipe = self.past.recipe
-        self.data = self.data or open_data(recipe)
-        return from_journal(
-            self.past.path,
-            step,
-            [reward.label for reward in recipe.rewards],
-            self.data.prompts.at,
-            sampling_of(recipe, self.data.stop_ids, None),
-            recipe.run.seed,
-            step - 1 - recipe.oldest_sample,
-            self.say,
-        )
 
 
 def is_whole(samples: Samples, tokens: int | None) -> bool:

@@ -17,7 +17,6 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
-from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
@@ -35,9 +34,9 @@ from rlgen.sentinel.verdict import Rung, failed
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
-from rlgen.setup.inputs import record_attempt, same_inputs, user_files
+from rlgen.setup.inputs import UserCode, record_attempt, same_inputs
 from rlgen.setup.largest import try_largest
-from rlgen.setup.learner import build_groups, build_updater, build_windows
+from rlgen.setup.learner import build_learning, build_updater
 from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
 from rlgen.trainers.callbacks import Callbacks
@@ -73,22 +72,14 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
     with ExitStack() as undo:
         data, scorer = open_inputs(attempt, between)
         undo.callback(scorer.close)
-        judge = open_judge(attempt, data)
-        if judge is not None:
-            undo.callback(judge.close)
         recipe = data.recipe
         attempt = replace(attempt, recipe=recipe)
-        tools_log = attempt.directory.logs / (f"tools.rank{processes.rank}.log" if processes.rank else "tools.log")
-        dialogue = processes.run_all(lambda: open_dialogue(recipe, data.tokenizer, data.stop_ids, tools_log))
-        if dialogue is not None:
-            undo.callback(dialogue.turns.close)
-        own = recipe.rollout.use
-        custom = None if own is None else processes.run_all(lambda: CustomRollout.load(own))
-        code = processes.run_all(lambda: user_files(recipe.trainer, scorer, judge, dialogue, custom))
+        code = open_code(attempt, data, scorer, undo)
+        digests = processes.run_all(lambda: code.digests(recipe.trainer))
         processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
         began_with = None
         if attempt.checkpoint:
-            unchanged = {} if attempt.changed_rewards else code
+            unchanged = {} if attempt.changed_rewards else digests
             began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, unchanged))
         pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
         undo.callback(pair.close)
@@ -105,10 +96,10 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         if processes.is_main and (warning := little_space(attempt.directory.checkpoints, pair.learner.policy.model)):
             console.say(f"warning: {warning}")
         engine = pair.engine.facts()
-        processes.on_main(lambda: record_attempt(attempt.directory, pair, code, rungs, attempt.notices, engine))
+        processes.on_main(lambda: record_attempt(attempt.directory, pair, digests, rungs, attempt.notices, engine))
         if recipe.run.probe_max:
             console.say(try_memory(recipe, pair))
-        trainer = build_trainer(attempt, pair, scorer, judge, probe, dialogue, custom)
+        trainer = build_trainer(attempt, pair, code, probe)
         undo.pop_all()
     return trainer, pair.position
 
@@ -134,14 +125,22 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
     return data, scorer
 
 
-def open_judge(attempt: RunContext, data: Data) -> Scorer | None:
-    held_out, directory, processes = data.held_out, attempt.directory, attempt.processes
-    if held_out is None:
-        return None
-    attempt.console.say(f"eval: {words_of(data.recipe, held_out)}")
-    output = directory.logs / f"rewards.eval.rank{processes.rank}.log"
-    failures, answers = directory.failed_rewards / "eval", directory.judge / "eval"
-    return processes.run_all(lambda: open_eval_scorer(data.recipe, held_out, output, failures, answers))
+def open_code(attempt: RunContext, data: Data, scorer: Scorer, undo: ExitStack) -> UserCode:
+    """Opens what runs the user's code beside the rewards of training; `undo` gets what closes it."""
+    recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
+    judge, held_out, own = None, data.held_out, recipe.rollout.use
+    if held_out is not None:
+        attempt.console.say(f"eval: {words_of(recipe, held_out)}")
+        output = directory.logs / f"rewards.eval.rank{processes.rank}.log"
+        failures, answers = directory.failed_rewards / "eval", directory.judge / "eval"
+        judge = processes.run_all(lambda: open_eval_scorer(recipe, held_out, output, failures, answers))
+        undo.callback(judge.close)
+    tools_log = directory.logs / (f"tools.rank{processes.rank}.log" if processes.rank else "tools.log")
+    dialogue = processes.run_all(lambda: open_dialogue(recipe, data.tokenizer, data.stop_ids, tools_log))
+    if dialogue is not None:
+        undo.callback(dialogue.turns.close)
+    custom = None if own is None else processes.run_all(lambda: CustomRollout.load(own))
+    return UserCode(scorer=scorer, judge=judge, dialogue=dialogue, custom=custom)
 
 
 def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
@@ -173,33 +172,25 @@ def try_memory(recipe: Recipe, pair: Pair) -> str:
     return tried
 
 
-def build_trainer(
-    attempt: RunContext,
-    pair: Pair,
-    scorer: Scorer,
-    judge: Scorer | None,
-    probe: Probe,
-    dialogue: Dialogue | None,
-    custom: CustomRollout | None,
-) -> Trainer:
+def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe) -> Trainer:
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
-    learner, done = pair.learner, pair.position.step
-    journal = open_journal(attempt, pair, scorer, dialogue, custom)
+    learner, done, scorer, dialogue = pair.learner, pair.position.step, code.scorer, code.dialogue
+    journal = open_journal(attempt, pair, code)
     early = EarlyScoring(scorer)
-    sampler = build_sampler(attempt, pair, journal, early, dialogue, custom)
+    sampler = build_sampler(attempt, pair, journal, early, code)
     watch = build_watch(attempt, pair, probe, sampler)
     checkpoints = Checkpoints(
-        directory.checkpoints, recipe.checkpoint.keep, processes, learner.base, recipe.trainer.kind, learner.held
+        directory.checkpoints, recipe.checkpoint.keep, processes, learner.models.base, recipe.trainer.kind, learner.models.held
     )
-    evaluate = None
-    if judge is not None and pair.data.held_out is not None:
-        best = processes.on_main(lambda: Best(directory.read_metrics())) if pair.data.held_out.settings.best else None
-        evaluate = build_evaluator(recipe, pair, pair.data.held_out, judge, watch, directory.evals, best, dialogue)
+    evaluate, held_out = None, pair.data.held_out
+    if code.judge is not None and held_out is not None:
+        best = processes.on_main(lambda: Best(directory.read_metrics())) if held_out.settings.best else None
+        evaluate = build_evaluator(recipe, pair, held_out, code.judge, watch, directory.evals, best, dialogue)
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(learner.policy.model, processes)
     processes.run_all(lambda: journal.starts_from(done, weights))
-    windows = build_windows(recipe, learner, pair.sampling, processes, scorer.weights)
-    update = build_updater(recipe, learner, pair.sampling, processes, None if pair.sampling.regex else watch)
+    compared = None if pair.sampling.regex else watch
+    learn = build_learning(recipe, learner, pair.sampling, processes, scorer.weights, compared)
     report = Reporter(
         steps=recipe.run.steps,
         max_nonfinite=recipe.optim.max_nonfinite,
@@ -218,16 +209,13 @@ def build_trainer(
             processes=processes,
             engine_share=pair.engine_share,
             prompts=pair.data.prompts,
-            engine=pair.engine,
             sampler=sampler,
             scorer=scorer,
             early=early,
-            journal=journal,
             algorithm=learner.algorithm,
-            stream=build_stream(pair, sampler, early, scorer.weights, build_groups(recipe, learner, windows, update)),
+            stream=build_stream(pair, sampler, early, scorer.weights, learn.groups),
         ),
-        windows=windows,
-        update=update,
+        learn=learn,
         evaluate=evaluate,
         report=report,
         save=Saver(
@@ -238,7 +226,6 @@ def build_trainer(
             optimizer=learner.optimizer,
             schedule=learner.schedule,
             checkpoints=checkpoints,
-            journal=journal,
             sampler=sampler,
             report=report,
             evaluate=evaluate,
@@ -247,31 +234,22 @@ def build_trainer(
     )
 
 
-def open_journal(
-    attempt: RunContext, pair: Pair, scorer: Scorer, dialogue: Dialogue | None, custom: CustomRollout | None
-) -> Journal:
+def open_journal(attempt: RunContext, pair: Pair, code: UserCode) -> Journal:
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
-    judge = [(reward.label, reward.sha256, reward.weight) for reward in scorer.rewards]
+    judge = [(reward.label, reward.sha256, reward.weight) for reward in code.scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
-    beside = [pair.learner.base, *([] if dialogue is None else [dialogue.digest])]
-    beside += [] if custom is None else [custom.use, custom.sha256]
+    beside = [pair.learner.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
+    beside += [] if code.custom is None else [code.custom.use, code.custom.sha256]
     versions = max(1, attempt.recipe.rollout.async_steps)
     return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside, versions)
 
 
-def build_sampler(
-    attempt: RunContext,
-    pair: Pair,
-    journal: Journal,
-    early: EarlyScoring,
-    dialogue: Dialogue | None,
-    custom: CustomRollout | None,
-) -> Sampler:
+def build_sampler(attempt: RunContext, pair: Pair, journal: Journal, early: EarlyScoring, code: UserCode) -> Sampler:
     recipe, prompts = attempt.recipe, pair.data.prompts
     count, steps = recipe.rollout.prompts_per_step, recipe.run.steps
     abilities = pair.engine.abilities
     # Rewards would only slow down an engine that needs the cores of this machine, unless groups are trained on meanwhile.
-    early_pays = (abilities.elsewhere or recipe.rollout.stream) and custom is None
+    early_pays = (abilities.elsewhere or recipe.rollout.stream) and code.custom is None
     return Sampler(
         engine=pair.engine,
         prompts_of=lambda step: pair.engine_share.share(prompts.take((step - 1) * count, count if step <= steps else 0)),
@@ -288,8 +266,8 @@ def build_sampler(
         all_or_none=abilities.whole_step,
         say=attempt.console.say,
         group_finished=early.add if early_pays and pair.engine_share.first else None,
-        dialogue=dialogue,
-        custom=custom,
+        dialogue=code.dialogue,
+        custom=code.custom,
         interruptible=recipe.rollout.stream,
     )
 

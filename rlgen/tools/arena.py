@@ -2,15 +2,13 @@
 state, and none waits for another conversation.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe
-from rlgen.tools.box import CHARACTERS, Answered, Calls
+from rlgen.tools.box import CHARACTERS, Answered, Calls, digest_of
 from rlgen.tools.environment import EnvironmentSource
 from rlgen.worker_pool.pool import Pool, limits_of
 
@@ -24,31 +22,29 @@ class EnvPool:
     calls: Calls  # in pools of one process each; conversation i is in pool i modulo their number
     _talks: "count[int]" = field(default_factory=count)
 
+    def number(self) -> int:
+        """Returns the number of a new conversation."""
+        return next(self._talks)
+
     def first(self, begin: dict[str, Any], done: Answered) -> None:
-        """Asks what `reset` returns for a row, given what it may take. `done` gets {"text": ...}, or why there is none, from a
-        thread.
+        """Asks what `reset` returns for a row, given what it may take.
+
+        As in all methods, `done` gets the answer from another thread, here {"text": ...}; or why there is none; or an error that
+        ends the run: the code has changed, or no process starts.
         """
         self._call(self.number(), {"begin": begin}, done)
 
     def demonstrate(self, begin: dict[str, Any], done: Answered) -> None:
-        """Asks for a good first message and the answer to it. `done` gets {"said": ..., "text": ...}, or why there is none, such
-        as that the environment has no method `demonstrate`.
-        """
+        """Asks for a good first message and the answer to it, {"said": ..., "text": ...}; not every environment has them."""
         self._call(self.number(), {"begin": begin, "demonstrate": True}, done)
 
-    def number(self) -> int:
-        return next(self._talks)
-
     def begin(self, talk: int, begin: dict[str, Any], expected: str | None, message: str, done: Answered) -> None:
-        """Begins a conversation, of a `number`, with the model's first message; `expected` is what `first` returned. `done` is as
-        in `step`.
-        """
+        """Begins conversation `talk` with the model's first message; `expected` is what `first` returned. `done` as in `step`."""
         self._call(talk, {"begin": begin, "expected": expected, "message": message}, done)
 
     def step(self, talk: int, message: str, done: Answered) -> None:
-        """Passes a message on, and returns. `done` gets {"text": ..., "characters": ..., "reward": ..., "done": ...} from another
-        thread; or why there is no answer, after which the conversation has ended; or an error that ends the run: the code has
-        changed, or no process starts.
+        """Passes a message on. The answer is {"text": ..., "characters": ..., "reward": ..., "done": ...}; without one, the
+        conversation has ended.
         """
         self._call(talk, {"message": message}, done)
 
@@ -75,8 +71,7 @@ def open_arena(settings: EnvironmentRecipe, scoring: ScoringRecipe, output: Path
         for pool in pools:
             pool.start()  # all of them import at the same time
         found = [pool.facts()[0] for pool in pools]
-        decides = json.dumps([settings.model_dump(mode="json"), found[0].sha256], sort_keys=True)
-        digest = hashlib.sha256(decides.encode()).hexdigest()[:16]
+        digest = digest_of(settings.model_dump(mode="json"), found[0].sha256)
         return EnvPool(settings, digest, Calls(pools, "environment answers"))
     except BaseException:
         for pool in pools:

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import count
@@ -42,10 +42,6 @@ class ToolAnswer:
     text: str
     why: Why = ""
     left_out: int = 0  # characters that were cut off in the worker
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.why)
 
 
 Done = Callable[[Sequence[ToolAnswer] | RlgenError], None]
@@ -109,28 +105,6 @@ class Calls:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
-    """The calls of one turn, which are answered together."""
-
-    done: Done
-    answers: list[ToolAnswer]  # of a call that runs still: a place for it
-    missing: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def answered(self, place: int, value: dict[str, Any] | Failed | RlgenError) -> None:
-        """Takes the answer of one call; hands over all with the last, or the first error instead."""
-        with self.lock:
-            if isinstance(value, RlgenError):
-                ends, self.missing = self.missing > 0, 0
-            else:
-                self.answers[place] = told(value)
-                self.missing -= 1
-                ends = not self.missing
-        if ends:
-            self.done(value if isinstance(value, RlgenError) else self.answers)
-
-
-@dataclass(slots=True, eq=False)
 class ToolBox:
     """All tools of a recipe, and the processes that run them."""
 
@@ -144,14 +118,29 @@ class ToolBox:
         from another thread; or an error, after which no call is possible: a tool's code has changed, or no process starts.
         """
         names = [entry.label for entry in self.entries]
+        answers = [ToolAnswer(no_such_tool(call.name, names), "unknown") for call in calls]
         known = [place for place, call in enumerate(calls) if call.name in names]
-        batch = Batch(done, [ToolAnswer(no_such_tool(call.name, names), "unknown") for call in calls], len(known))
+        missing, lock = set(known), threading.Lock()
+
+        def answered(place: int, value: dict[str, Any] | Failed | RlgenError) -> None:
+            with lock:
+                if not missing:  # an error has ended the turn already
+                    return
+                if isinstance(value, RlgenError):
+                    missing.clear()
+                else:
+                    answers[place] = told(value)
+                    missing.remove(place)
+                if missing:
+                    return
+            done(value if isinstance(value, RlgenError) else answers)
+
         if not known:
-            done(batch.answers)
+            done(answers)
         for place in known:
             which = names.index(calls[place].name)
             longest = CHARACTERS * self.entries[which].max_output_tokens
-            self.calls.add(0, which, {"arguments": dict(calls[place].arguments)}, longest, partial(batch.answered, place))
+            self.calls.add(0, which, {"arguments": dict(calls[place].arguments)}, longest, partial(answered, place))
 
     def close(self) -> None:
         self.calls.close()
@@ -180,9 +169,7 @@ def open_tools(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Pa
     try:
         facts = pool.facts()
         schemas = tuple(fact.schema for fact in facts if fact.schema is not None)
-        settings = [entry.model_dump(mode="json") for entry in entries]
-        decides = json.dumps([settings, schemas, [fact.sha256 for fact in facts]], sort_keys=True)
-        digest = hashlib.sha256(decides.encode()).hexdigest()[:16]
+        digest = digest_of([entry.model_dump(mode="json") for entry in entries], schemas, [fact.sha256 for fact in facts])
         return ToolBox(tuple(entries), schemas, digest, Calls([pool], "tool answers"))
     except BaseException:
         pool.close()
@@ -202,6 +189,11 @@ def schemas_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe) -> tuple[d
 
 def pool_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Path | None) -> Pool:
     return Pool([ToolSource(one.use, one.label, one.timeout, one.args) for one in entries], limits_of(scoring), output)
+
+
+def digest_of(*decides: Any) -> str:
+    """Returns the digest of what decides the answers."""
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def no_such_tool(name: str, names: Sequence[str]) -> str:

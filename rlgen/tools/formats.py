@@ -92,7 +92,9 @@ def format_of(template: str, said: ToolFormat | None) -> ToolFormat:
 
 
 def call_of(value: Any, text: str) -> Found:
-    """Returns the call that a JSON object is: {"name": ..., "arguments": {...}}, or `parameters`."""
+    """Returns the call that a JSON object is: {"name": ..., "arguments": {...}}, or `parameters`; Malformed stays what it is."""
+    if isinstance(value, Malformed):
+        return value
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -117,15 +119,12 @@ def json_of(text: str) -> Any:
 
 
 def one_object(text: str) -> list[Found]:
-    value = json_of(text)
-    return [value if isinstance(value, Malformed) else call_of(value, text)]
+    return [call_of(json_of(text), text)]
 
 
 def objects(text: str) -> list[Found]:
     """Reads a JSON list of objects, or a single object."""
     value = json_of(text)
-    if isinstance(value, Malformed):
-        return [value]
     return [call_of(one, text) for one in value] if isinstance(value, list) else [call_of(value, text)]
 
 

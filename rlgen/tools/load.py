@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NotRequired, Required, get_type_hints
 
@@ -116,8 +117,10 @@ def described_to_the_model(source: ToolSource, function: Callable[..., Any]) -> 
         raise ToolError(f"{where}: JSON has no type for one of its parameters: {str(error).splitlines()[0]}") from error
     found.pop("additionalProperties", None)
     for name, one in open_ones.items():
-        if one.default is not one.empty and is_json(one.default):
-            found["properties"][name]["default"] = one.default
+        if one.default is not one.empty:
+            with suppress(TypeError, ValueError):  # it is no JSON value
+                json.dumps(one.default)
+                found["properties"][name]["default"] = one.default
     told = {"type": "object", "properties": {}, "required": [], **found}
     return {"type": "function", "function": {"name": source.name, "description": summary, "parameters": told}}, adapter
 
@@ -147,11 +150,3 @@ def without_titles(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {key: without_titles(part) for key, part in schema.items() if key != "title" or not isinstance(part, str)}
-
-
-def is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

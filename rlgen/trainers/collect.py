@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.data import PromptStream
-from rlgen.engines.base import Engine
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer
-from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
@@ -54,11 +52,9 @@ class Collector:
     processes: Processes
     engine_share: EngineShare
     prompts: PromptStream
-    engine: Engine
     sampler: Sampler
     scorer: Scorer
     early: EarlyScoring  # scores groups while others are sampled, if the sampler passes it groups, else afterwards
-    journal: Journal
     algorithm: Algorithm
     stream: Stream | None = None  # trains on groups while others are sampled; None: training begins when all are there
 
@@ -102,7 +98,7 @@ class Collector:
             tables.append(replace(table, replaced=np.isin(table.group_id, silent)))
             taken, too_old = taken + wanted, too_old + (dropped if self.engine_share.first else 0)
             if left and not len(silent):
-                self.processes.run_all(self.engine.sleep, has_collectives=self.engine_share.shared)
+                self.processes.run_all(self.sampler.engine.sleep, has_collectives=self.engine_share.shared)
             wanted, left = len(silent), left - 1
         if self.recipe.async_steps:
             self.early.open(step + 1)  # whose groups arrive while this step trains
@@ -125,12 +121,12 @@ class Collector:
         """Returns the groups of `prompts`, and how many samples were dropped as too old. With `last`, the engine then sleeps."""
         groups, dropped = self.sampler.groups(step, prompts)
         if last:
-            self.engine.sleep()
+            self.sampler.engine.sleep()
         return groups, dropped
 
     def rewarded(self, groups: Sequence[Group], step: int) -> Samples:
         def score_own() -> Samples:
-            scored = self.journal.score(step, groups, partial(self.early.result, step)) if self.engine_share.first else []
+            scored = self.sampler.journal.score(step, groups, partial(self.early.result, step)) if self.engine_share.first else []
             return Samples.of([sample for group in scored for sample in group.samples], list(self.scorer.weights))
 
         return self.processes.run_all(score_own, keepalive=True)

@@ -9,10 +9,10 @@ gradients are added exactly (`ExactSum`), and all other numbers in the order of 
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +28,8 @@ from rlgen.rewards.early import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
 from rlgen.run.state import random_tensors, set_random
-from rlgen.trainers.update import Updater, UpdateResult
+from rlgen.trainers.results import UpdateResult
+from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Group, Samples
 
@@ -88,8 +89,7 @@ class Learned:
 
     table: RowTable
     window: Window
-    signal: Signal
-    measured: Mapping[str, Any]
+    kl: Tensor | None  # [B] to the reference, if the algorithm takes it from the reward
     part: UpdateResult
 
 
@@ -118,11 +118,12 @@ class Groups:
     def learn(self, table: RowTable, samples: Samples, epoch: float) -> None:
         """Runs forward and backward on the rows of one group, and adds the gradient to the sums."""
         with nullcontext() if self.waits(samples) else self.own_threads():
-            window, signal, measured = self.windows.build(table, samples, epoch)
+            kl = self.windows.kl(table, samples)
+            window, _, _ = self.windows.plan(table, samples, epoch, kl)
+            self.windows.add_reference(window)
             part = self.update.run_first(replace(window, totals=self.provisional))
             self.sums.take()
-        group_id = int(table.group_id[0])
-        self.learned[group_id] = Learned(table=table, window=window, signal=signal, measured=measured, part=part)
+        self.learned[int(table.group_id[0])] = Learned(table=table, window=window, kl=kl, part=part)
 
     def finish(self, table: RowTable, samples: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
         """Trains on the groups that are left, and makes the whole gradient that of the parameters.
@@ -148,7 +149,7 @@ class Groups:
                 if not same or rows[-1] - rows[0] != len(rows) - 1:
                     what = f"group {group_id} was trained with other rewards, or in another order, than in the step's table"
                     raise SentinelError(Fault.COMPLETION_ORDER, what)
-            joined = self.joined(of_step)
+            joined = self.joined(of_step, table, samples, epoch)
         except BaseException:
             self.drop()
             raise
@@ -156,20 +157,26 @@ class Groups:
         self.sums.drop()
         return joined
 
-    def joined(self, of_step: Sequence[Learned]) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
-        window = join_windows([one.window for one in of_step], [len(one.table) for one in of_step])
+    def joined(
+        self, of_step: Sequence[Learned], table: RowTable, samples: Samples, epoch: float
+    ) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
+        """Returns the window of the step with what its groups have computed, and corrects gradient and loss to its totals."""
+        kl = torch.cat([one.kl for one in of_step if one.kl is not None]) if of_step[0].kl is not None else None
+        window, signal, measured = self.windows.plan(table, samples, epoch, kl)
+        parts, first, first_trained = [], 0, 0
+        for one in of_step:
+            for name, values in one.window.computed.items():
+                moved = {tuple(row + first_trained for row in rows): value for rows, value in values.items()}
+                window.computed.setdefault(name, {}).update(moved)
+            window.mismatches.extend(one.window.mismatches)
+            parts.append(replace(one.part, nonfinite=frozenset(first + place for place in one.part.nonfinite)))
+            first, first_trained = first + len(one.table), first_trained + len(one.window.rows)
         tokens, divisor = window.totals.tokens, self.update.algorithm.divides_by
         factor = getattr(self.provisional, divisor) / max(getattr(window.totals, divisor), 1)
         if tokens:
             self.sums.give(factor)
-        measured = dict(of_step[0].measured)
-        if Metric.KL_REF_K1 in measured:
-            sampled = [int(one.table.sampled_tokens.sum()) for one in of_step]
-            total = sum((one.measured[Metric.KL_REF_K1] or 0.0) * count for one, count in zip(of_step, sampled, strict=True))
-            measured[Metric.KL_REF_K1] = total / sum(sampled) if sum(sampled) else None
-        part = joined_parts([one.part for one in of_step], [len(one.table) for one in of_step])
-        part = scaled(part, factor, self.provisional.tokens / max(tokens, 1))
-        return window, join_signals([one.signal for one in of_step]), measured, part
+        part = scaled(UpdateResult.sum(parts), factor, self.provisional.tokens / max(tokens, 1))
+        return window, signal, measured, part
 
     def drop(self) -> None:
         """Discards the gradients of a step that is given up."""
@@ -244,53 +251,6 @@ def provisional_totals(prompts: int, group_size: int, max_tokens: int) -> Totals
     return Totals(sequences=rows, tokens=rows * max_tokens, kept=rows * max_tokens, prompts=prompts, pairs=rows)
 
 
-def join_windows(windows: Sequence[Window], rows: Sequence[int]) -> Window:
-    """Returns the window of all groups, in their order; `rows` are how many each has in the step's table."""
-    at = firsts([len(window.rows) for window in windows])
-    pairs = firsts([window.totals.pairs for window in windows])
-
-    def moved(batches: Sequence[tuple[int, ...]], first: int) -> list[tuple[int, ...]]:
-        return [tuple(row + first for row in batch) for batch in batches]
-
-    computed: dict[str, dict[tuple[int, ...], Tensor]] = {}
-    for window, first in zip(windows, at, strict=True):
-        for name, values in window.computed.items():
-            computed.setdefault(name, {}).update(zip(moved(list(values), first), values.values(), strict=True))
-    return Window(
-        samples=Samples.join([window.samples for window in windows]),
-        rows=np.concatenate([window.rows + first for window, first in zip(windows, firsts(rows), strict=True)]),
-        advantages=torch.cat([window.advantages for window in windows]),
-        pair_id=torch.cat([renumbered(window.pair_id, first) for window, first in zip(windows, pairs, strict=True)]),
-        group_tokens=torch.cat([window.group_tokens for window in windows]),
-        totals=Totals(**{one.name: sum(getattr(window.totals, one.name) for window in windows) for one in fields(Totals)}),
-        epoch=windows[0].epoch,
-        micro_batches=tuple(
-            rows for window, first in zip(windows, at, strict=True) for rows in moved(window.micro_batches, first)
-        ),
-        idle=tuple(rows for window, first in zip(windows, at, strict=True) for rows in moved(window.idle, first)),
-        frozen={name: torch.cat([window.frozen[name] for window in windows]) for name in windows[0].frozen},
-        computed=computed,
-        mismatches=[gap for window in windows for gap in window.mismatches],
-    )
-
-
-def join_signals(signals: Sequence[Signal]) -> Signal:
-    pairs = firsts([int(signal.pair_id.max()) + 1 for signal in signals])
-    return Signal(
-        advantages=torch.cat([signal.advantages for signal in signals]),
-        counted=torch.cat([signal.counted for signal in signals]),
-        trained=torch.cat([signal.trained for signal in signals]),
-        pair_id=torch.cat([renumbered(signal.pair_id, first) for signal, first in zip(signals, pairs, strict=True)]),
-    )
-
-
-def joined_parts(parts: Sequence[UpdateResult], rows: Sequence[int]) -> UpdateResult:
-    places = zip(parts, firsts(rows), strict=True)
-    return UpdateResult.sum(
-        [replace(part, nonfinite=frozenset(place + first for place in part.nonfinite)) for part, first in places]
-    )
-
-
 def scaled(part: UpdateResult, factor: float, token_factor: float) -> UpdateResult:
     """Returns the result of a step, corrected from the provisional denominators of its loss to the true ones.
 
@@ -302,13 +262,3 @@ def scaled(part: UpdateResult, factor: float, token_factor: float) -> UpdateResu
         mean = stats[Metric.POLICY_LOSS]
         stats[Metric.POLICY_LOSS] = Mean(mean.total * factor, mean.count * token_factor)
     return replace(part, loss=part.loss * factor, stats=stats)
-
-
-def firsts(counts: Sequence[int]) -> list[int]:
-    begins: list[int] = np.cumsum([0, *counts])[:-1].tolist()
-    return begins
-
-
-def renumbered(pair_id: Tensor, first: int) -> Tensor:
-    """Returns [B] with pairs numbered from `first` on; -1 stays."""
-    return torch.where(pair_id < 0, pair_id, pair_id + first)

@@ -16,11 +16,32 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.callbacks import Callbacks
 from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.evaluate import Evaluator
+from rlgen.trainers.groups import Groups
 from rlgen.trainers.report import Reporter
+from rlgen.trainers.results import StepResult
 from rlgen.trainers.saving import Saver
-from rlgen.trainers.update import StepResult, Updater
+from rlgen.trainers.update import Updater
 from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """Runs window -> update: what a step learns from its samples, in training and in a replay."""
+
+    windows: WindowBuilder
+    update: Updater
+    groups: Groups | None  # has run the first update of a step while others were sampled (`rollout.stream`); None: no stream
+
+    def __call__(self, got: Collected, step: int) -> StepResult:
+        """Moves the weights. The caller steps the schedule of the learning rate."""
+        if self.groups is None:
+            window, signal, measured = self.windows.build(got.learned_from, got.samples, got.epoch)
+            updated, skipped = self.update(window, step)
+        else:
+            window, signal, measured, first = self.groups.finish(got.learned_from, got.samples, got.epoch)
+            updated, skipped = self.update(window, step, first)
+        return StepResult(window=window, signal=signal, metrics={**measured, **updated}, skipped=skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +55,7 @@ class Trainer:
     recipe: Recipe
     processes: Processes
     collect: Collector
-    windows: WindowBuilder
-    update: Updater
+    learn: Learning
     evaluate: Evaluator | None  # None: the recipe evaluates nothing
     report: Reporter
     save: Saver
@@ -57,7 +77,9 @@ class Trainer:
                 got = self.collect(step, at.prompts, clock, stop)
                 self.callbacks.rollouts(step, got, self.report.writer, stop)
                 collected = clock.seconds
-                learned = self.learn(got, step, clock)
+                with clock("train"):
+                    learned = self.learn(got, step)
+                    self.save.schedule.step()
             at = Position(step, at.prompts + got.prompts, at.nonfinite + 1 if learned.skipped else 0)
             with clock("save"):
                 self.report.rollouts(at, got, learned)
@@ -65,7 +87,7 @@ class Trainer:
             refused, probed = self.sync(step, clock)
             evaluated = {} if refused else self.evaluated(step, clock)
             measured = {**learned.metrics, **probed, **evaluated}
-            record, checkup = self.report.metrics(step, got, measured, self.collect.engine.weight_version, clock)
+            record, checkup = self.report.metrics(step, got, measured, self.collect.sampler.engine.weight_version, clock)
             # Saves after the metrics, so that a step with a checkpoint has metrics. The time of the save counts to the next step.
             seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
             self.save.after_step(at, checkup, refused, clock)
@@ -96,18 +118,6 @@ class Trainer:
             set_random(draws)
             raise self.save.stopped(at, stop.why) from None
 
-    def learn(self, got: Collected, step: int, clock: Clock) -> StepResult:
-        with clock("train"):
-            stream = self.collect.stream
-            if stream is None:
-                window, signal, measured = self.windows.build(got.learned_from, got.samples, got.epoch)
-                updated, skipped = self.update(window, step)
-            else:  # the first update has run while others were sampled
-                window, signal, measured, first = stream.groups.finish(got.learned_from, got.samples, got.epoch)
-                updated, skipped = self.update(window, step, first)
-            self.save.schedule.step()
-        return StepResult(window=window, signal=signal, metrics={**measured, **updated}, skipped=skipped)
-
     def sync(self, step: int, clock: Clock) -> tuple[EngineError | None, dict[str, Any]]:
         """Sends the weights of `step` to the engine. Returns the engine's error or None, and the metrics measured after the sync.
 
@@ -118,11 +128,11 @@ class Trainer:
             self.processes.run_all(self.collect.sampler.before_sync, keepalive=True)
         with clock("sync"):
             probed: dict[str, Any] = {}
-            watch, weights = self.update.watch, bits(self.update.policy.model, self.processes)
+            watch, weights = self.learn.update.watch, bits(self.learn.update.policy.model, self.processes)
             # Before the sync: the engine may sample with these weights as soon as it has them.
-            self.processes.run_all(lambda: self.collect.journal.starts_from(step, weights))
+            self.processes.run_all(lambda: self.collect.sampler.journal.starts_from(step, weights))
             try:
-                send_weights(self.collect.engine, self.update.policy.model, step, self.processes)
+                send_weights(self.collect.sampler.engine, self.learn.update.policy.model, step, self.processes)
                 if watch is not None:
                     probed = watch.after_sync(step)
             except EngineError as error:
@@ -167,7 +177,7 @@ class Trainer:
             self.collect.scorer.close()
         finally:
             try:
-                self.collect.engine.close()
+                self.collect.sampler.engine.close()
                 if (dialogue := self.collect.sampler.dialogue) is not None:
                     dialogue.turns.close()  # after the engine, which no longer waits for replies
             finally:

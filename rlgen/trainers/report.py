@@ -18,7 +18,7 @@ from rlgen.run.records import sample_metrics, staleness_metrics, turn_metrics
 from rlgen.run.rollouts import Rollout, RolloutWriter
 from rlgen.run.sinks.open import Sinks
 from rlgen.trainers.collect import Collected
-from rlgen.trainers.update import SkippedUpdate, StepResult
+from rlgen.trainers.results import SkippedUpdate, StepResult
 from rlgen.types import Position, Ragged, Samples
 
 Reported: TypeAlias = tuple[dict[str, Any], Checkup]

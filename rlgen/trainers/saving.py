@@ -12,7 +12,6 @@ from rlgen.errors import CheckpointError, EngineError, Stopped
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.clock import Clock
@@ -33,7 +32,6 @@ class Saver:
     optimizer: Optimizer
     schedule: LRScheduler
     checkpoints: Checkpoints
-    journal: Journal
     sampler: Sampler
     report: Reporter
     evaluate: Evaluator | None
@@ -84,7 +82,7 @@ class Saver:
             CheckpointError: the save failed; raised in all processes.
         """
         if self.checkpoints.complete(wait):
-            self.processes.on_main(lambda: self.journal.drop(0, self.checkpoints.oldest()))
+            self.processes.on_main(lambda: self.sampler.journal.drop(0, self.checkpoints.oldest()))
             self.report.console.say(f"checkpoint: step {self.checkpoints.newest()} is saved")
 
     @property
@@ -100,8 +98,8 @@ class Saver:
         with suppress(CheckpointError):
             self.finish(wait=True)  # completing a save flushes the journal
         with suppress(CheckpointError):
-            self.processes.run_all(self.journal.close)
-            self.processes.on_main(lambda: self.journal.invalidate(step))
+            self.processes.run_all(self.sampler.journal.close)
+            self.processes.on_main(lambda: self.sampler.journal.invalidate(step))
 
     def stopped(self, at: Position, why: str) -> Stopped:
         """Saves the last trained step, if there is one, and returns the error to raise."""

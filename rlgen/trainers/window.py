@@ -186,16 +186,24 @@ class WindowBuilder:
 
     def build(self, table: RowTable, held: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any]]:
         """Returns the window of a step, the signal of its rows, and the metrics that were measured on the way."""
-        kl = self.kl(table, held) if self.algorithm.reference == "reward" else None
+        planned = self.plan(table, held, epoch, self.kl(table, held))
+        self.add_reference(planned[0])
+        return planned
+
+    def plan(self, table: RowTable, held: Samples, epoch: float, kl: Tensor | None) -> tuple[Window, Signal, dict[str, Any]]:
+        """Does what `build` does, but runs no model: `kl` is known, and the log-probs of the reference are left out."""
         signal = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage
         window = Window.of(table, held, signal, epoch, self.budget, self.processes, alone, self.packed)
-        if self.algorithm.reference == "loss":
-            window.frozen["ref_logp"] = self.reference_logp(window.samples, (*window.micro_batches, *window.idle))
         if kl is None:
             return window, signal, {}
         tokens = int(table.sampled_tokens.sum())
         return window, signal, {Metric.KL_REF_K1: kl.sum().item() / tokens if tokens else None}
+
+    def add_reference(self, window: Window) -> None:
+        """Computes the reference's log-probs for the rows of a window, if the loss takes them."""
+        if self.algorithm.reference == "loss":
+            window.frozen["ref_logp"] = self.reference_logp(window.samples, (*window.micro_batches, *window.idle))
 
     def reference_logp(self, samples: Samples, micro_batches: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Returns the reference policy's log-probs, [N] float32, of the distribution of the loss."""
@@ -203,12 +211,16 @@ class WindowBuilder:
         distribution = loss_distribution(self.algorithm, self.distribution)
         return score_own(self.reference, samples, distribution, self.budget, self.processes, micro_batches, self.packed)
 
-    def kl(self, table: RowTable, held: Samples) -> Tensor:
-        """Returns the sampled KL of each completion to the reference, [B]. Each process computes it for the samples it holds.
+    def kl(self, table: RowTable, held: Samples) -> Tensor | None:
+        """Returns the sampled KL of each completion to the reference, [B]; None if the algorithm takes none from the reward.
+
+        Each process computes it for the samples that it holds.
 
         Raises:
             DivergedError: a value is not finite. NaN in a reward would otherwise be taken for a reward that does not apply.
         """
+        if self.algorithm.reference != "reward":
+            return None
         own = held.take(table.place[table.holder == self.processes.rank])
         ref_logp = self.reference_logp(own)
         rows = [slice(first, last) for first, last in pairwise(own.completion_ids.offsets)]

@@ -12,7 +12,7 @@ from rlgen.losses.correction import importance_weight
 from rlgen.losses.inputs import LossInputs, Totals
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
 
-REWARDS = [1.0, 0.0, 0.25, 3.0, 1.0, 2.0, 5.0, 5.0, 5.0]  # three prompts, three completions each; the last has_gradient nothing
+REWARDS = [1.0, 0.0, 0.25, 3.0, 1.0, 2.0, 5.0, 5.0, 5.0]  # three prompts, three completions each; the last learns nothing
 GROUPS = [4, 4, 4, 7, 7, 7, 2, 2, 2]
 LENGTHS = [3, 1, 4, 2, 4, 1, 2, 3, 4]
 

@@ -153,7 +153,8 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         console, processes = Console(2, quiet=True), Processes.alone()
         attempt = opening.RunContext(recipe=recipe, directory=directory, console=console, processes=processes)
         trainer, _ = opening.open_trainer(attempt)
-    policy, reference, collect = trainer.update.policy, trainer.windows.reference, trainer.collect
+    learn, collect = trainer.learn, trainer.collect
+    policy, reference = learn.update.policy, learn.windows.reference
     assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.
     generator = torch.Generator().manual_seed(1)
@@ -163,7 +164,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     before = flat(policy)
     # Adam divides a gradient by its own size: of one that is zero by construction it would make steps of rounding errors.
     heard = Overheard(collect.algorithm)
-    update = replace(trainer.update, algorithm=heard, optimizer=torch.optim.SGD(policy.parameters(), lr=0.1))
+    update = replace(learn.update, algorithm=heard, optimizer=torch.optim.SGD(policy.parameters(), lr=0.1))
     sampling = collect.sampler.sampling
     sampling = replace(sampling, stop_ids=(*sampling.stop_ids, *further_stops))
     collect = replace(collect, sampler=replace(collect.sampler, sampling=sampling))
@@ -174,7 +175,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     assert dropped == 0
     samples = [sample for group in collect.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
     held = Samples.of(samples)
-    window, signal, _ = trainer.windows.build(RowTable.gather(held, Processes.alone()), held, epoch=0.0)
+    window, signal, _ = learn.windows.build(RowTable.gather(held, Processes.alone()), held, epoch=0.0)
     temperature = 1.0 if recipe.trainer.kind == "online_dpo" else recipe.rollout.temperature or 1.0
     distribution = Distribution(temperature=temperature)
     logp, ref_logp = (score(model, samples, distribution, 4096, Processes.alone()) for model in (policy, reference))

@@ -289,7 +289,8 @@ def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path:
                 work()
 
     for current in (main, other):
-        Saver.invalidate_samples(SimpleNamespace(processes=Both, journal=current, finish=lambda wait: None), 3)  # type: ignore[arg-type]
+        sampler = SimpleNamespace(journal=current)
+        Saver.invalidate_samples(SimpleNamespace(processes=Both, sampler=sampler, finish=lambda wait: None), 3)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.glob("*_000003*")] == ["start_000003.jsonl"]
     assert [start["weights"] for start in Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print).starts] == ["w2"]
 
@@ -589,10 +590,11 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
     directory, console = SimpleNamespace(journal=folder), SimpleNamespace(say=print)
     attempt = SimpleNamespace(recipe=recipe, directory=directory, console=console, processes=Processes.alone())
     facts = replace(FACTS, plan=EnginePlan.of(recipe, "m").digest())
-    learner, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
-    pair = SimpleNamespace(learner=learner, engine=open_engine, position=Position())
+    models, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
+    pair = SimpleNamespace(learner=SimpleNamespace(models=models), engine=open_engine, position=Position())
     talk = None if tools is None else dialogue(digest=tools)
-    journal = open_journal(attempt, pair, SimpleNamespace(rewards=[]), talk, None)  # type: ignore[arg-type]
+    code = SimpleNamespace(scorer=SimpleNamespace(rewards=[]), dialogue=talk, custom=None)
+    journal = open_journal(attempt, pair, code)  # type: ignore[arg-type]
     journal.starts_from(0, "w0")
     return journal
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_jsonl, tiny_model
+from conftest import CPU, ROOT, read_jsonl, tiny_model
 from safetensors.torch import load_file
 
 from rlgen.cli.doctor import examine
@@ -95,6 +95,12 @@ def test_doctor_and_train_open_by_the_same_functions(recipe_file: Path, monkeypa
     assert of_doctor == calls == [function.__name__ for function in order]
 
 
+def run_as_another(recipe: Path, directory: RunDirectory) -> None:
+    """As a process that is not the main one."""
+    other = Processes(rank=1, world=2, device=CPU, timeout=1, group=None, store=None)
+    attempt.run_with_status(load_recipe(recipe, []), directory, TrainOptions(), other, StopRequest(launched=True))
+
+
 @pytest.mark.parametrize(("code", "said"), [(70, "process 1 failed"), (None, "no memory")])
 def test_another_process_speaks_only_for_a_main_one_that_was_killed(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, said: str
@@ -107,9 +113,8 @@ def test_another_process_speaks_only_for_a_main_one_that_was_killed(
 
     monkeypatch.setattr(attempt, "run", fails)
     monkeypatch.setattr(Processes, "reports_end", lambda processes: True)  # the main one is gone
-    other = Processes(rank=1, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
     with pytest.raises(MemoryError):
-        attempt.run_with_status(load_recipe(recipe_file, []), directory, TrainOptions(), other, StopRequest(launched=True))
+        run_as_another(recipe_file, directory)
     assert (directory.status()["exit_code"], directory.status()["message"]) == (70, said)
 
 
@@ -124,8 +129,7 @@ def test_only_the_main_process_reads_the_status_that_it_replaces(
     ran: list[object] = []
     monkeypatch.setattr(attempt, "run", lambda *given: ran.append(given))
     monkeypatch.setattr(RunDirectory, "status", status)
-    other = Processes(rank=1, world=2, device=torch.device("cpu"), timeout=1, group=None, store=None)
-    attempt.run_with_status(load_recipe(recipe_file, []), directory, TrainOptions(), other, StopRequest(launched=True))
+    run_as_another(recipe_file, directory)
     assert len(ran) == 1
 
 
@@ -172,3 +176,36 @@ def test_a_damaged_line_of_the_metrics_is_told(recipe_file: Path, capsys: pytest
     train_command(recipe_file, [TRANSFORMERS, "run.steps=3"], True, False, None, run)
     assert "warning: metrics.jsonl has no whole line of step 2: a line was damaged" in capsys.readouterr().out
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 3]
+
+
+# What libraries print goes to a file of the run, without secrets; what rlgen prints stays on the screen.
+HIDDEN = """
+import os, subprocess, sys
+from pathlib import Path
+from rlgen.setup.attempt import Hidden
+from rlgen.run.console import Console, apart
+
+print("held back", end="")
+with Console(2, file=apart(sys.stdout)) as console, Hidden() as hidden:
+    hidden.to(Path(sys.argv[1]) / "first.log")
+    print("python")
+    console.say(" said")
+    os.write(2, b"from C, key sk-abcdefghijklmnopqrstuvwx\\n")
+    hidden.to(Path(sys.argv[1]) / "second.log")
+    subprocess.run(["echo", "a child"])
+    console.say("said too")
+print("afterwards")
+"""
+
+
+def test_only_rlgen_reaches_the_screen(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", HIDDEN, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "held back said\nsaid too\nafterwards\n", "")
+    assert sorted((tmp_path / "first.log").read_text().splitlines()) == ["from C, key [redacted]", "python"]
+    assert (tmp_path / "second.log").read_text() == "a child\n"
+
+
+def test_an_error_is_seen(tmp_path: Path) -> None:
+    script = HIDDEN.replace('console.say("said too")', "raise ValueError('why')")
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("ValueError: why")

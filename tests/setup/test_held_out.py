@@ -78,19 +78,15 @@ def test_a_mistake_names_the_key_of_eval(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("override", "said"),
     [
-        (
-            ["eval.source=heldot.jsonl"],
-            "eval.source: {folder}/heldot.jsonl does not exist; did you mean `{folder}/heldout.jsonl`?",
-        ),
-        (["eval.columns={prompt: qestion}"], "eval.columns.prompt: {folder}/heldout.jsonl has no column `qestion`"),
-        (["eval.rewards=[{use: 'judge.py:f'}]"], "judge.py cannot be read"),
+        ("eval.source=heldot.jsonl", "eval.source: {folder}/heldot.jsonl does not exist; did you mean `{folder}/heldout.jsonl`?"),
+        ("eval.columns={prompt: qestion}", "eval.columns.prompt: {folder}/heldout.jsonl has no column `qestion`"),
+        ("eval.rewards=[{use: 'judge.py:f'}]", "judge.py cannot be read"),
     ],
 )
-def test_validate_looks_at_the_evaluation_too(recipe: Path, overrides: list[str], said: str) -> None:
-    words = [word for override in overrides for word in ("--set", override)]
-    result = CliRunner().invoke(app, ["validate", str(recipe), *words])
+def test_validate_looks_at_the_evaluation_too(recipe: Path, override: str, said: str) -> None:
+    result = CliRunner().invoke(app, ["validate", str(recipe), "--set", override])
     assert said.format(folder=recipe.parent) in str(result.exception) and getattr(result.exception, "exit_code", 0) == 2
 
 

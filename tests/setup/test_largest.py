@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.slow import slow_but
+from helpers.spread import recipe, run
 
 from rlgen.errors import SetupError
 from rlgen.files import read_json
@@ -14,25 +15,13 @@ from rlgen.models.packed_attention import Rows
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.recipe import load_recipe
 from rlgen.run.compare import first_difference
-from rlgen.setup import TrainOptions, train
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
 from rlgen.types import Batch
 
+__all__ = ["recipe"]
 Proof = Callable[[str], None]
-SMALL = ["engine={kind: transformers}", "rollout={prompts_per_step: 2, group_size: 4, max_completion_tokens: 8}"]
-SMALL += ["rewards=[{use: 'r.py:spread'}]", "checkpoint={every: 1, keep: 9}", "optim.micro_batch_tokens=300"]
-
-
-@pytest.fixture
-def recipe(recipe_file: Path) -> Path:
-    """Its rewards differ, so that every step has something to learn from."""
-    recipe_file.with_name("r.py").write_text("def spread(completion_ids): return sum(completion_ids) % 97 / 97\n")
-    return recipe_file
-
-
-def run(recipe: Path, *overrides: str, name: str = "run") -> Path:
-    return train(recipe, TrainOptions(overrides=[*SMALL, *overrides], max_steps=2, run_dir=recipe.parent / name))
+ROOM = ("run.steps=2", "optim.micro_batch_tokens=300")
 
 
 @pytest.mark.fault(43)
@@ -50,7 +39,7 @@ def test_the_largest_batch_leaves_no_trace(
     proof: Proof,
 ) -> None:
     seen, computed = list[tuple[int, ...]](), list[int]()
-    settings = (f"trainer={trainer}", f"optim={{packing: {packing}, micro_batch_tokens: {budget}}}")
+    settings = (*ROOM, f"trainer={trainer}", f"optim={{packing: {packing}, micro_batch_tokens: {budget}}}")
     forward = Policy.forward
 
     def watched(policy: Policy, batch: Batch, *arguments: Any) -> PolicyScores:
@@ -94,7 +83,7 @@ def test_too_little_memory_for_the_largest_batch_shows_before_step_1(
 
     monkeypatch.setattr(Updater, "attempt", starved)
     with pytest.raises(SetupError, match=f"the {phase} pass of 8 rows of 72 tokens") as caught:
-        run(recipe, "run.probe_max=true")
+        run(recipe, *ROOM, "run.probe_max=true")
     assert "optim.micro_batch_tokens=150" in str(caught.value) and "model.gradient_checkpointing=true" in str(caught.value)
     status = read_json(recipe.parent / "run" / "status.json")
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 3, 0) and fired == [phase]

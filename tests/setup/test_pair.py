@@ -1,15 +1,18 @@
-"""The order in which trainer and engine are opened."""
+"""The order in which trainer and engine are opened, and the model that is trained."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from conftest import tiny_model
 
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.setup import learner, pair, policy
 from rlgen.setup.data import open_data
+from rlgen.setup.policy import checkpoint_activations
 
 
 def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +38,21 @@ def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: 
     with pytest.raises(Loaded):
         pair.open_pair(recipe, open_data(recipe), Path("checkpoint"), Processes.alone(), recipe_file.parent, print)
     assert order == ["engine", "reference", "checkpoint"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_checkpointed_forward_is_a_function_of_its_input(name: str) -> None:
+    """Dropout of a model's config is no module of its own, but asks whether the layer above it trains."""
+    model = tiny_model(name)
+    ids = torch.arange(3, 19)[None]
+    expected = model(ids).logits
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    checkpoint_activations(model)
+    runs: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    logits = model(ids).logits
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    assert len(runs) == 2, "computed again for the backward pass"

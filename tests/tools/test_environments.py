@@ -3,9 +3,9 @@
 import json
 import re
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import read_jsonl
-from helpers.waiting import HANGS
+from helpers.waiting import HANGS, until
 from tool_files import Scripted
 from tool_templates import FAMILIES, tokenizer_of
 from transformers import AutoTokenizer
@@ -119,99 +119,73 @@ def arenas(tmp_path: Path) -> Iterator[Callable[..., EnvPool]]:
         arena.close()
 
 
-class Answers:
-    """What came for each conversation, and a wait for it."""
+def begin(arena: EnvPool, message: str, **columns: Any) -> "tuple[int, Future[Any]]":
+    """Begins a conversation: its number, and what the answer will be."""
+    talk, came = arena.number(), Future[Any]()
+    arena.begin(talk, {"prompt": "p", "seed": 1, **columns}, None, message, came.set_result)
+    return talk, came
 
-    def __init__(self, arena: EnvPool) -> None:
-        self.arena, self.changed = arena, threading.Condition()
-        self.came: dict[str, Any] = {}
 
-    def done(self, name: str) -> Callable[[Any], None]:
-        def take(answer: Any) -> None:
-            with self.changed:
-                self.came[name] = answer
-                self.changed.notify_all()
+def begun(arena: EnvPool, message: str, **columns: Any) -> Any:
+    return begin(arena, message, **columns)[1].result(HANGS)
 
-        return take
 
-    def begin(self, name: str, message: str, **columns: Any) -> int:
-        talk = self.arena.number()
-        self.arena.begin(talk, {"prompt": "p", "seed": 1, **columns}, None, message, self.done(name))
-        return talk
-
-    def step(self, name: str, talk: int, message: str) -> None:
-        self.arena.step(talk, message, self.done(name))
-
-    def of(self, name: str) -> Any:
-        with self.changed:
-            assert self.changed.wait_for(lambda: name in self.came, HANGS)
-            return self.came.pop(name)
+def step(arena: EnvPool, talk: int, message: str) -> Any:
+    came = Future[Any]()
+    arena.step(talk, message, came.set_result)
+    return came.result(HANGS)
 
 
 def answer(text: str, reward: float, done: bool = False) -> dict[str, Any]:
     return {"text": text, "characters": len(text), "reward": reward, "done": done}
 
 
-def test_each_conversation_has_a_state_of_its_own(arenas: Callable[..., EnvPool]) -> None:
-    for name in ("Echo", "Later"):
-        asked = Answers(arenas(name, args={"gives": 0.5}))
-        one, other = asked.begin("one", "a", begin="#"), asked.begin("other", "b")
-        assert asked.of("one") == answer("#1:a", 0.5) and asked.of("other") == answer("?1:b", 0.5)
-        asked.step("one", one, "c")
-        assert asked.of("one") == answer("#2:c", 0.5)
-        asked.step("one", one, "end")
-        assert asked.of("one") == answer("#3:end", 0.5, done=True)
-        asked.step("one", one, "d")  # it is over
-        assert "held the state of this conversation" in asked.of("one").message
-        asked.step("other", other, "e")
-        assert asked.of("other") == answer("?2:e", 0.5)
+@pytest.mark.parametrize("name", ["Echo", "Later"])
+def test_each_conversation_has_a_state_of_its_own(arenas: Callable[..., EnvPool], name: str) -> None:
+    arena = arenas(name, args={"gives": 0.5})
+    (one, first), (other, second) = begin(arena, "a", begin="#"), begin(arena, "b")
+    assert first.result(HANGS) == answer("#1:a", 0.5) and second.result(HANGS) == answer("?1:b", 0.5)
+    assert step(arena, one, "c") == answer("#2:c", 0.5)
+    assert step(arena, one, "end") == answer("#3:end", 0.5, done=True)
+    assert "held the state of this conversation" in step(arena, one, "d").message, "it is over"
+    assert step(arena, other, "e") == answer("?2:e", 0.5)
 
 
 def test_a_slow_one_holds_up_only_its_own_conversation(arenas: Callable[..., EnvPool]) -> None:
-    asked, came = Answers(arenas()), []
+    arena, came = arenas(), []
     began = time.monotonic()
-    for place in range(8):
-        asked.begin(f"{place}", f"wait {0.8 if place == 0 else 0.3}")
-    for place in (*range(1, 8), 0):
-        asked.of(f"{place}")
+    asked = [begin(arena, f"wait {seconds}")[1] for seconds in (0.8, *[0.3] * 7)]
+    for one in (*asked[1:], asked[0]):
+        one.result(HANGS)
         came.append(time.monotonic() - began)
     assert came[6] < came[7] and came[7] < 0.3 * 7, "they waited at the same time"
 
 
 @pytest.mark.parametrize("how", ["sleep", "spin"])
 def test_one_that_hangs_ends_its_conversation_and_no_other(arenas: Callable[..., EnvPool], how: str) -> None:
-    asked = Answers(arenas(timeout=0.5))
-    other = asked.begin("other", "a")
-    assert asked.of("other") == answer("?1:a", 0.25)
-    asked.begin("hangs", how)
-    failed = asked.of("hangs")
+    arena = arenas(timeout=0.5)
+    other, came = begin(arena, "a")
+    assert came.result(HANGS) == answer("?1:a", 0.25)
+    failed = begun(arena, how)
     assert isinstance(failed, Failed) and failed.cause == "timeout"
-    asked.step("other", other, "b")
-    assert asked.of("other") == answer("?2:b", 0.25)
+    assert step(arena, other, "b") == answer("?2:b", 0.25)
     # Once no conversation is left, the process in which it still hangs makes room for another one.
-    (pool,) = asked.arena.calls.pools
-    asked.arena.end(other)
-    deadline = time.monotonic() + HANGS
-    while not pool._workers[0].ended() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    asked.begin("again", "c")
-    assert asked.of("again") == answer("?1:c", 0.25)
+    (pool,) = arena.calls.pools
+    arena.end(other)
+    until(pool._workers[0].ended)
+    assert begun(arena, "c") == answer("?1:c", 0.25)
     assert (pool.lost, pool.killed) == (1, 0)
 
 
 def test_what_fails_says_why(arenas: Callable[..., EnvPool]) -> None:
-    asked = Answers(arenas())
-    other = asked.begin("other", "a")
-    asked.of("other")
-    asked.begin("raises", "raise")
-    failed = asked.of("raises")
+    arena = arenas()
+    other, came = begin(arena, "a")
+    came.result(HANGS)
+    failed = begun(arena, "raise")
     assert failed.cause == "error" and failed.message.startswith("ValueError: no (") and "world.py:15" in failed.message
-    asked.begin("odd", "odd")
-    assert "step returned the reward nan; a reward is a finite number" in asked.of("odd").message
-    asked.begin("dies", "die")
-    assert asked.of("dies").cause == "died"
-    asked.step("other", other, "b")
-    assert "the process that held the state of this conversation has ended" in asked.of("other").message
+    assert "step returned the reward nan; a reward is a finite number" in begun(arena, "odd").message
+    assert begun(arena, "die").cause == "died"
+    assert "the process that held the state of this conversation has ended" in step(arena, other, "b").message
 
 
 @pytest.mark.parametrize(
@@ -244,9 +218,10 @@ def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., EnvPoo
 
 
 def test_what_begins_otherwise_each_time_is_refused(arenas: Callable[..., EnvPool]) -> None:
-    asked = Answers(arenas("Changing"))
-    asked.arena.begin(0, {"prompt": "p", "seed": 1}, "1", "hello", asked.done("one"))
-    assert "completions of one prompt must begin alike; derive all randomness from `seed`" in asked.of("one").message
+    came = Future[Any]()
+    arenas("Changing").begin(0, {"prompt": "p", "seed": 1}, "1", "hello", came.set_result)
+    said = "completions of one prompt must begin alike; derive all randomness from `seed`"
+    assert said in came.result(HANGS).message
 
 
 def test_guess_number() -> None:

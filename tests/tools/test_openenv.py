@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from queue import SimpleQueue
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -71,57 +72,52 @@ def server() -> Iterator[Server]:
     thread.join()
 
 
-def opened(url: str, **args: Any) -> EnvPool:
-    settings = EnvironmentRecipe(use="openenv", args={"url": url, **args}, timeout=HANGS)
-    return open_arena(settings, ScoringRecipe(workers=1))
+@pytest.fixture
+def opened() -> Iterator[Callable[..., EnvPool]]:
+    with ExitStack() as undo:
+
+        def make(url: str, **args: Any) -> EnvPool:
+            settings = EnvironmentRecipe(use="openenv", args={"url": url, **args}, timeout=HANGS)
+            arena = open_arena(settings, ScoringRecipe(workers=1))
+            undo.callback(arena.close)
+            return arena
+
+        yield make
 
 
-def test_a_conversation_is_a_session(server: Server) -> None:
-    came: SimpleQueue[Any] = SimpleQueue()
+def told(ask: Callable[..., None], *given: Any) -> Any:
+    came = Future[Any]()
+    ask(*given, came.set_result)
+    return came.result(HANGS)
+
+
+def test_a_conversation_is_a_session(server: Server, opened: Callable[..., EnvPool]) -> None:
     arena = opened(server.url, action="add", observation="total", also={"by": "me"})
-    try:
-        arena.first({"prompt": "Count.", "seed": 3}, came.put)
-        assert came.get(timeout=HANGS)["text"] == "Count.\n3"
-        one, other = arena.number(), arena.number()
-        for talk, seed in ((one, 3), (other, 5)):
-            arena.begin(talk, {"prompt": "Count.", "seed": seed}, f"Count.\n{seed}", "1", came.put)
-            assert came.get(timeout=HANGS) == {"text": str(seed + 1), "characters": 1, "reward": 0.5, "done": False}
-        assert server.open == 2
-        arena.step(one, "6", came.put)
-        assert came.get(timeout=HANGS) == {"text": "10", "characters": 2, "reward": 0.5, "done": True}
-        arena.step(other, "1", came.put)
-        assert came.get(timeout=HANGS)["text"] == "7"
-        arena.end(other)
-    finally:
-        arena.close()
+    assert told(arena.first, {"prompt": "Count.", "seed": 3})["text"] == "Count.\n3"
+    one, other = arena.number(), arena.number()
+    for talk, seed in ((one, 3), (other, 5)):
+        said = told(arena.begin, talk, {"prompt": "Count.", "seed": seed}, f"Count.\n{seed}", "1")
+        assert said == {"text": str(seed + 1), "characters": 1, "reward": 0.5, "done": False}
+    assert server.open == 2
+    assert told(arena.step, one, "6") == {"text": "10", "characters": 2, "reward": 0.5, "done": True}
+    assert told(arena.step, other, "1")["text"] == "7"
+    arena.end(other)
+    arena.close()
     reset = {seed: {"type": "reset", "data": {"seed": seed}} for seed in (3, 5)}
     step = {add: {"type": "step", "data": {"by": "me", "add": add}} for add in ("1", "6")}
     begun = [reset[3], {"type": "close"}, reset[3], step["1"], reset[5], step["1"]]
     assert server.messages[:9] == [*begun, step["6"], {"type": "close"}, step["1"]]
 
 
-def test_actions_as_json_and_errors(server: Server) -> None:
-    came: SimpleQueue[Any] = SimpleQueue()
+def test_actions_as_json_and_errors(server: Server, opened: Callable[..., EnvPool]) -> None:
     arena = opened(server.url)
-    try:
-        talk = arena.number()
-        arena.begin(talk, {"prompt": "p", "seed": 1}, 'p\n{"total": "1", "by": null}', "add 2", came.put)
-        said = came.get(timeout=HANGS)
-        assert said["text"].startswith("Error: this is no JSON") and (said["reward"], said["done"]) == (0.0, False)
-        arena.step(talk, '{"add": "2"}', came.put)
-        assert came.get(timeout=HANGS)["text"] == '{"total": "3", "by": null}'
-        arena.step(talk, '{"sub": 2}', came.put)
-        said = came.get(timeout=HANGS)
-        assert (said["text"], said["reward"]) == ("Error: this is no action of this environment", 0.0)
-        arena.step(talk, '{"add": "x"}', came.put)
-        failed = came.get(timeout=HANGS)
-        assert isinstance(failed, Failed) and "EXECUTION_ERROR: not a number" in failed.message
-    finally:
-        arena.close()
-    arena = opened("http://127.0.0.1:9")
-    try:
-        arena.first({"prompt": "p", "seed": 1}, came.put)
-        failed = came.get(timeout=HANGS)
-        assert isinstance(failed, Failed) and "no OpenEnv server answers at http://127.0.0.1:9" in failed.message
-    finally:
-        arena.close()
+    talk = arena.number()
+    said = told(arena.begin, talk, {"prompt": "p", "seed": 1}, 'p\n{"total": "1", "by": null}', "add 2")
+    assert said["text"].startswith("Error: this is no JSON") and (said["reward"], said["done"]) == (0.0, False)
+    assert told(arena.step, talk, '{"add": "2"}')["text"] == '{"total": "3", "by": null}'
+    said = told(arena.step, talk, '{"sub": 2}')
+    assert (said["text"], said["reward"]) == ("Error: this is no action of this environment", 0.0)
+    failed = told(arena.step, talk, '{"add": "x"}')
+    assert isinstance(failed, Failed) and "EXECUTION_ERROR: not a number" in failed.message
+    failed = told(opened("http://127.0.0.1:9").first, {"prompt": "p", "seed": 1})
+    assert isinstance(failed, Failed) and "no OpenEnv server answers at http://127.0.0.1:9" in failed.message

@@ -1,8 +1,8 @@
 """Tools: what the model is told of them, how their arguments are checked, and what it is told of calls that fail."""
 
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,17 @@ def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "TELLING", HANGS)
 
 
+def started(box: ToolBox, *calls: tuple[str, dict[str, Any]]) -> "Future[Any]":
+    """Begins calls at the same time; what they are answered comes later."""
+    came: Future[Any] = Future()
+    box.call([ToolCall(name, given) for name, given in calls], came.set_result)
+    return came
+
+
 def asked(box: ToolBox, *calls: tuple[str, dict[str, Any]]) -> list[ToolAnswer]:
-    """Calls at the same time, and what they are answered."""
-    came, found = threading.Event(), []
-
-    def done(answers: Any) -> None:
-        found.append(answers)
-        came.set()
-
-    box.call([ToolCall(name, given) for name, given in calls], done)
-    assert came.wait(HANGS)
-    assert isinstance(found[0], Sequence), found
-    return list(found[0])
+    answers = started(box, *calls).result(HANGS)
+    assert isinstance(answers, Sequence), answers
+    return list(answers)
 
 
 def test_the_model_is_told_types_and_docstrings(boxes: Boxes) -> None:
@@ -124,25 +123,18 @@ def test_a_tool_that_fails_is_answered_and_the_next_call_runs(boxes: Boxes) -> N
 
 def test_a_tool_that_hangs_is_killed_and_holds_up_no_other(boxes: Boxes) -> None:
     box = boxes({"use": "breaks", "timeout": 1.0}, "add", workers=2)
-    hangs: list[Any] = []
-    ended = threading.Event()
-    box.call([ToolCall("breaks", {"how": "hang"})], lambda answers: (hangs.append(answers), ended.set())[0])
+    hangs = started(box, ("breaks", {"how": "hang"}))
     assert asked(box, ("add", {"a": 1}), ("add", {"a": 2}))[1] == ToolAnswer("3")
-    assert ended.wait(HANGS)
-    assert hangs == [[ToolAnswer("Error: no answer in time", "timeout")]]
+    assert hangs.result(HANGS) == [ToolAnswer("Error: no answer in time", "timeout")]
     assert asked(box, ("add", {"a": 1})) == [ToolAnswer("2")]
 
 
 def test_code_that_has_changed_is_an_error(boxes: Boxes, tmp_path: Path) -> None:
     box = boxes("breaks")
     (tmp_path / "tools0.py").write_text('def breaks(how: str) -> str:\n    """Other."""\n')
-    came, found = threading.Event(), []
-    box.call([ToolCall("breaks", {"how": "die"})], lambda _: came.set())
-    assert came.wait(HANGS)
-    again = threading.Event()
-    box.call([ToolCall("breaks", {"how": "raise"})], lambda answer: (found.append(answer), again.set())[0])
-    assert again.wait(HANGS)
-    assert isinstance(found[0], ToolError) and "the code of a tool has changed" in str(found[0])
+    assert asked(box, ("breaks", {"how": "die"}))[0].why == "died"
+    found = started(box, ("breaks", {"how": "raise"})).result(HANGS)
+    assert isinstance(found, ToolError) and "the code of a tool has changed" in str(found)
 
 
 def test_the_digest_is_of_all_that_decides_answers(boxes: Boxes) -> None:

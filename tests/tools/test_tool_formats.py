@@ -10,35 +10,29 @@ from rlgen.tools.formats import FORMATS, Malformed, format_of, read_turn
 
 ADD = ToolCall("add", {"a": 1, "s": 'x "1"'})
 SCHEMA = {"function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}}}
-JSON = '{"name": "add", "arguments": {"a": 1, "s": "x \\"1\\""}}'
+GIVEN = '{"a": 1, "s": "x \\"1\\""}'
+JSON = f'{{"name": "add", "arguments": {GIVEN}}}'
+QWEN = '<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=s>\nx "1"\n</parameter>\n</function>'
+GLM = 'add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>s</arg_key>\n<arg_value>x "1"</arg_value>'
 WHOLE: list[tuple[ToolFormat, str]] = [
     ("hermes", f"<tool_call>\n{JSON}\n</tool_call>"),
     ("hermes", f"<tool_call>{JSON}"),
-    (
-        "qwen_xml",
-        '<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=s>\nx "1"\n</parameter>\n</function>\n</tool_call>',
-    ),
-    (
-        "glm",
-        '<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>s</arg_key>\n<arg_value>x "1"</arg_value>\n</tool_call>',
-    ),
+    ("qwen_xml", f"<tool_call>\n{QWEN}\n</tool_call>"),
+    ("glm", f"<tool_call>{GLM}\n</tool_call>"),
     ("llama", JSON.replace("arguments", "parameters")),
     ("llama", f"<|python_tag|>{JSON.replace('arguments', 'parameters')}"),
     ("mistral", f"[TOOL_CALLS][{JSON}]"),
-    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "s": "x \\"1\\""}'),
-    ("mistral", '[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{"a": 1, "s": "x \\"1\\""}'),
-    (
-        "deepseek",
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1, "s": "x \\"1\\""}\n```<｜tool▁call▁end｜>',
-    ),
-    ("deepseek", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "s": "x \\"1\\""}<｜tool▁call▁end｜>'),
-    ("kimi", '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "s": "x \\"1\\""}<|tool_call_end|>'),
+    ("mistral", f"[TOOL_CALLS]add[ARGS]{GIVEN}"),
+    ("mistral", f"[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{GIVEN}"),
+    ("deepseek", f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{GIVEN}\n```<｜tool▁call▁end｜>"),
+    ("deepseek", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{GIVEN}<｜tool▁call▁end｜>"),
+    ("kimi", f"<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{GIVEN}<|tool_call_end|>"),
     ("phi", f"<|tool_call|>[{JSON}]<|/tool_call|>"),
     ("phi", f"<|tool_call|>[{JSON}]"),
     ("lfm", "<|tool_call_start|>[add(a=1, s='x \"1\"')]<|tool_call_end|>"),
     ("gemma", '<start_function_call>call:add{a:1,s:<escape>x "1"<escape>}<end_function_call>'),
     ("gemma", '<|tool_call>call:add{a:1,s:<|"|>x "1"<|"|>}<tool_call|>'),
-    ("harmony", '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "s": "x \\"1\\""}<|call|>'),
+    ("harmony", f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{GIVEN}<|call|>"),
 ]
 
 

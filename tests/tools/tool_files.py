@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.samples import completion
 
 from rlgen.data.suffix import Suffixes
 from rlgen.engines.further import FollowUpQueue
@@ -15,7 +16,7 @@ from rlgen.recipe.models import ScoringRecipe, ToolRecipe
 from rlgen.rollout.tools import ToolTurns
 from rlgen.tools.box import ToolBox, open_tools
 from rlgen.tools.formats import format_of
-from rlgen.types import Completion, Request, Sampling, ids_of, logp_of, one_span
+from rlgen.types import Completion, Request, Sampling
 
 TOOLS = '''
 import asyncio, os, time
@@ -98,21 +99,12 @@ class Scripted:
         todo = list(requests)
         while todo:
             for request in todo:
-                ids = ids_of(self.script[request.seed])
+                ids = self.script[request.seed]
                 limit = sampling.limit_of(request)
-                logp = logp_of(-(1 + np.arange(len(ids)) % 7) / 8)
+                logp = -(1 + np.arange(len(ids)) % 7) / 8
                 reason = "stop" if len(ids) <= limit and ids[-1] in sampling.stop_ids else "length"
-                ids, logp = ids[:limit], logp[:limit]
                 self.asked.append(request)
-                answers.append(
-                    Completion(
-                        token_ids=ids,
-                        logp=logp,
-                        finish_reason=reason,
-                        spans=one_span(len(ids), 0),
-                        prompt_ids=request.prompt_ids,
-                    )
-                )
+                answers.append(completion(ids[:limit], logp[:limit], request.prompt_ids, finish_reason=reason))
                 if finished is not None:
                     finished(len(answers) - 1, answers[-1])
             todo = [] if further is None else further.wait()

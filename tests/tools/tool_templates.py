@@ -169,8 +169,14 @@ class Family:
 
 
 IM = ("<|im_start|>", "<|im_end|>")
+QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 HERMES_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+MISTRALS = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]")
+GEMMAS = (
+    *("<bos>", "<start_of_turn>", "<end_of_turn>", "<escape>"),
+    *(f"<{part}_function_{what}>" for part in ("start", "end") for what in ("call", "response", "declaration")),
+)
 DEEP = tuple(
     f"<｜{name}｜>"
     for name in (
@@ -178,47 +184,23 @@ DEEP = tuple(
         *("tool▁call▁end", "tool▁sep", "tool▁output▁begin", "tool▁output▁end"),
     )
 )
+GLMS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+GLM_ENDS = ("<|observation|>", "<|user|>", "<|endoftext|>")
+GLM_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+PHIS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tool_call|>", "<|/tool_call|>", "<|tool_response|>")
+GRANITES = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>")
+LFMS = (*IM, "<|startoftext|>", "<|tool_call_start|>", "<|tool_call_end|>")
 FAMILIES = {
-    "qwen2.5": Family(QWEN25, IM, ("<|im_end|>", "<|endoftext|>"), "hermes", HERMES_MARKS),
-    "qwen3": Family(QWEN3, IM, ("<|im_end|>", "<|endoftext|>"), "hermes", HERMES_MARKS, thinks=True),
+    "qwen2.5": Family(QWEN25, IM, QWEN_ENDS, "hermes", HERMES_MARKS),
+    "qwen3": Family(QWEN3, IM, QWEN_ENDS, "hermes", HERMES_MARKS, thinks=True),
     "llama3.1": Family(LLAMA31, LLAMA, ("<|eot_id|>",), "llama", one_call=True, says=False),
-    "mistral": Family(
-        MISTRAL,
-        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"),
-        ("</s>",),
-        "mistral",
-        says=False,
-    ),
-    "gemma": Family(
-        GEMMA,
-        (
-            "<bos>",
-            "<start_of_turn>",
-            "<end_of_turn>",
-            *(f"<{part}_function_{what}>" for part in ("start", "end") for what in ("call", "response", "declaration")),
-            "<escape>",
-        ),
-        ("<end_of_turn>", "<start_function_response>"),
-        "gemma",
-    ),
+    "mistral": Family(MISTRAL, MISTRALS, ("</s>",), "mistral", says=False),
+    "gemma": Family(GEMMA, GEMMAS, ("<end_of_turn>", "<start_function_response>"), "gemma"),
     "deepseek": Family(DEEPSEEK, DEEP, ("<｜end▁of▁sentence｜>",), "deepseek"),
-    "glm": Family(
-        GLM,
-        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-        ("<|observation|>", "<|user|>", "<|endoftext|>"),
-        "glm",
-        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    ),
-    "phi4-mini": Family(
-        PHI4,
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tool_call|>", "<|/tool_call|>", "<|tool_response|>"),
-        ("<|end|>",),
-        "phi",
-    ),
-    "granite": Family(
-        GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"), ("<|end_of_text|>",), "phi"
-    ),
-    "lfm2": Family(LFM, (*IM, "<|startoftext|>", "<|tool_call_start|>", "<|tool_call_end|>"), ("<|im_end|>",), "lfm"),
+    "glm": Family(GLM, GLMS, GLM_ENDS, "glm", GLM_MARKS),
+    "phi4-mini": Family(PHI4, PHIS, ("<|end|>",), "phi"),
+    "granite": Family(GRANITE, GRANITES, ("<|end_of_text|>",), "phi"),
+    "lfm2": Family(LFM, LFMS, ("<|im_end|>",), "lfm"),
     "nemotron": Family(NEMOTRON, IM, ("<|im_end|>",), "qwen_xml", HERMES_MARKS, thinks=True),
     "chatml": Family(CHATML, IM, ("<|im_end|>",), "hermes", said="hermes"),
 }

@@ -2,29 +2,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from collecting import collector
 from helpers.samples import completion
 from helpers.waiting import until
 
-from rlgen.engines.base import EngineInfo, Finished, Settings
+from rlgen.engines.base import Finished
 from rlgen.errors import Fault, SentinelError
-from rlgen.models.tiny import byte_tokenizer
-from rlgen.processes import EngineShare, Processes
-from rlgen.recipe.models import RewardRecipe, RolloutRecipe, ScoringRecipe
-from rlgen.rewards.early import EarlyScoring
+from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import Scorer, open_scorer
-from rlgen.rollout.journal import Journal
-from rlgen.rollout.sampler import Sampler
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopNow, StopRequest
-from rlgen.trainers.collect import Collector
-from rlgen.types import Completion, Prompt, Request, Sampling, ids_of
+from rlgen.types import Completion, Request, Sampling
 
-SIZE, PROMPTS = 2, 3
-SAMPLING = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
 REWARD = """
 import os, time
 from pathlib import Path
@@ -57,16 +48,6 @@ class Engine:
         pass
 
 
-class Prompts:
-    def take(self, position: int, count: int) -> list[Prompt]:
-        return [
-            Prompt(position=at, row=at, text="", prompt_ids=ids_of([at]), columns={}) for at in range(position, position + count)
-        ]
-
-    def __len__(self) -> int:
-        return 100
-
-
 @pytest.fixture
 def scorer(tmp_path: Path) -> Iterator[Scorer]:
     (tmp_path / "rewards.py").write_text(REWARD.format(folder=tmp_path))
@@ -74,44 +55,6 @@ def scorer(tmp_path: Path) -> Iterator[Scorer]:
     opened = open_scorer([entry], set(), 20, ScoringRecipe(workers=2))
     yield opened
     opened.close()
-
-
-def collector(engine: Engine, scorer: Scorer, folder: Path, elsewhere: bool) -> Collector:
-    settings = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-    facts = EngineInfo(
-        engine="e 1", plan="p", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None
-    )
-    alone, prompts, early = Processes.alone(), Prompts(), EarlyScoring(scorer)
-    journal = Journal.open(folder / "journal", 0, alone, facts, ["judge"], print)
-    journal.starts_from(0, "w0")
-    sampler = Sampler(
-        engine=engine,  # type: ignore[arg-type]
-        prompts_of=lambda step: prompts.take((step - 1) * PROMPTS, PROMPTS),
-        sampling=SAMPLING,
-        group_size=SIZE,
-        run_seed=0,
-        tokenizer=byte_tokenizer(),
-        submit_to=None,
-        max_staleness=1,
-        ahead=0,
-        in_flight=False,
-        journal=journal,
-        journals=True,
-        all_or_none=False,
-        say=print,
-        group_finished=early.add if elsewhere else None,
-    )
-    parts: dict[str, Any] = {"engine": engine, "prompts": prompts, "algorithm": SimpleNamespace()}
-    return Collector(
-        recipe=RolloutRecipe(prompts_per_step=PROMPTS, group_size=SIZE),
-        processes=alone,
-        engine_share=EngineShare.of(alone, 1),
-        sampler=sampler,
-        scorer=scorer,
-        early=early,
-        journal=journal,
-        **parts,
-    )
 
 
 def called(folder: Path) -> list[int]:
@@ -165,7 +108,7 @@ def test_a_step_that_is_given_up_ends_the_calls_of_its_rewards(scorer: Scorer, t
     workers = {int(path.read_text()) for path in tmp_path.glob("called_*")}
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     engine.before_last, engine.version = lambda: None, 1
-    collect.journal.starts_from(1, "w1")
+    collect.sampler.journal.starts_from(1, "w1")
     later, _ = collect.sampler.groups(2)  # a thread that has not heard of it hands these over, too
     assert not scorer.pool._busy
     (tmp_path / "hang").unlink()

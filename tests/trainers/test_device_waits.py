@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from helpers.learning import learning
 from helpers.samples import make_sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,9 +17,7 @@ from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe
 from rlgen.rollout.table import RowTable
-from rlgen.trainers.update import Updater
-from rlgen.trainers.window import WindowBuilder
-from rlgen.types import WHOLE, Samples
+from rlgen.types import Samples
 
 ROWS, UPDATES = 16, 2
 # Operations for which the program waits on a GPU: a number is read, or decides how large a result is.
@@ -48,9 +47,9 @@ class Waits(TorchDispatchMode):
 
 def waits(algorithm: Algorithm, budget: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], int]:
     """What an update waits for, copies to the CPU included, and its number of micro-batches."""
-    model = tiny_model("qwen3")
-    policy = Policy(model, torch.float32, fp32_head=True)
-    reference = Policy(model, torch.float32, fp32_head=True)
+    policy, reference = (Policy(tiny_model("qwen3"), torch.float32, fp32_head=True) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    learn = learning(algorithm, policy, reference, optimizer, budget, UPDATES, max_grad_norm=1.0)
     samples = [
         make_sample(
             group_id=row // 4,
@@ -64,32 +63,8 @@ def waits(algorithm: Algorithm, budget: int, monkeypatch: pytest.MonkeyPatch) ->
         )
         for row in range(ROWS)
     ]
-    processes = Processes.alone()
     held = Samples.of(samples, ["reward"])
-    table = RowTable.gather(held, processes)
-    builder = WindowBuilder(
-        processes=processes,
-        algorithm=algorithm,
-        weights={"reward": 1.0},
-        reference=reference,
-        distribution=WHOLE,
-        budget=budget,
-        packed=policy.packed,
-    )
-    updater = Updater(
-        processes=processes,
-        sharded=False,
-        policy=policy,
-        optimizer=torch.optim.AdamW(policy.parameters(), lr=1e-3),
-        algorithm=algorithm,
-        updates=UPDATES,
-        max_grad_norm=1.0,
-        distribution=WHOLE,
-        max_tokens=8,
-        watch=None,
-        less_memory=lambda phase: [],
-        deterministic=False,
-    )
+    table = RowTable.gather(held, Processes.alone())
     with Waits() as counted:
         cpu = Tensor.cpu
 
@@ -99,8 +74,8 @@ def waits(algorithm: Algorithm, budget: int, monkeypatch: pytest.MonkeyPatch) ->
 
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "cpu", counting)
-            window, _, _ = builder.build(table, held, 0.0)
-            metrics, skipped = updater(window, step=1)
+            window, _, _ = learn.windows.build(table, held, 0.0)
+            metrics, skipped = learn.update(window, step=1)
     assert skipped is None and metrics["updates/done"] == UPDATES
     return counted.found, len(window.micro_batches)
 

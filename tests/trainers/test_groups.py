@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from helpers.learning import learning
 from helpers.samples import make_sample
 from torch import Tensor, nn
 
@@ -24,8 +25,6 @@ from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
 from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
-from rlgen.trainers.update import Updater
-from rlgen.trainers.window import WindowBuilder
 from rlgen.types import WHOLE, Sample, Samples
 
 GROUPS, SIZE, LONGEST, BUDGET = 5, 4, 14, 60
@@ -95,28 +94,8 @@ def trained(algorithm: Algorithm, order: Sequence[int] | None) -> tuple[dict[str
     model, near = (deepcopy(one) for one in models())
     policy, reference = (Policy(one, torch.float32, fp32_head=True) for one in (model, near))  # type: ignore[arg-type]
     optimizer = Kept(policy.parameters(), lr=0.0)
-    windows = WindowBuilder(
-        processes=ONE,
-        algorithm=algorithm,
-        weights={"reward": 1.0},
-        reference=None if algorithm.reference == "none" else reference,
-        distribution=WHOLE,
-        budget=BUDGET,
-    )
-    update = Updater(
-        processes=ONE,
-        sharded=False,
-        policy=policy,
-        optimizer=optimizer,
-        algorithm=algorithm,
-        updates=1,
-        max_grad_norm=math.inf,
-        distribution=WHOLE,
-        max_tokens=LONGEST,
-        watch=None,
-        less_memory=lambda phase: [],
-        deterministic=False,
-    )
+    learn = learning(algorithm, policy, reference, optimizer, BUDGET, updates=1, max_grad_norm=math.inf)
+    windows, update = learn.windows, learn.update
     held = Samples.of(samples(), ["reward"])
     table = RowTable.gather(held, ONE)
     if order is None:
@@ -178,7 +157,7 @@ def test_the_longest_groups_wait_and_have_all_threads(monkeypatch: pytest.Monkey
         used.append(torch.get_num_threads())
         raise InterruptedError
 
-    parts = {"update": None, "sums": None, "provisional": None, "windows": SimpleNamespace(build=note)}
+    parts = {"update": None, "sums": None, "provisional": None, "windows": SimpleNamespace(kl=note)}
     groups = Groups(**parts, threads=1, late_from=late_from)  # type: ignore[arg-type]
     try:
         torch.set_num_threads(3)

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 from helpers.rollouts import rollout_rows
+from helpers.spread import recipe, run, step_now
 from safetensors.torch import load_file
-from spread import recipe, run
 from torch import Tensor
 
+from rlgen.algorithms.base import Scores
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import DivergedError, Fault, SentinelError
 from rlgen.files import read_json
 from rlgen.losses.advantages import gdpo_advantages, group_advantages, rloo_advantages, without_signal
 from rlgen.models.policy import Policy, PolicyScores
+from rlgen.recipe.trainers import RLOORecipe
 from rlgen.run.directory import RunDirectory
 from rlgen.run.rollouts import rollout_steps
 from rlgen.trainers.collect import Collector
@@ -58,21 +60,12 @@ class Planted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str, steps: Collection[int], value: float = math.nan) -> None:
         self.fired = 0
         self.done: set[int] = set()
-        now = 0
-        call, forward, run_all = Updater.__call__, Policy.forward, Updater._run
-
-        def noting(updater: Updater, window: Window, step: int) -> Any:
-            nonlocal now
-            now = step
-            try:
-                return call(updater, window, step)
-            finally:
-                now = 0
+        now, forward, run_all = step_now(monkeypatch), Policy.forward, Updater._run
 
         def wrong_logp(policy: Policy, *arguments: Any) -> PolicyScores:
             scores = forward(policy, *arguments)
-            if now in steps and now not in self.done and torch.is_grad_enabled():
-                self.done.add(now)
+            if now() in steps and now() not in self.done and torch.is_grad_enabled():
+                self.done.add(now())
                 self.fired += 1
                 wrong = scores.logp.clone()
                 wrong[:, 0, 0] = value
@@ -81,7 +74,7 @@ class Planted:
 
         def wrong_part(updater: Updater, window: Window, update: int) -> Any:
             part = run_all(updater, window, update)
-            if now not in steps:
+            if now() not in steps:
                 return part
             self.fired += 1
             if what == "loss":
@@ -89,7 +82,6 @@ class Planted:
             next(parameter for parameter in updater.policy.parameters() if parameter.grad is not None).grad.view(-1)[3] = value  # type: ignore[union-attr]
             return part
 
-        monkeypatch.setattr(Updater, "__call__", noting)
         if what == "log-prob":
             monkeypatch.setattr(Policy, "forward", wrong_logp)
         else:
@@ -220,11 +212,9 @@ def test_equal_rewards_have_an_advantage_of_exactly_zero(proof: Proof) -> None:
 
 @pytest.mark.fault(33)
 def test_normalising_over_the_batch_keeps_zero_at_zero(proof: Proof) -> None:
-    from rlgen.algorithms.base import Scores
-
     torch.manual_seed(0)
     rewards = torch.cat([torch.full((4,), 0.1), torch.rand(12)]).double()
-    algorithm = build_algorithm(load_rloo())
+    algorithm = build_algorithm(RLOORecipe(kind="rloo", normalize_advantages=True))
     scores = Scores(
         rewards=rewards,
         columns=rewards[:, None],
@@ -238,12 +228,6 @@ def test_normalising_over_the_batch_keeps_zero_at_zero(proof: Proof) -> None:
     assert plain.mean() != 0, "zero but for rounding, which normalising would hand to the constant group"
     assert algorithm.advantages(scores).advantages[:4].tolist() == [0.0] * 4
     proof(f"the mean of the advantages is {plain.mean().item():.1e}, that of the constant group exactly 0")
-
-
-def load_rloo() -> Any:
-    from rlgen.recipe.trainers import RLOORecipe
-
-    return RLOORecipe.model_validate({"kind": "rloo", "normalize_advantages": True})
 
 
 def rewarding(monkeypatch: pytest.MonkeyPatch, change: Callable[[Sample, int], Sample]) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.slow import slow_but
+from helpers.spread import SMALL, recipe, run, step_now
 from safetensors.torch import load_file
-from spread import SMALL, recipe, run
 from transformers import PreTrainedModel
 
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import EngineError, SetupError
+from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.files import read_json
 from rlgen.models.policy import Policy
 from rlgen.recipe import load_recipe
@@ -19,7 +20,6 @@ from rlgen.run.checkpoint import Checkpoints
 from rlgen.setup import largest
 from rlgen.setup.policy import build_reference
 from rlgen.trainers import update as update_module
-from rlgen.trainers.update import Updater
 
 __all__ = ["recipe"]
 Proof = Callable[[str], None]
@@ -37,22 +37,15 @@ class Starved:
     ) -> None:
         self.place = (owner, method)
         self.step, self.call, self.after, self.grad = step, call, after, grad
-        self.calls, self.now, self.fired = 0, 0, 0
+        self.calls, self.fired = 0, 0
 
     def planted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         owner, method = self.place
-        whole, train = getattr(owner, method), Updater.__call__
-
-        def noting(updater: Updater, window: Any, step: int) -> Any:
-            self.now = step
-            try:
-                return train(updater, window, step)
-            finally:
-                self.now = 0
+        whole, now = getattr(owner, method), step_now(monkeypatch)
 
         def starving(*arguments: Any, **options: Any) -> Any:
             self.calls += 1
-            in_step = self.now == self.step and torch.is_grad_enabled() is self.grad
+            in_step = now() == self.step and torch.is_grad_enabled() is self.grad
             due = in_step if self.step else self.calls == self.call
             if self.fired or not due:
                 return whole(*arguments, **options)
@@ -61,99 +54,55 @@ class Starved:
                 whole(*arguments, **options)
             raise torch.OutOfMemoryError(TORCH_SAYS)
 
-        monkeypatch.setattr(Updater, "__call__", noting)
         monkeypatch.setattr(owner, method, starving)
 
 
+ROWS = r"\d rows of \d+ tokens"
+AGAIN, LORA = "model.gradient_checkpointing=true", "model.lora.rank=16"
+STARVED = {  # what is starved, the phase that is told, the first two settings that help, and those of the run
+    "forward": (
+        *(Starved(Policy, "forward", step=2), f"the forward pass of {ROWS}"),
+        *(("optim.micro_batch_tokens=150", AGAIN), "optim.micro_batch_tokens=300"),
+    ),
+    "backward": (
+        *(Starved(torch.Tensor, "backward", step=2), f"the backward pass of {ROWS}"),
+        *((AGAIN, "rollout.max_completion_tokens=4"), "optim.micro_batch_tokens=72"),
+    ),
+    "entropy": (
+        *(Starved(Policy, "forward", step=2, grad=False), f"the entropy of {ROWS}"),
+        *(("optim.micro_batch_tokens=8192", AGAIN), "trainer={kind: grpo, top_entropy: 0.5}"),
+    ),
+    "gradients": (
+        *(Starved(update_module, "get_total_norm", step=2), "the sum of the gradients"),
+        *((LORA, "processes.strategy=fsdp"), "run.seed=0"),
+    ),
+    "model": (Starved(PreTrainedModel, "to", call=1), "the model", (LORA, "a smaller model"), "run.seed=0"),
+    "engine": (Starved(PreTrainedModel, "to", call=2), "the engine's start", (LORA, "a smaller model"), "run.seed=0"),
+    "sampling": (
+        *(Starved(TransformersEngine, "_decode", call=1), r"sampling \d+ completions at a time"),
+        *(("an engine.max_num_seqs below ", "a lower rollout.max_completion_tokens"), "run.seed=0"),
+    ),
+    "sentinel": (
+        *(Starved(Policy, "forward", call=1), r"log-probs of \d+ rows of \d+ tokens"),
+        *(("an optim.micro_batch_tokens below 16384", "a lower rollout.max_completion_tokens"), "run.seed=0"),
+    ),
+}
+
+
 @pytest.mark.fault(41)
-@pytest.mark.parametrize(
-    ("starved", "error", "phase", "helps", "overrides"),
-    [
-        pytest.param(
-            Starved(Policy, "forward", step=2),
-            SetupError,
-            r"the forward pass of \d rows of \d+ tokens",
-            ("optim.micro_batch_tokens=150", "model.gradient_checkpointing=true"),
-            ["optim.micro_batch_tokens=300"],
-            id="forward",
-        ),
-        pytest.param(
-            Starved(torch.Tensor, "backward", step=2),
-            SetupError,
-            r"the backward pass of \d rows of \d+ tokens",
-            ("model.gradient_checkpointing=true", "rollout.max_completion_tokens=4"),
-            ["optim.micro_batch_tokens=72"],
-            id="backward",
-        ),
-        pytest.param(
-            Starved(Policy, "forward", step=2, grad=False),
-            SetupError,
-            r"the entropy of \d rows of \d+ tokens",
-            ("optim.micro_batch_tokens=8192", "model.gradient_checkpointing=true"),
-            ["trainer={kind: grpo, top_entropy: 0.5}"],
-            id="entropy",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Starved(update_module, "get_total_norm", step=2),
-            SetupError,
-            "the sum of the gradients",
-            ("model.lora.rank=16", "processes.strategy=fsdp"),
-            [],
-            id="gradients",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Starved(PreTrainedModel, "to", call=1),
-            SetupError,
-            "the model",
-            ("model.lora.rank=16", "a smaller model"),
-            [],
-            id="model",
-        ),
-        pytest.param(
-            Starved(PreTrainedModel, "to", call=2),
-            EngineError,
-            "the engine's start",
-            ("model.lora.rank=16", "a smaller model"),
-            [],
-            id="engine",
-        ),
-        pytest.param(
-            Starved(TransformersEngine, "_decode", call=1),
-            EngineError,
-            r"sampling \d+ completions at a time",
-            ("an engine.max_num_seqs below ", "a lower rollout.max_completion_tokens"),
-            [],
-            id="sampling",
-        ),
-        pytest.param(
-            Starved(Policy, "forward", call=1),
-            SetupError,
-            r"log-probs of \d+ rows of \d+ tokens",
-            ("an optim.micro_batch_tokens below 16384", "a lower rollout.max_completion_tokens"),
-            [],
-            id="sentinel",
-        ),
-    ],
-)
+@pytest.mark.parametrize("what", slow_but(STARVED, *(what for what in STARVED if what not in ("entropy", "gradients"))))
 def test_the_phase_the_peak_and_what_helps_are_told(
-    recipe: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    starved: Starved,
-    error: type[SetupError] | type[EngineError],
-    phase: str,
-    helps: tuple[str, str],
-    overrides: list[str],
-    proof: Proof,
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, what: str, proof: Proof
 ) -> None:
+    starved, phase, helps, override = STARVED[what]
+    error: type[RlgenError] = EngineError if what in ("engine", "sampling") else SetupError
     starved.planted(monkeypatch)
     peak = r"peak \d+\.\d\d GiB resident, of \d+\.\d\d GiB"
     match = (
         rf"the memory does not suffice for {phase}: CUDA out of memory\. .*70.00 GiB memory in use; {peak}\. What helps most: "
     )
     with pytest.raises(error, match=match) as caught:
-        run(recipe, "run.steps=2", *overrides)
+        run(recipe, "run.steps=2", override)
     said, directory = str(caught.value), recipe.parent / "run"
     first, second = (said.index(text) for text in helps)
     assert first < second and " or " in said[first:second] and "setting something else" not in said

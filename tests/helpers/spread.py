@@ -1,11 +1,15 @@
 """Small whole runs in this process, whose rewards differ, so that every step has something to learn from."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import RECIPE
 
 from rlgen.cli.train import train_command
+from rlgen.trainers.update import Updater
+from rlgen.trainers.window import Window
 
 SMALL = [
     *("engine={kind: transformers}", "rollout={prompts_per_step: 2, group_size: 4, max_completion_tokens: 8}"),
@@ -25,3 +29,18 @@ def run(recipe: Path, *overrides: str, resume: bool = False, name: str = "run") 
     directory = recipe.parent / name
     train_command(recipe, [*SMALL, *overrides], resume, False, None, directory)
     return directory
+
+
+def step_now(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Returns a function that says which step is in its updates; 0: none."""
+    now, train = [0], Updater.__call__
+
+    def noting(updater: Updater, window: Window, step: int) -> Any:
+        now.append(step)
+        try:
+            return train(updater, window, step)
+        finally:
+            now.pop()
+
+    monkeypatch.setattr(Updater, "__call__", noting)
+    return lambda: now[-1]
