@@ -4,44 +4,12 @@ So a model is loaded once, in the only process that imports torch. It has a memo
 behind those of functions.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlgen.worker_pool.pool import Pool
 from rlgen.worker_pool.source import FunctionFacts
-from rlgen.worker_pool.stream import CallOutcome, CallStream
-from rlgen.worker_pool.worker import WorkerCall
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedStream:
-    """The calls of one step in several pools, whose outcomes arrive in one queue. Its methods are those of `CallStream`."""
-
-    streams: Sequence[CallStream]  # one a pool, which put into the queue of the first
-    places: Sequence[tuple[int, int]]  # reward -> its pool, and its index there
-
-    def add(self, calls: Sequence[WorkerCall]) -> None:
-        by_pool: dict[int, list[WorkerCall]] = defaultdict(list)
-        for call in calls:
-            pool, place = self.places[call.source]
-            by_pool[pool].append(replace(call, source=place))
-        for pool, own in by_pool.items():
-            self.streams[pool].add(own)
-
-    def outcomes(self) -> Iterator[CallOutcome]:
-        first = self.streams[0]
-        for _ in range(sum(stream.added for stream in self.streams) - first.taken):
-            yield first.take()
-
-    def there(self) -> Iterator[CallOutcome]:
-        return self.streams[0].there()
-
-    def close(self) -> None:
-        for stream in self.streams:
-            stream.close()
+from rlgen.worker_pool.stream import CallStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +25,15 @@ class Pools:
         found = [pool.facts() for pool in self.pools]
         return [found[pool][place] for pool, place in self.places]
 
-    def open(self) -> JoinedStream:
-        outcomes: SimpleQueue[CallOutcome | Exception] = SimpleQueue()
-        with ExitStack() as undo:
-            streams = [undo.enter_context(closing(pool.open(outcomes))) for pool in self.pools]
-            undo.pop_all()  # if one raises, no pool is open
-        return JoinedStream(streams, self.places)
+    def open(self) -> CallStream:
+        stream = CallStream(self.pools, self.places)
+        try:
+            for pool in self.pools:
+                pool.open(stream)
+        except BaseException:
+            stream.close()  # no pool stays open
+            raise
+        return stream
 
     def close(self) -> None:
         for pool in self.pools:
