@@ -5,9 +5,13 @@ behind those of functions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from rlgen.worker_pool.pool import Pool
+from rlgen.recipe.judges import JudgeArgs, RewardModelArgs, settings_of
+from rlgen.recipe.models import RewardRecipe
+from rlgen.rewards.load import RewardSource
+from rlgen.worker_pool.pool import Pool, WorkerLimits
 from rlgen.worker_pool.source import FunctionFacts
 from rlgen.worker_pool.stream import CallStream
 
@@ -38,3 +42,32 @@ class Pools:
     def close(self) -> None:
         for pool in self.pools:
             pool.close()
+
+
+def open_pools(
+    entries: Sequence[RewardRecipe], limits: WorkerLimits, output: Path | None, answers: Path | None, group_size: int | None
+) -> Pool | Pools:
+    """Returns the processes, not started yet: one pool for all functions, and one for each reward that asks a model."""
+    functions = [entry for entry in entries if settings_of(entry) is None]
+    if len(functions) == len(entries):
+        return Pool([RewardSource(entry.use, entry.timeout) for entry in entries], limits, output)
+    pools = [Pool([RewardSource(entry.use, entry.timeout) for entry in functions], limits, output)] if functions else []
+    places: list[tuple[int, int]] = []
+    for entry in entries:
+        if (settings := settings_of(entry)) is None:
+            places.append((0, functions.index(entry)))
+            continue
+        places.append((len(pools), 0))
+        memory = limits.memory or 0
+        source = RewardSource(entry.use, entry.timeout, settings, entry.label, answers, memory)
+        pools.append(Pool([source], limits_of_model(settings, limits, group_size), output))
+    return Pools(pools, places)
+
+
+def limits_of_model(settings: RewardModelArgs | JudgeArgs, limits: WorkerLimits, group_size: int | None) -> WorkerLimits:
+    """Returns the limits of the one process that asks a model."""
+    if isinstance(settings, RewardModelArgs):  # it limits itself once the model is loaded
+        return replace(limits, workers=1, memory=None, import_timeout=settings.load_timeout)
+    # The timeout of a call covers its requests, so that they must not wait behind those of other calls.
+    requests = 1 if not settings.pairwise else settings.concurrency if group_size is None else group_size * (group_size - 1)
+    return replace(limits, workers=1, concurrency=max(1, settings.concurrency // max(1, requests)))

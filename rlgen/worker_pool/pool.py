@@ -235,7 +235,6 @@ class Pool:
             self._hand_out()
 
     def _exchange(self, worker: Worker, mask: int) -> None:
-        """Reads from a worker or writes to it, as `mask` says."""
         try:
             if mask & selectors.EVENT_READ:
                 self._hear(worker)

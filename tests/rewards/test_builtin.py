@@ -5,16 +5,7 @@ import time
 import pytest
 
 from rlgen.recipe.models import BUILT_IN_REWARDS
-from rlgen.rewards.builtin import (
-    BUILTIN,
-    exact_match,
-    last_number,
-    layout,
-    length,
-    numeric_match,
-    overlong,
-    regex_match,
-)
+from rlgen.rewards.builtin import BUILTIN, exact_match, last_number, layout, length, numeric_match, overlong, regex_match
 
 
 def test_the_recipe_knows_the_built_in_rewards():

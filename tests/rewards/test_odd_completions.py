@@ -13,10 +13,7 @@ from rlgen.rewards.score import open_scorer
 
 __all__ = ["opened", "scorer"]
 
-ARGS = {
-    "regex_match": {"pattern": r"\d+$"},
-    "length": {"target": 10},
-}
+ARGS = {"regex_match": {"pattern": r"\d+$"}, "length": {"target": 10}}
 ODD = {
     "empty": "",
     "white space": " \t\n\u2028 ",

@@ -86,19 +86,6 @@ def test_the_same_comes_of_groups_one_by_one_and_together(scorer):
         assert scoring.result(groups) == together
 
 
-def test_a_failure_is_an_error_of_the_result_and_the_next_step_works(scorer, tmp_path):
-    build = scorer(SOME_FAIL, failures=tmp_path / "failed")
-    with closing(build.begin(12)) as scoring:
-        groups = [group("a", "x y"), group("b", group_id=18)]
-        scoring.add(groups[0])
-        until(lambda: not build.pool._busy)
-        scoring.add(groups[1])
-        with pytest.raises(RewardError, match="reward f, prompt at position 17, sample 1: ValueError: no x y") as caught:
-            scoring.result(groups)
-    assert "step_000012_f_17_1.json" in str(caught.value)
-    assert totals(build.score([group("a")], 13)) == [[1.0]]
-
-
 def test_the_budget_is_of_all_calls_of_the_step(scorer):
     """2 of the first 2 fail, and at the end 2 of 10: as many as 0.2 of them. One more call that fails is too many."""
     build = scorer(SOME_FAIL, {"use": "f", "on_error": "skip", "max_error_fraction": 0.2})
