@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from rlgen.analysis.run import Run
-from rlgen.recipe import Recipe
+from rlgen.recipe.trainers import CorrectionRecipe
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of
 from rlgen.rollout.read import metadata_of, read_rollouts, rollout_steps
 from rlgen.run.checkpoint_folder import CheckpointFolder
@@ -138,7 +138,7 @@ class Chunk:
         delta = np.full(len(ids.values), np.nan, dtype=np.float32)
         compared = np.repeat(policy.lengths > 0, lengths)
         delta[compared] = policy.values - sampler.values[compared]
-        codes, weights = weights_of(run.recipe, policy, sampler, mask)
+        codes, weights = weights_of(run.recipe.trainer.correction, policy, sampler, mask)
         gaps = np.array([np.nan if np.isnan(one).all() else np.nanmax(np.abs(one)) for one in Ragged(delta, ids.offsets)])
         single = table["rewards"].combine_chunks() if "rewards" in table.column_names else None
         labels = [] if single is None else [field.name for field in single.type]
@@ -183,7 +183,7 @@ class Code(IntEnum):
 
 
 def weights_of(
-    recipe: Recipe, policy_logp: Ragged, sampler_logp: Ragged, loss_mask: Ragged
+    recipe: CorrectionRecipe, policy_logp: Ragged, sampler_logp: Ragged, loss_mask: Ragged
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """Returns the codes [N] of the weights that the loss used, and [B] the weights of whole rows, for `Code.ROW`; NaN: none.
 
@@ -195,7 +195,7 @@ def weights_of(
     from rlgen.algorithms.base import correction_of
     from rlgen.losses.correction import importance_weight, log_ratio, ratio_of
 
-    correction = correction_of(recipe.trainer.correction)
+    correction = correction_of(recipe)
     codes = np.full(len(sampler_logp.values), Code.NONE, dtype=np.uint8)
     rows = np.full(len(sampler_logp), np.nan)
     trained = policy_logp.lengths > 0
