@@ -1,17 +1,18 @@
-"""The order of the rooms, and what may not be imported where."""
+"""The order of the rooms, what may not be imported where, and that nothing grows too long. `scripts/house.py` prints the rest."""
 
 import ast
 import re
 from functools import cache
 from pathlib import Path
 
+import house
 import pytest
+from house import AFTER_OPENING, PACKAGE
 
-PACKAGE = Path(__file__).parent.parent / "rlgen"
 ROW = re.compile(r"^\| `(\w+)` \| ((?:`\w+`(?:, )?)+|nothing of rlgen) \|$", re.M)
 # Room -> the rooms that it imports from, in the order of the rooms: the table of the documentation is the rule.
 TABLE = {room: re.findall(r"`(\w+)`", cell) for room, cell in ROW.findall((PACKAGE / "docs" / "walk.md").read_text())}
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = house.files(PACKAGE)
 
 
 @cache
@@ -64,3 +65,25 @@ def test_vllm_is_imported_in_engines_only() -> None:
     # Scheduler and worker are loaded by vLLM itself, and only by the version that `vllm_compat` names.
     assert users == {"engines/vllm_compat.py", "engines/vllm_weights.py", "engines/decode.py", "engines/decode_worker.py"}
     assert not any("rlgen.engines.decode" in imported(path) for path in FILES)
+
+
+def test_no_file_and_no_function_of_the_product_is_too_long() -> None:
+    """But for tables, and what was longer before this was checked: the lists may only become shorter."""
+    tables = {"rlgen/recipe/models.py", "rlgen/types.py"}
+    assert {line.partition(":")[0] for line in house.long_files(PACKAGE)} <= {*tables, "rlgen/recipe/rules.py"}
+    long = {line.split()[1].rstrip(":") for line in house.long_functions(PACKAGE)}
+    assert long <= {"_decode", "absolute_paths", "build_trainer"}
+
+
+def test_modules_import_each_other_in_two_places_only() -> None:
+    """The live view is a console; a tracker is opened by the worker that knows its base."""
+    known = {"rlgen.run.console", "rlgen.run.live", *(f"rlgen.run.sinks.{name}" for name in ("mlflow", "tensorboard", "trackio"))}
+    assert set(" ".join(house.circles()).split()) <= known | {"rlgen.run.sinks.wandb", "rlgen.run.sinks.worker"}
+    uses = {"a": ["b"], "b": ["c"], "c": ["b"]}
+    assert house.reachable("b", uses) == {"b", "c"} and "a" not in house.reachable("a", uses)
+
+
+def test_the_rooms_after_the_opening_know_no_recipe() -> None:
+    """They take settings one by one; the only file that reads a recipe for an engine is the one that opens it."""
+    passed = {line.partition(":")[0] for room in AFTER_OPENING for line in house.passes_of_a_recipe(room)}
+    assert passed <= {"rlgen/engines/open.py"} and house.passes_of_a_recipe("setup")
