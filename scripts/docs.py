@@ -1,13 +1,15 @@
 """`make docs`: writes the tables that follow from code into README.md and `rlgen/docs/*.md`, between their markers.
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. With `--check` nothing is
-written, and the exit code is 1 if a file would change.
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`, or `code FILE NAME`: the lines of
+a function of `rlgen/`, without its docstring. With `--check` nothing is written, and the exit code is 1 if a file would change.
 """
 
+import ast
 import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -35,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "rlgen" / "docs"
 FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
 MEASURED = ROOT / "scripts" / "gpu_measured"  # what `make gpu-check` found, one file a device
-BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated: ([a-z-]+|code \S+ \S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SAID = 240  # characters of an error message in a table
 # These read metrics; every other file that names one writes it.
 READERS = ("metrics.py", "run/health.py", "run/console.py", "run/live.py", "run/sinks/", "setup/", "analysis/", "cli/")
@@ -436,9 +438,29 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def code(file: str, name: str) -> str:
+    """The lines of a function, `name` or `Class.name`, without its docstring."""
+    text = (ROOT / "rlgen" / file).read_text(encoding="utf-8")
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        node = next(one for one in ast.walk(node) if getattr(one, "name", None) == part)
+    assert isinstance(node, ast.FunctionDef)
+    lines = text.splitlines()
+    head, body = lines[node.lineno - 1 : node.body[0].lineno - 1], lines[node.body[0].lineno - 1 : node.end_lineno]
+    if ast.get_docstring(node) is not None:
+        body = lines[node.body[0].end_lineno : node.end_lineno]
+    text = "\n".join([*head, *body[0 if body[0] else 1 :]])
+    return f"```python\n# rlgen/{file}\n{textwrap.dedent(text)}\n```\n"
+
+
 def written(text: str) -> str:
-    """`text` with each table as the code has it now."""
-    return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+    """`text` with each table, and each function, as the code has it now."""
+
+    def found(block: re.Match[str]) -> str:
+        kind, *of = block[2].split(" ")
+        return f"{block[1]}{code(*of) if of else TABLES[kind]()}{block[3]}"
+
+    return BLOCK.sub(found, text)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def test_tables_are_as_the_code_has_them(path: Path) -> None:
 
 def test_every_table_stands_somewhere() -> None:
     marked = {name for path in docs.FILES for _, name, _ in docs.BLOCK.findall(path.read_text())}
-    assert marked == set(docs.TABLES)
+    assert {name for name in marked if " " not in name} == set(docs.TABLES)
 
 
 def test_a_stale_table_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

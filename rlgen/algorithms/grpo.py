@@ -13,6 +13,7 @@ reference (`beta: 0`), no entropy bonus, and no token, completion or group is le
 """
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -78,5 +79,7 @@ def variant_of(recipe: GRPORecipe) -> Variant:
                 k_negative=recipe.vespo_k_negative,
                 lambda_negative=recipe.vespo_lambda_negative,
             )
-        case clipped:
-            return Clip(recipe.clip_low, recipe.clip_high, recipe.delta, SEQUENCE_RATIOS.get(clipped, "token"))
+        case "dapo" | "grpo" | "dr_grpo" | "bnpo" | "gspo" | "gspo_token" | "luspo":
+            return Clip(recipe.clip_low, recipe.clip_high, recipe.delta, SEQUENCE_RATIOS.get(recipe.loss, "token"))
+        case forgotten:  # mypy: a loss of the recipe that has no case
+            assert_never(forgotten)
