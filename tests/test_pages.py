@@ -47,7 +47,7 @@ NOT_RUN = {
     ".venv/bin/pytest": "a part of `make test`",
 }
 # Python that is no example.
-EXCERPTS = {"walk": "the loop, shortened: tests/trainers run it"}
+EXCERPTS = {"walk": "the loop, shortened: tests/trainers run it", "one-step": "copied from the source"}
 # Options of other programs.
 FOREIGN = {"--max-restarts": "torchrun", "--slow": "pytest", "--real": "scripts/false_alarms.py"}
 
