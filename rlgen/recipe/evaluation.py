@@ -39,7 +39,9 @@ def temperature_of(recipe: Recipe, settings: EvalRecipe) -> float:
 
 
 def seed_of(recipe: Recipe) -> int:
-    """Returns the seed of evaluations, which follows from that of the run and is another: the rows of a task differ from those of
-    training, and no completion is sampled with the seed of a training sample.
+    """Returns the seed of evaluations, which follows from the run's seed.
+
+    It is another one, so that the rows of a task differ from those of training, and no completion has the seed of a training
+    sample.
     """
     return int.from_bytes(hashlib.sha256(f"eval/{recipe.run.seed}".encode()).digest()[:4]) >> 1

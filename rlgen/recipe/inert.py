@@ -12,9 +12,7 @@ from rlgen.recipe.trainers import OWN_SETTINGS, GRPORecipe, OnlineDPORecipe, Own
 
 
 def inert(recipe: Recipe) -> list[Finding]:
-    """Returns the fields that have no effect in this recipe. They are refused if the user set them, and left out of the resolved
-    recipe.
-    """
+    """Returns the fields that have no effect: refused if the user set them, and left out of the resolved recipe."""
     data, engine, held = recipe.data, recipe.engine, recipe.eval
     found = [
         *_inert_in_trainer(recipe.trainer),

@@ -185,9 +185,7 @@ def _look_up_task(
 def _look_up_rewards(
     rewards: Any, section: yaml.Path, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
 ) -> list[Problem]:
-    """Checks the names of rewards, of tools, or of the environment, and the `args` of rewards that ask a model. Returns the
-    problems.
-    """
+    """Returns the problems of names of rewards, tools or the environment, and of `args` of rewards that ask a model."""
     problems: list[Problem] = []
     built_in = BUILT_IN.get(section, [*BUILT_IN_REWARDS, *MODEL_REWARDS])
     one, many = ("environment", "environments") if section == ("environment",) else ("reward", "rewards")

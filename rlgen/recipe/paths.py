@@ -21,9 +21,7 @@ Function = TypeVar("Function", RewardRecipe, ToolRecipe)
 
 
 def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> tuple[Recipe, list[Problem]]:
-    """Makes the paths of local inputs absolute, relative to the folder of the recipe file that names them. Returns recipe and
-    problems.
-    """
+    """Makes the paths of local inputs absolute; they start at the folder of the recipe file that names them."""
     problems: list[Problem] = []
 
     def absolute(text: str, loc: yaml.Path, always: bool) -> str:
@@ -125,9 +123,7 @@ def like(path: str) -> str | None:
 
 
 def outside(recipe: Recipe, folder: Path) -> list[str]:
-    """Returns a notice for each file of the user's code outside the recipe's folder. Such files run all the same, because the
-    recipe names them.
-    """
+    """Returns a notice for each file of code outside the recipe's folder. It runs all the same, because the recipe names it."""
     rewards = recipe.rewards if recipe.eval is None else [*recipe.rewards, *(recipe.eval.rewards or ())]
     uses = [("rewards", reward.use) for reward in rewards] + [("tools", tool.use) for tool in recipe.tools]
     uses += [("environment", recipe.environment.use)] if recipe.environment is not None else []

@@ -112,9 +112,7 @@ def _merged(
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a recipe file. Raises RecipeError with the reason if it is not a readable UTF-8 file of at most
-    MAX_BYTES.
-    """
+    """Returns the text of a recipe file. Raises RecipeError if it is not a readable UTF-8 file of at most MAX_BYTES."""
 
     def refused(what: str, hint: str | None = None) -> RecipeError:
         return RecipeError([Problem(str(path), what, hint)])
@@ -188,8 +186,9 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
 
 
 def rename(data: dict[str, Any], places: dict[yaml.Path, str]) -> tuple[list[str], list[Problem]]:
-    """Gives keys that have an old name their new one. Returns a notice for each that is renamed, and a problem for each
-    that stands there by both names.
+    """Gives keys that have an old name their new one.
+
+    Returns a notice for each that is renamed, and a problem for each that stands there by both names.
     """
     notices, problems = [], []
     for (section, old), new in RENAMED.items():
@@ -225,9 +224,7 @@ def in_order(problems: list[Problem], files: dict[str, SourceFile]) -> list[Prob
 
 
 def rank(where: str, files: dict[str, SourceFile]) -> tuple[int, int, int]:
-    """Returns the sort key of a position: the recipe first, then the files that it extends, then the command line; by line and
-    column.
-    """
+    """Returns the sort key of a position: recipe, files that it extends, command line; each by line and column."""
     if where == MORE:
         return len(files) + 2, 0, 0
     if where.startswith("--set"):

@@ -1,5 +1,6 @@
-"""Parses YAML text to plain data, with the position of every key. PyYAML only composes the nodes; no object in a file is
-constructed.
+"""Parses YAML text to plain data, with the position of every key.
+
+PyYAML only composes the nodes; no object in a file is constructed.
 
 Scalars are read as in YAML 1.2: `1e-6` is a number, `no` is not a boolean and `010` is not an octal number. Anchors may be used
 again, within the limits below; `<<` is not supported, since recipes have `extends`.
@@ -31,9 +32,7 @@ TOO_LARGE = "too large or too deep for a recipe"
 
 
 class _Loader(yaml.BaseLoader):
-    """Stops at MAX_NODES and MAX_DEPTH while PyYAML reads, because it recurses for every level, and needs seconds for a hundred
-    thousand nodes.
-    """
+    """Stops at MAX_NODES and MAX_DEPTH while PyYAML reads: it recurses for every level, and takes seconds for 100,000 nodes."""
 
     nodes = depth = 0
 
@@ -83,8 +82,10 @@ def parse(text: str, name: str) -> Document:
 
 
 def remedy_of(problem: str, lines: list[str], number: int, begun: int) -> str | None:
-    """Returns what to write instead, by what PyYAML reports about line `number`, counted from 1, in what began in line `begun`;
-    None if that is not clear.
+    """Returns what to write instead; None if that is not clear.
+
+    Args:
+        problem: what PyYAML reports about line `number`, counted from 1, in what began in line `begun`.
     """
     line = lines[number - 1].strip() if number <= len(lines) else ""
     if r"'\t' that cannot start" in problem:
