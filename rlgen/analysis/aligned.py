@@ -1,7 +1,7 @@
 """Aligns the curves of several runs by step, tokens or time; seeds of one recipe become their mean with a band."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -19,14 +19,7 @@ BAND = "A band is the 95 % interval of the mean over the seeds (Student's t); wi
 
 Series: TypeAlias = Mapping[int, float]  # step -> value; one that is not finite is missing
 Floats: TypeAlias = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """The values of one run along an axis. Values that are missing are NaN."""
-
-    x: Floats
-    y: Floats
+Curve: TypeAlias = Floats  # [2, N], places on an axis and the values of one run there; NaN: it is missing
 
 
 def measured(run: Run, metric: str) -> dict[int, float]:
@@ -51,7 +44,8 @@ def places_of(run: Run, by: By) -> dict[int, float]:
 
 def metric_chart(groups: Sequence[Group], metric: str, by: By) -> Chart:
     unit, what = explained(metric)
-    curves = {run: curve for group in groups for run in group.runs if (curve := curve_of(run, measured(run, metric), by))}
+    found = {run: curve_of(run, measured(run, metric), by) for group in groups for run in group.runs}
+    curves = {run: curve for run, curve in found.items() if curve is not None}
     return joined(Chart(group="Compared", title=metric, unit=unit, what=what, x=(), lines=()), groups, curves, by)
 
 
@@ -67,7 +61,8 @@ def other_charts(groups: Sequence[Group], by: By) -> list[Chart]:
             title = f"{chart.title}: {line.label}" if key[:2] in several else chart.title
             charts.setdefault(key, replace(chart, title=title, stacked=False))
             values = zip(chart.x, line.values, strict=True)
-            if curve := curve_of(run, {int(step): float("nan") if value is None else value for step, value in values}, by):
+            curve = curve_of(run, {int(step): float("nan") if value is None else value for step, value in values}, by)
+            if curve is not None:
                 curves.setdefault(key, {})[run] = curve
     return [joined(chart, groups, curves.get(key, {}), by) for key, chart in charts.items()]
 
@@ -78,13 +73,12 @@ def curve_of(run: Run, series: Series, by: By) -> Curve | None:
     points = [(places[step], value) for step, value in sorted(series.items()) if step in places]
     if not any(np.isfinite(value) for _, value in points):
         return None
-    x, y = np.array(points, dtype=float).T
-    return Curve(x, y)
+    return np.array(points, dtype=float).T
 
 
 def joined(chart: Chart, groups: Sequence[Group], curves: Mapping[Run, Curve], by: By) -> Chart:
     """Returns a chart with one line for each group, on the places of all its curves."""
-    x = np.array(thinned(sorted({place for curve in curves.values() for place in curve.x.tolist()})), dtype=float)
+    x = np.array(thinned(sorted({place for places, _ in curves.values() for place in places.tolist()})), dtype=float)
     lines = [line_of(group, [curves[run] for run in group.runs if run in curves], x) for group in groups]
     return replace(chart, x=[int(place) if place == int(place) else place for place in x.tolist()], axis=AXES[by], lines=lines)
 
@@ -93,7 +87,7 @@ def line_of(group: Group, curves: Sequence[Curve], x: Floats) -> Line:
     """Returns the mean of a group's runs with its band, up to the end of the shortest: a mean of fewer runs would jump there."""
     if not curves:
         return Line(label=group.letter, values=[None] * len(x))
-    rows = np.array([np.interp(x, curve.x, curve.y, left=np.nan, right=np.nan) for curve in curves])
+    rows = np.array([np.interp(x, places, values, left=np.nan, right=np.nan) for places, values in curves])
     if len(rows) == 1:
         return Line(label=group.letter, values=present(rows[0]))
     low, high = band(rows)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from rlgen.analysis.run import Run
-from rlgen.recipe import Recipe
+from rlgen.recipe.trainers import CorrectionRecipe
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of
 from rlgen.rollout.read import metadata_of, read_rollouts, rollout_steps
 from rlgen.run.checkpoint_folder import CheckpointFolder
@@ -138,7 +138,7 @@ class Chunk:
         delta = np.full(len(ids.values), np.nan, dtype=np.float32)
         compared = np.repeat(policy.lengths > 0, lengths)
         delta[compared] = policy.values - sampler.values[compared]
-        weights = weights_of(run.recipe, policy, sampler, mask)
+        codes, weights = weights_of(run.recipe.trainer.correction, policy, sampler, mask)
         gaps = np.array([np.nan if np.isnan(one).all() else np.nanmax(np.abs(one)) for one in Ragged(delta, ids.offsets)])
         single = table["rewards"].combine_chunks() if "rewards" in table.column_names else None
         labels = [] if single is None else [field.name for field in single.type]
@@ -155,7 +155,7 @@ class Chunk:
                 "truncated": [int(reason == "length") for reason in table["finish_reason"].to_pylist()],
                 "trained": [int(value) for value in table["trained"].to_pylist()],
                 "gap": [short(value) for value in gaps.tolist()],
-                "weight": [short(value) for value in weights.rows.tolist()],
+                "weight": [short(value) for value in weights.tolist()],
                 "prompt": place,
             },
             texts={
@@ -167,7 +167,7 @@ class Chunk:
             ids=ids.values,
             sampler=halves(sampler.values),
             delta=halves(delta),
-            flags=mask.values.astype(np.uint8) + 2 * weights.codes,
+            flags=mask.values.astype(np.uint8) + 2 * codes,
         )
 
 
@@ -182,16 +182,10 @@ class Code(IntEnum):
     ROW = 5  # the weight of its whole completion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Weights:
-    """The weights of some rollouts."""
-
-    codes: NDArray[np.uint8]  # [N]
-    rows: NDArray[np.float64]  # [B], for `Code.ROW`; NaN for rows without
-
-
-def weights_of(recipe: Recipe, policy_logp: Ragged, sampler_logp: Ragged, loss_mask: Ragged) -> Weights:
-    """Returns the weights that the loss used for these rows.
+def weights_of(
+    recipe: CorrectionRecipe, policy_logp: Ragged, sampler_logp: Ragged, loss_mask: Ragged
+) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Returns the codes [N] of the weights that the loss used, and [B] the weights of whole rows, for `Code.ROW`; NaN: none.
 
     Args:
         policy_logp: [B] rows; empty for a row that was not trained.
@@ -201,7 +195,7 @@ def weights_of(recipe: Recipe, policy_logp: Ragged, sampler_logp: Ragged, loss_m
     from rlgen.algorithms.base import correction_of
     from rlgen.losses.correction import importance_weight, log_ratio, ratio_of
 
-    correction = correction_of(recipe.trainer.correction)
+    correction = correction_of(recipe)
     codes = np.full(len(sampler_logp.values), Code.NONE, dtype=np.uint8)
     rows = np.full(len(sampler_logp), np.nan)
     trained = policy_logp.lengths > 0
@@ -218,7 +212,7 @@ def weights_of(recipe: Recipe, policy_logp: Ragged, sampler_logp: Ragged, loss_m
             code = torch.where(weight == ratio, Code.RATIO, torch.where(weight < ratio, Code.HIGH, Code.LOW))
             code = torch.where(weight == 0, Code.ZERO, code)
         codes[place] = torch.where(mask, code, Code.NONE)[0].numpy()
-    return Weights(codes=codes, rows=rows)
+    return codes, rows
 
 
 def ragged(table: pa.Table, name: str) -> Ragged:

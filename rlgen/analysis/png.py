@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 COLUMNS, WIDTH, HEIGHT, DPI = 3, 4.6, 2.9, 150  # of one chart, in inches
 COLOURS = ("#2f5bd7", "#d9652b", "#16906c", "#9a4bc9", "#b38600", "#c23b69", "#3a8fb7", "#6b7280")  # as in assets/page.css
-EVALUATION = "Evaluation"
 # What a slide shows, after the evaluations: the charts of `charts.PLANS` that say most.
 LEARNING = ("Reward", "Rewards by name", "Completion length", "Entropy", "Gradient norm")
 TITLES = (*LEARNING, "Difference of log-probs", "Speed", "Time of a step")
@@ -23,7 +22,7 @@ MOST = 9  # charts
 
 def chosen(charts: Sequence[Chart]) -> list[Chart]:
     """Returns the charts that say most: evaluations first, then those of `TITLES`."""
-    evaluations = [chart for chart in charts if chart.group == EVALUATION]
+    evaluations = [chart for chart in charts if chart.group == "Evaluation"]
     return [*evaluations, *(chart for title in TITLES for chart in charts if chart.title == title)]
 
 
@@ -61,8 +60,7 @@ def write_png(
 
 
 def paint(axes: "Axes", chart: Chart) -> None:
-    title = f"{EVALUATION}: {chart.title}" if chart.group == EVALUATION else chart.title
-    axes.set_title(f"{title}{f' ({chart.unit})' if chart.unit else ''}", fontsize=10, loc="left")
+    axes.set_title(f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}", fontsize=10, loc="left")
     axes.grid(color="#dfe3e8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(chart.axis, fontsize=8)

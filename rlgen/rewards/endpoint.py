@@ -51,7 +51,7 @@ class Answers:
             rank: of the process of training that this one serves.
         """
         self.requests = self.tokens = 0  # sent and paid by this process, earlier attempts included
-        self._known: dict[str, str] = {}
+        self.known: dict[str, str] = {}  # hash of a request -> its answer
         self._path = None if folder is None else folder / f"{name}@{rank}.jsonl"
         if folder is None:
             return
@@ -61,14 +61,10 @@ class Answers:
                 if path.name.rpartition("@")[0] == name:
                     self._read(path)
 
-    def get(self, request: str) -> str | None:
-        """Returns the answer to a request, by its hash; None: it was not answered yet."""
-        return self._known.get(request)
-
     def keep(self, request: str, answer: str, tokens: int) -> None:
         """Stores an answer. Raises CheckpointError if it cannot be written."""
         self._write({"request": request, "answer": answer, "tokens": tokens})
-        self._known[request] = answer
+        self.known[request] = answer
         self.tokens += tokens
 
     def lose(self, why: str) -> None:
@@ -90,7 +86,7 @@ class Answers:
                 self.requests += 1
                 self.tokens += record.get("tokens", 0)
             if "request" in record:
-                self._known.setdefault(record["request"], record["answer"])
+                self.known.setdefault(record["request"], record["answer"])
 
 
 @dataclass(slots=True)
@@ -146,8 +142,8 @@ class Endpoint:
         }
         body = {name: value for name, value in body.items() if value is not None}
         request = hashlib.sha256(json.dumps([settings.url, body], sort_keys=True).encode()).hexdigest()
-        if (known := self._answers.get(request)) is not None:
-            return known
+        if request in self._answers.known:
+            return self._answers.known[request]
         # Another completion of the same text may be waiting for the same answer.
         shared = self._under_way.get(request)
         if shared is None:

@@ -79,19 +79,16 @@ def load_model(source: RewardSource, settings: "RewardModelArgs | JudgeArgs") ->
     """Loads the model that `settings` name, or prepares the requests to it. Raises as `RewardSource.load` does."""
     from rlgen.recipe.judges import RewardModelArgs
 
-    function: Callable[..., Any]
-    sha256: str | None
     if isinstance(settings, RewardModelArgs):
         from rlgen.rewards.reward_model import RewardModel
 
         model = RewardModel(settings, source.memory)
-        function, sha256 = model.score, model.sha256
-    else:
-        from rlgen.rewards.judge import Judge, digest_of
+        return LoadedReward(model.score, facts_of_model(settings, model.sha256), source.timeout)
+    from rlgen.rewards.judge import Judge, digest_of
 
-        judge = Judge(settings, source.timeout, source.answers, source.name)
-        function, sha256 = judge.compare if settings.pairwise else judge.rate, digest_of(settings)
-    return LoadedReward(function, facts_of_model(settings, sha256), source.timeout)
+    judge = Judge(settings, source.timeout, source.answers, source.name)
+    function = judge.compare if settings.pairwise else judge.rate
+    return LoadedReward(function, facts_of_model(settings, digest_of(settings)), source.timeout)
 
 
 def facts_of_model(settings: "RewardModelArgs | JudgeArgs", sha256: str | None = None) -> FunctionFacts:

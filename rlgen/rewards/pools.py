@@ -4,44 +4,16 @@ So a model is loaded once, in the only process that imports torch. It has a memo
 behind those of functions.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from pathlib import Path
 
-from rlgen.worker_pool.pool import Pool
+from rlgen.recipe.judges import JudgeArgs, RewardModelArgs, settings_of
+from rlgen.recipe.models import RewardRecipe
+from rlgen.rewards.load import RewardSource
+from rlgen.worker_pool.pool import Pool, WorkerLimits
 from rlgen.worker_pool.source import FunctionFacts
-from rlgen.worker_pool.stream import CallOutcome, CallStream
-from rlgen.worker_pool.worker import WorkerCall
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedStream:
-    """The calls of one step in several pools, whose outcomes arrive in one queue. Its methods are those of `CallStream`."""
-
-    streams: Sequence[CallStream]  # one a pool, which put into the queue of the first
-    places: Sequence[tuple[int, int]]  # reward -> its pool, and its index there
-
-    def add(self, calls: Sequence[WorkerCall]) -> None:
-        by_pool: dict[int, list[WorkerCall]] = defaultdict(list)
-        for call in calls:
-            pool, place = self.places[call.source]
-            by_pool[pool].append(replace(call, source=place))
-        for pool, own in by_pool.items():
-            self.streams[pool].add(own)
-
-    def outcomes(self) -> Iterator[CallOutcome]:
-        first = self.streams[0]
-        for _ in range(sum(stream.added for stream in self.streams) - first.taken):
-            yield first.take()
-
-    def there(self) -> Iterator[CallOutcome]:
-        return self.streams[0].there()
-
-    def close(self) -> None:
-        for stream in self.streams:
-            stream.close()
+from rlgen.worker_pool.stream import CallStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +29,45 @@ class Pools:
         found = [pool.facts() for pool in self.pools]
         return [found[pool][place] for pool, place in self.places]
 
-    def open(self) -> JoinedStream:
-        outcomes: SimpleQueue[CallOutcome | Exception] = SimpleQueue()
-        with ExitStack() as undo:
-            streams = [undo.enter_context(closing(pool.open(outcomes))) for pool in self.pools]
-            undo.pop_all()  # if one raises, no pool is open
-        return JoinedStream(streams, self.places)
+    def open(self) -> CallStream:
+        stream = CallStream(self.pools, self.places)
+        try:
+            for pool in self.pools:
+                pool.open(stream)
+        except BaseException:
+            stream.close()  # no pool stays open
+            raise
+        return stream
 
     def close(self) -> None:
         for pool in self.pools:
             pool.close()
+
+
+def open_pools(
+    entries: Sequence[RewardRecipe], limits: WorkerLimits, output: Path | None, answers: Path | None, group_size: int | None
+) -> Pool | Pools:
+    """Returns the processes, not started yet: one pool for all functions, and one for each reward that asks a model."""
+    functions = [entry for entry in entries if settings_of(entry) is None]
+    if len(functions) == len(entries):
+        return Pool([RewardSource(entry.use, entry.timeout) for entry in entries], limits, output)
+    pools = [Pool([RewardSource(entry.use, entry.timeout) for entry in functions], limits, output)] if functions else []
+    places: list[tuple[int, int]] = []
+    for entry in entries:
+        if (settings := settings_of(entry)) is None:
+            places.append((0, functions.index(entry)))
+            continue
+        places.append((len(pools), 0))
+        memory = limits.memory or 0
+        source = RewardSource(entry.use, entry.timeout, settings, entry.label, answers, memory)
+        pools.append(Pool([source], limits_of_model(settings, limits, group_size), output))
+    return Pools(pools, places)
+
+
+def limits_of_model(settings: RewardModelArgs | JudgeArgs, limits: WorkerLimits, group_size: int | None) -> WorkerLimits:
+    """Returns the limits of the one process that asks a model."""
+    if isinstance(settings, RewardModelArgs):  # it limits itself once the model is loaded
+        return replace(limits, workers=1, memory=None, import_timeout=settings.load_timeout)
+    # The timeout of a call covers its requests, so that they must not wait behind those of other calls.
+    requests = 1 if not settings.pairwise else settings.concurrency if group_size is None else group_size * (group_size - 1)
+    return replace(limits, workers=1, concurrency=max(1, settings.concurrency // max(1, requests)))

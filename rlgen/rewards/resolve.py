@@ -26,10 +26,8 @@ class RewardFunction:
     use: str
     weight: float
     of_group: bool  # takes lists over a group and returns a list
-    is_async: bool
     names: frozenset[str] | None  # parameters to fill; None: all there are (`**kwargs`)
     args: Mapping[str, Any]  # from the recipe
-    file: str | None  # source of the function
     sha256: str | None  # of the user's code
     timeout: float  # seconds that a call may take
     on_error: Literal["fail", "skip", "zero"]
@@ -73,10 +71,8 @@ def resolve(entry: RewardRecipe, facts: FunctionFacts, columns: Collection[str])
         use=entry.use,
         weight=entry.weight,
         of_group=of_group,
-        is_async=facts.is_async,
         names=None if takes_all else frozenset(named),
         args=args,
-        file=facts.file,
         sha256=facts.sha256,
         timeout=entry.timeout,
         on_error=entry.on_error,

@@ -16,15 +16,13 @@ import numpy
 
 from rlgen.errors import CheckpointError, RewardError
 from rlgen.files import write_text, written
-from rlgen.recipe.judges import JudgeArgs, RewardModelArgs, settings_of
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.redact import printable_json
-from rlgen.rewards.load import RewardSource
-from rlgen.rewards.pools import Pools
+from rlgen.rewards.pools import Pools, open_pools
 from rlgen.rewards.resolve import MESSAGES, RewardFunction, resolve
 from rlgen.types import Group, Ids, Sample, whole_conversation
 from rlgen.worker_pool.failures import Failed
-from rlgen.worker_pool.pool import Pool, WorkerLimits, limits_of
+from rlgen.worker_pool.pool import Pool, limits_of
 from rlgen.worker_pool.stream import CallOutcome
 from rlgen.worker_pool.worker import WorkerCall, ids_from
 
@@ -278,35 +276,6 @@ def open_scorer(
         pool.close()
         raise
     return Scorer(rewards=rewards, max_completion_tokens=max_completion_tokens, pool=pool, failures=failures, turns=turns)
-
-
-def open_pools(
-    entries: Sequence[RewardRecipe], limits: WorkerLimits, output: Path | None, answers: Path | None, group_size: int | None
-) -> Pool | Pools:
-    """Returns the processes, not started yet: one pool for all functions, and one for each reward that asks a model."""
-    functions = [entry for entry in entries if settings_of(entry) is None]
-    if len(functions) == len(entries):
-        return Pool([RewardSource(entry.use, entry.timeout) for entry in entries], limits, output)
-    pools = [Pool([RewardSource(entry.use, entry.timeout) for entry in functions], limits, output)] if functions else []
-    places: list[tuple[int, int]] = []
-    for entry in entries:
-        if (settings := settings_of(entry)) is None:
-            places.append((0, functions.index(entry)))
-            continue
-        places.append((len(pools), 0))
-        memory = limits.memory or 0
-        source = RewardSource(entry.use, entry.timeout, settings, entry.label, answers, memory)
-        pools.append(Pool([source], limits_of_model(settings, limits, group_size), output))
-    return Pools(pools, places)
-
-
-def limits_of_model(settings: RewardModelArgs | JudgeArgs, limits: WorkerLimits, group_size: int | None) -> WorkerLimits:
-    """Returns the limits of the one process that asks a model."""
-    if isinstance(settings, RewardModelArgs):  # it limits itself once the model is loaded
-        return replace(limits, workers=1, memory=None, import_timeout=settings.load_timeout)
-    # The timeout of a call covers its requests, so that they must not wait behind those of other calls.
-    requests = 1 if not settings.pairwise else settings.concurrency if group_size is None else group_size * (group_size - 1)
-    return replace(limits, workers=1, concurrency=max(1, settings.concurrency // max(1, requests)))
 
 
 def shown_as(value: Any) -> Any:

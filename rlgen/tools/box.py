@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Literal
 
 from rlgen.errors import RlgenError
@@ -18,7 +17,7 @@ from rlgen.recipe.models import ScoringRecipe, ToolRecipe
 from rlgen.tools.load import ToolSource
 from rlgen.worker_pool.failures import Failed
 from rlgen.worker_pool.pool import CLOSED, Pool, limits_of
-from rlgen.worker_pool.stream import CallOutcome
+from rlgen.worker_pool.stream import CallStream
 from rlgen.worker_pool.worker import WorkerCall
 
 # Why a call has no answer of the tool; "" if it has one.
@@ -56,8 +55,9 @@ class Calls:
     """Calls in worker processes. A thread hands over each answer; after an error that ends the run, each call gets that error."""
 
     def __init__(self, pools: Sequence[Pool], name: str) -> None:
-        came: SimpleQueue[CallOutcome | Exception] = SimpleQueue()
-        self.pools, self._streams = pools, [pool.open(came) for pool in pools]
+        self.pools, self._stream = pools, CallStream(pools)
+        for pool in pools:
+            pool.open(self._stream)
         self._open: dict[int, Answered] = {}  # by id of a call
         self._ids, self._lock = count(), threading.Lock()
         self._error: RlgenError | None = None
@@ -78,7 +78,7 @@ class Calls:
         if error is not None:
             done(error)
         else:
-            self._streams[which % len(self._streams)].add([call])
+            self.pools[which % len(self.pools)].add(self._stream, [call])
 
     def close(self) -> None:
         """Ends the processes. Calls that run are not answered any more."""
@@ -90,7 +90,7 @@ class Calls:
         """Runs the thread, until the pools are closed or fail."""
         while True:
             try:
-                outcome = self._streams[0].take()
+                outcome = self._stream.take()
             except RuntimeError as closed:
                 if str(closed) != CLOSED:
                     raise

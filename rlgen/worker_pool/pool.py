@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from rlgen.processes import cores
@@ -112,11 +111,9 @@ class Pool:
                 raise self._error
             return self._facts
 
-    def open(self, came: "SimpleQueue[CallOutcome | Exception] | None" = None) -> CallStream:
-        """Returns a stream for calls; only one is open at a time. Raises as `facts` does, and RuntimeError in a closed pool.
-
-        Args:
-            came: queue for the outcomes, which streams of other pools may share; None: one of its own.
+    def open(self, stream: CallStream | None = None) -> CallStream:
+        """Returns a stream for calls: a new one, or this one, which other pools serve too. Only one is open at a time. Raises as
+        `facts` does, and RuntimeError in a closed pool.
         """
         self.facts()
         with self._changed:
@@ -126,7 +123,7 @@ class Pool:
                 raise RuntimeError("the calls of another step are still open")
             self._failed = 0  # each step may try again to start workers
             self._attempts.clear()
-            self._stream = CallStream(self, came)
+            self._stream = stream or CallStream([self])
             return self._stream
 
     def add(self, stream: CallStream, calls: Sequence[WorkerCall]) -> None:
@@ -238,7 +235,6 @@ class Pool:
             self._hand_out()
 
     def _exchange(self, worker: Worker, mask: int) -> None:
-        """Reads from a worker or writes to it, as `mask` says."""
         try:
             if mask & selectors.EVENT_READ:
                 self._hear(worker)

@@ -1,7 +1,8 @@
 """Collects what calls in worker processes gave."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -24,22 +25,31 @@ class CallOutcome:
 class CallStream:
     """Collects the outcomes of calls, which may be added while earlier ones run: those of a step, or of a run."""
 
-    def __init__(self, pool: "Pool", came: "SimpleQueue[CallOutcome | Exception] | None") -> None:
-        self._pool = pool
-        self.came: SimpleQueue[CallOutcome | Exception] = SimpleQueue() if came is None else came  # none follows an error
-        self.added = 0  # number of calls
-        self.taken = 0  # of these and of those of streams that share the queue, outcomes that were taken
+    def __init__(self, pools: Sequence["Pool"], places: Sequence[tuple[int, int]] | None = None) -> None:
+        """Of several pools, `places` says where the source of a call is: in which pool, and its index there."""
+        self._pools = pools
+        self._places = places
+        self.came: SimpleQueue[CallOutcome | Exception] = SimpleQueue()  # from all pools; none follows an error
+        self._added = self._taken = 0  # numbers of calls and of outcomes
 
     def add(self, calls: Sequence[WorkerCall]) -> None:
         """Queues calls, which run as soon as a worker is free. May be called from any thread; after an error it does nothing."""
-        self.added += len(calls)
-        self._pool.add(self, calls)
+        self._added += len(calls)
+        if self._places is None:
+            self._pools[0].add(self, calls)
+            return
+        by_pool: dict[int, list[WorkerCall]] = defaultdict(list)
+        for call in calls:
+            pool, place = self._places[call.source]
+            by_pool[pool].append(replace(call, source=place))
+        for pool, own in by_pool.items():
+            self._pools[pool].add(self, own)
 
     def outcomes(self) -> Iterator[CallOutcome]:
         """Waits for the outcome of each call that was added, and yields those that were not taken, in the order of their arrival.
         Raises as `take` does.
         """
-        for _ in range(self.added - self.taken):
+        for _ in range(self._added - self._taken):
             yield self.take()
 
     def there(self) -> Iterator[CallOutcome]:
@@ -52,14 +62,15 @@ class CallStream:
 
         Raises:
             RlgenError: workers that were started cannot import the functions.
-            RuntimeError: the pool was closed.
+            RuntimeError: a pool was closed.
         """
         outcome = self.came.get()
         if isinstance(outcome, Exception):
             raise outcome
-        self.taken += 1
+        self._taken += 1
         return outcome
 
     def close(self) -> None:
         """Cancels the calls that still run, by killing their workers."""
-        self._pool.end(self)
+        for pool in self._pools:
+            pool.end(self)

@@ -169,10 +169,30 @@ def test_the_verdict_over_seeds(tmp_path: Path) -> None:
     )
 
 
-def test_seeds_that_vary_more_than_they_differ(tmp_path: Path) -> None:
-    grpo, rloo = seeds(tmp_path, "grpo", [0.2, 0.8], GRPO), seeds(tmp_path, "rloo", [0.1, 0.7], RLOO)
-    (verdict,) = compare([*grpo, *rloo], REWARD, "step").verdicts
-    assert verdict.higher is None and verdict.sentence.startswith("no difference can be seen: A minus B is 0.1 (-1.73 to 1.93)")
+APART = "A is better than B by 0.35 (0.35 to 0.35)"
+
+
+@pytest.mark.parametrize(
+    "left, right, sentence, basis, without",
+    [
+        ([0.2, 0.8], [0.1, 0.7], "no difference can be seen: A minus B is 0.1 (-1.73 to 1.93)", "2 and 2 seeds", []),
+        ([0.8, 0.9], [0.5], APART, "B has one seed, which proves little", []),
+        (
+            [0.8, 0.9, math.nan],
+            [0.5, math.nan],
+            "A is better than B by 0.35 (0.35 to 0.35)",
+            "B has one seed",
+            ["grpo-2", "rloo-1"],
+        ),
+    ],
+    ids=["vary more than they differ", "one beside the mean of several", "one without numbers is left out"],
+)
+def test_seeds(tmp_path: Path, left: list[float], right: list[float], sentence: str, basis: str, without: list[str]) -> None:
+    comparison = compare([*seeds(tmp_path, "grpo", left, GRPO), *seeds(tmp_path, "rloo", right, RLOO)], REWARD, "step")
+    (verdict,) = comparison.verdicts
+    assert verdict.sentence == sentence and basis in verdict.estimate.basis
+    assert (verdict.higher is None) == sentence.startswith("no difference")
+    assert [note.partition(":")[0] for note in comparison.notes] == without
 
 
 def test_the_verdict_over_steps(tmp_path: Path) -> None:
@@ -189,13 +209,6 @@ def test_the_verdict_over_steps(tmp_path: Path) -> None:
     assert comparison.notes == ["the runs end at different steps: a curve of several seeds ends with the shortest run"]
 
 
-def test_one_seed_beside_several(tmp_path: Path) -> None:
-    """The mean of the seeds stands for their group."""
-    grpo, rloo = seeds(tmp_path, "grpo", [0.8, 0.9], GRPO), seeds(tmp_path, "rloo", [0.5], RLOO)
-    (verdict,) = compare([*grpo, *rloo], REWARD, "step").verdicts
-    assert verdict.estimate.difference == pytest.approx(0.35) and "B has one seed, which proves little" in verdict.estimate.basis
-
-
 def test_each_group_is_compared_with_the_first(tmp_path: Path) -> None:
     runs = [
         *seeds(tmp_path, "a", [0.5, 0.51], GRPO),
@@ -205,14 +218,6 @@ def test_each_group_is_compared_with_the_first(tmp_path: Path) -> None:
     comparison = compare(runs, REWARD, "step")
     assert [verdict.sentence.split(" by")[0] for verdict in comparison.verdicts] == ["B is better than A", "A is better than C"]
     assert comparison.notes == ["each of the 2 intervals holds with 95 %, not all of them together"]
-
-
-def test_a_seed_without_numbers_is_left_out(tmp_path: Path) -> None:
-    grpo, rloo = seeds(tmp_path, "grpo", [0.8, 0.9, math.nan], GRPO), seeds(tmp_path, "rloo", [0.5, math.nan], RLOO)
-    comparison = compare([*grpo, *rloo], REWARD, "step")
-    (verdict,) = comparison.verdicts
-    assert verdict.sentence == "A is better than B by 0.35 (0.35 to 0.35)" and "B has one seed" in verdict.estimate.basis
-    assert [note.partition(":")[0] for note in comparison.notes] == ["grpo-2", "rloo-1"]
 
 
 @pytest.mark.parametrize(
@@ -435,8 +440,8 @@ def test_the_curves_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_lines_than_colours_are_drawn() -> None:
     axes = Figure().subplots()
     named = [Line(label=chr(65 + place), values=[0.0, 1.0]) for place in range(len(COLOURS) + 2)]
-    paint(axes, Chart(group="", title="", unit="", what="", x=[1, 2], lines=named, axis="tokens"))
-    assert len(axes.lines) == len(named) and axes.get_xlabel() == "tokens"
+    paint(axes, Chart(group="Evaluation", title="Evaluation: mine", unit="s", what="", x=[1, 2], lines=named, axis="tokens"))
+    assert len(axes.lines) == len(named) and axes.get_xlabel() == "tokens" and axes.get_title("left") == "Evaluation: mine (s)"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers.browser import browser, console, needs_browser, open_page, requests, wait
 from helpers.rollouts import rollout_rows
 from helpers.runs import Row, Words, make_run, write_rows
@@ -27,7 +26,7 @@ from rlgen.analysis.report import SCRIPTS
 from rlgen.analysis.run import read_run
 from rlgen.analysis.summary import duration, facts_of, verdicts_of
 from rlgen.cli.app import app
-from rlgen.recipe import Recipe
+from rlgen.recipe.trainers import CorrectionRecipe
 from rlgen.types import Ragged
 
 Proof = Callable[[str], None]
@@ -148,26 +147,14 @@ def test_halves_are_exact_to_a_four_hundredth() -> None:
 )
 def test_weights_are_those_of_the_loss(correction: dict[str, Any], codes: list[Code], row: float | None) -> None:
     """Ratios 0.5, 4 and 1 of the sampled tokens: 2 for the whole completion."""
-    recipe = Recipe.model_validate(
-        {
-            "run": {"name": "x"},
-            "model": {"path": "tiny:qwen3"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "trainer": {"kind": "grpo", "correction": correction},
-        }
-    )
-    policy = (
-        torch.tensor([0.5, 4.0, 1.0, 9.0]).log().numpy() * 1.00001
-        if correction["mode"] == "sequence_mask"
-        else torch.tensor([0.5, 4.0, 1.0, 9.0]).log().numpy()
-    )
+    beyond = 1.00001 if correction["mode"] == "sequence_mask" else 1.0
+    policy = np.log([0.5, 4.0, 1.0, 9.0]).astype(np.float32) * np.float32(beyond)
     offsets = np.array([0, 4, 6])
     sampler = Ragged(np.zeros(6, np.float32), offsets)
     mask = Ragged(np.array([True, True, True, False, True, True]), offsets)
-    weights = weights_of(recipe, Ragged(policy, np.array([0, 4, 4])), sampler, mask)
-    assert weights.codes.tolist() == [*codes, Code.NONE, Code.NONE], "the second row was not trained"
-    assert (np.isnan(weights.rows[0]) if row is None else weights.rows[0] == pytest.approx(row)) and np.isnan(weights.rows[1])
+    found, rows = weights_of(CorrectionRecipe(**correction), Ragged(policy, np.array([0, 4, 4])), sampler, mask)
+    assert found.tolist() == [*codes, Code.NONE, Code.NONE], "the second row was not trained"
+    assert rows.tolist() == pytest.approx([np.nan if row is None else row, np.nan], nan_ok=True)
 
 
 def test_a_pipe_is_written_to_and_stays_a_pipe(run: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ ABSENT = {
 
 # What of a fault is not shown here, though the rest of it is.
 PARTLY = {
-    36: "no judge is built in: a function of the user's",
     51: "the engine runs on the CPU",
     57: "the engine runs on the CPU",
     58: "the engine runs on the CPU",

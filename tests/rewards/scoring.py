@@ -20,6 +20,7 @@ from rlgen.worker_pool.pool import Pool
 from rlgen.worker_pool.worker import WorkerCall
 
 Build = Callable[..., Scorer]
+SKIPS = {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}  # an entry whose failures cost nothing else
 SOME_FAIL = "def f(completion):\n    if completion[0] == 'x':\n        raise ValueError('no ' + completion)\n    return 1.0\n"
 
 

@@ -5,16 +5,7 @@ import time
 import pytest
 
 from rlgen.recipe.models import BUILT_IN_REWARDS
-from rlgen.rewards.builtin import (
-    BUILTIN,
-    exact_match,
-    last_number,
-    layout,
-    length,
-    numeric_match,
-    overlong,
-    regex_match,
-)
+from rlgen.rewards.builtin import BUILTIN, exact_match, last_number, layout, length, numeric_match, overlong, regex_match
 
 
 def test_the_recipe_knows_the_built_in_rewards():
@@ -113,38 +104,10 @@ def test_a_layout_of_the_users():
 
 def hostile_texts():
     rng = random.Random(0)
-    alphabet = [
-        "1",
-        "9",
-        ",",
-        ".",
-        "-",
-        "$",
-        "/",
-        "e",
-        "{",
-        "}",
-        "\\frac{",
-        "####",
-        " ",
-        "\n",
-        "<think>",
-        "</think>",
-        "<answer>",
-    ]
+    alphabet = [*"19,.-$/e{} \n", "\\frac{", "####", "<think>", "</think>", "<answer>"]
     yield from ("", " \n\t", "\ufffd" * 50, "<|im_end|>" * 3, "\\frac{" * 300 + "1" + "}" * 300, "\x00\ud800")
-    for unit in (
-        *alphabet,
-        "1,000",
-        ",000",
-        "1/",
-        "\\frac{1}",
-        "</think><answer>",
-        "</think> ",
-        "-1",
-        "1e",
-        "#### 1 ",
-    ):
+    further = ["1,000", ",000", "1/", "\\frac{1}", "</think><answer>", "</think> ", "-1", "1e", "#### 1 "]
+    for unit in (*alphabet, *further):
         yield unit * (100_000 // len(unit))
     for size in (10, 1000, 100_000):
         yield from ("".join(rng.choices(alphabet, k=size)) for _ in range(10))

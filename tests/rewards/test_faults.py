@@ -10,14 +10,14 @@ import tempfile
 import threading
 import time
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import FileIO
 from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+from helpers.judge_server import HANG, serving
 from helpers.waiting import HANGS, until
-from scoring import SOME_FAIL, alive, gone, group, opened, overdue, scorer, totals, without_haste
+from scoring import SKIPS, SOME_FAIL, alive, gone, group, opened, overdue, scorer, totals, without_haste
 
 from rlgen.errors import CheckpointError, RewardError
 from rlgen.processes import Processes
@@ -127,18 +127,6 @@ def test_a_call_that_misbehaves_costs_that_call_only(misbehaving, monkeypatch, p
     proof(f"{name}: {cause} {part!r}; 4 of 4 others kept, {seconds:.1f} s")
 
 
-@pytest.mark.fault(30, 31)
-@pytest.mark.parametrize("name", ["sleep", "power"])
-def test_a_hanging_call_is_killed_at_its_deadline(misbehaving, proof, name):
-    late = []
-    for _ in range(3):
-        asks, calls = misbehaving.calls_of(group("a", name), 1, 0)
-        seconds = {asks[outcome.id].samples[0].completion: outcome.seconds for outcome in misbehaving.run(calls)}
-        late.append(seconds[name] - LIMIT)
-    assert min(late) >= 0 and max(late) < HANGS, late
-    proof(f"killed {min(late):.2f} s after the deadline")
-
-
 @pytest.mark.fault(31)
 def test_while_a_call_hangs_those_beside_it_and_the_trainer_go_on(scorer, proof):
     source = """
@@ -198,7 +186,7 @@ def test_a_fork_bomb_ends_with_its_worker(scorer, tmp_path, monkeypatch, proof):
         return [int(path.name.removeprefix("pid")) for path in tmp_path.glob("pid*")]
 
     overdue(monkeypatch, lambda completion: 0.0 if completion == "bomb" and len(children()) == 50 else None)
-    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0})
+    build = scorer(source, SKIPS)
     try:
         assert totals(build.score([group("a", "bomb", "c")], 1)) == [[1.0, None, 1.0]]
         assert len(children()) == 50 and gone(children()) and build.pool.killed == 1
@@ -230,7 +218,7 @@ def test_a_child_that_comes_back_answers_nothing(scorer, tmp_path, proof):
 @pytest.mark.fault(32)
 def test_memory_is_limited(scorer, proof):
     source = "def f(completion):\n    return float(len(bytearray(int(completion) << 20)) >> 20)\n"
-    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring={"memory_gib": 0.5, "workers": 1})
+    build = scorer(source, SKIPS, scoring={"memory_gib": 0.5, "workers": 1})
     (scored,) = build.score([group("100", "1000", "200")], 1)
     assert totals([scored]) == [[100.0, None, 200.0]]
     assert scored.samples[1].reward_errors["f"].startswith("memory: MemoryError (")
@@ -287,7 +275,7 @@ def test_no_way_of_printing_holds_anything_up(scorer, tmp_path, monkeypatch, pro
     """
     log = tmp_path / "log"
     overdue(monkeypatch, lambda completion: 0.0 if completion == "killed" and "it was killed" in log.read_text() else None)
-    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, output=log)
+    build = scorer(source, SKIPS, output=log)
     assert totals(build.score([group("much", "stray")], 1)) == [[1.0, 1.0]]
     assert totals(build.score([group("killed", "a")], 2)) == [[None, 1.0]]
     until(lambda: log.read_text().count("0123456789\n") == 100_000)
@@ -312,7 +300,7 @@ def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(sc
                 os._exit(1)
             return float(subprocess.run(["echo", completion]).returncode)
     """
-    entry = {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}
+    entry = SKIPS
     build = scorer(source, entry, scoring={"workers": 1}, output=tmp_path / "rewards.log")
     printed = build.pool._printer.process
     printed.kill()
@@ -386,7 +374,7 @@ def test_an_import_that_fails_or_never_ends(scorer, proof, source, parts):
 
 def test_a_file_that_changes_under_a_run_is_noticed(scorer, tmp_path):
     source = "import os\ndef f(completion):\n    if completion == 'exit': os._exit(1)\n    return {value}\n"
-    build = scorer(source.format(value=1.0), {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring={"workers": 1})
+    build = scorer(source.format(value=1.0), SKIPS, scoring={"workers": 1})
     (tmp_path / "rewards.py").write_text(source.format(value=2.0))
     with pytest.raises(RewardError, match="has changed since the run began"):
         build.score([group("exit", "b")], 1)
@@ -423,7 +411,7 @@ def starting(scorer, tmp_path):
 
     def build(plan, **scoring):
         (tmp_path / "plan").write_text(plan)
-        entry = {"use": "f", "timeout": 2 * HANGS, "on_error": "skip", "max_error_fraction": 1.0}
+        entry = {**SKIPS, "timeout": 2 * HANGS}
         return scorer(source, entry, scoring=scoring)
 
     return build
@@ -463,7 +451,7 @@ def test_additional_workers_that_cannot_import_stop_no_other(starting, tmp_path,
 @pytest.mark.fault(27)
 def test_a_process_that_cannot_be_started_is_an_error_of_the_reward(scorer, monkeypatch, caplog, proof):
     source = "import os\ndef f(completion):\n    if completion == 'exit': os._exit(1)\n    return 1.0\n"
-    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, scoring={"workers": 1})
+    build = scorer(source, SKIPS, scoring={"workers": 1})
     fork, files = subprocess._fork_exec, os.listdir("/proc/self/fd")
     errors = iter([errno.EAGAIN, errno.ENOMEM, None, errno.EAGAIN, errno.EAGAIN, errno.EAGAIN])
 
@@ -501,7 +489,7 @@ def test_zero_only_where_it_is_written(scorer, proof):
 @pytest.mark.fault(28, 34)
 def test_a_reward_that_fails_on_a_whole_group_leaves_no_sum(scorer, proof):
     source = SOME_FAIL + "def g(completion): return 5.0\n"
-    build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}, "g")
+    build = scorer(source, SKIPS, "g")
     scored = build.score([group("x", "xx"), group("a", "b", group_id=18)], 1)
     assert totals(scored) == [[None, None], [6.0, 6.0]]
     assert [dict(sample.rewards) for sample in scored[0].samples] == [{"f": None, "g": 5.0}] * 2
@@ -571,99 +559,33 @@ def test_no_message_holds_a_secret_of_the_environment(scorer, tmp_path, monkeypa
     proof("the exception held the key; message and saved sample hold [redacted]")
 
 
-class Judge(BaseHTTPRequestHandler):
-    """Answers as the path says."""
-
-    def do_GET(self):
-        kind = self.path.strip("/").partition("?")[0]
-        self.server.asked.append(kind)
-        if kind == "hang":
-            self.server.release.wait()
-        again = kind == "later" or (kind == "soon" and self.server.asked.count(kind) < 3)
-        status = {"500": 500, "429": 429}.get(kind, 429 if again else 200)
-        body = {"nonsense": b'{"score": "rather good"}', "json": b"{not json"}.get(kind, b'{"score": 0.5}')
-        self.send_response(status)
-        if status == 429:
-            self.send_header("Retry-After", "0.2" if kind == "soon" else "100000")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def judge():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.daemon_threads = True
-    server.asked, server.release = [], threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.release.set()
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.slow
-@pytest.mark.fault(35, 36)
-def test_a_judge_that_fails_costs_its_own_calls(scorer, judge, monkeypatch, proof):
-    monkeypatch.setenv("JUDGE_API_KEY", "planted-secret-1234567")
-    url = f"127.0.0.1:{judge.server_port}"
-    source = f"""
-        import httpx, os
-        client = httpx.AsyncClient(params={{"key": os.environ["JUDGE_API_KEY"]}}, trust_env=False)
-
-        async def f(completion):
-            scheme = "https" if completion == "tls" else "http"
-            answer = await client.get(scheme + "://{url}/" + completion, timeout=100_000)
-            answer.raise_for_status()
-            score = answer.json()["score"]
-            if not isinstance(score, float):
-                raise ValueError(f"the judge said {{score!r}}")
-            return score
-    """
-    kinds = ["fine", "500", "429", "json", "nonsense", "tls", "hang", "good"]
-    build = scorer(source, {"use": "f", "timeout": 10.0, "on_error": "skip", "max_error_fraction": 1.0})
-    (scored,) = build.score([group(*kinds)], 1)
-    assert [sample.reward for sample in scored.samples] == [0.5, *[None] * 6, 0.5]
-    said = {sample.completion: sample.reward_errors.get("f", "") for sample in scored.samples}
-    for kind, part in {
-        "500": "error: HTTPStatusError: Server error '500",
-        "429": "error: HTTPStatusError: Client error '429",
-        "json": "error: JSONDecodeError",
-        "nonsense": "error: ValueError: the judge said 'rather good'",  # in the record, as it came
-        "tls": "error: ConnectError",
-        "hang": "timeout: no answer within 10 s",
-    }.items():
-        assert said[kind].startswith(part), said[kind]
-    assert "planted-secret" not in "".join(said.values()) and "[redacted]" in said["500"]
-    assert {"500", "429", "json", "nonsense", "hang"} <= set(judge.asked)
-    assert build.pool.killed == 0, "a call that can be cancelled costs no process"
-    proof(f"a server answered {len(judge.asked)} requests: 500, 429, invalid JSON, nonsense, never; one was no TLS")
-
-
 @pytest.mark.slow
 @pytest.mark.fault(35)
-def test_a_function_tries_again_by_itself_within_its_timeout(scorer, judge, proof):
-    source = f"""
-        import asyncio, httpx
-        client = httpx.AsyncClient(trust_env=False)
+def test_a_function_that_asks_a_server_loses_the_calls_that_fail(scorer, monkeypatch, proof):
+    monkeypatch.setenv("JUDGE_API_KEY", "planted-secret-1234567")
+    said = {"fine": "0.5", "down": (500, "out"), "busy": (429, ""), "nonsense": "rather good", "hang": HANG}
+    with serving(lambda question: said.get(question, (429, "") if server.questions.count(question) < 3 else "0.25")) as server:
+        source = f"""
+            import asyncio, httpx, os
+            client = httpx.AsyncClient(params={{"key": os.environ["JUDGE_API_KEY"]}}, trust_env=False, timeout=100_000)
 
-        async def f(completion):
-            while (answer := await client.get("http://127.0.0.1:{judge.server_port}/" + completion)).status_code == 429:
-                await asyncio.sleep(float(answer.headers["Retry-After"]))
-            return answer.json()["score"]
-    """
-    patient, hurried = (
-        scorer(source, {"use": "f", "timeout": seconds, "on_error": "skip", "max_error_fraction": 1.0})
-        for seconds in (HANGS, 5.0)
-    )
-    assert totals(patient.score([group("soon")], 1)) == [[0.5]]
-    (scored,) = hurried.score([group("later")], 1)
-    assert scored.samples[0].reward_errors["f"].startswith("timeout: no answer within 5 s (")
-    assert (judge.asked.count("soon"), judge.asked.count("later")) == (3, 1)
-    assert patient.pool.killed == hurried.pool.killed == 0
-    proof("Retry-After 0.2: answered at the third try; Retry-After 100000: cancelled at the timeout of 5 s")
+            async def f(completion):
+                body = {{"messages": [{{"content": completion}}]}}
+                while (answer := await client.post("{server.url}/chat/completions", json=body)).status_code == 429:
+                    await asyncio.sleep(0.2)
+                answer.raise_for_status()
+                return float(answer.json()["choices"][0]["message"]["content"])
+        """
+        build = scorer(source, {**SKIPS, "timeout": 10.0})
+        (scored,) = build.score([group(*said, "third")], 1)
+    assert [sample.reward for sample in scored.samples] == [0.5, None, None, None, None, 0.25]
+    errors = {sample.completion: sample.reward_errors.get("f", "") for sample in scored.samples}
+    assert errors["down"].startswith("error: HTTPStatusError: Server error '500") and "[redacted]" in errors["down"]
+    assert errors["nonsense"].startswith("error: ValueError") and "'rather good'" in errors["nonsense"]
+    assert all(errors[name].startswith("timeout: no answer within 10 s") for name in ("busy", "hang"))
+    assert "planted-secret" not in "".join(errors.values())
+    assert build.pool.killed == 0, "a call that can be cancelled costs no process"
+    proof(f"a server answered {len(server.bodies)} requests: 500, 429 twice and for ever, nonsense, never")
 
 
 @pytest.mark.slow
@@ -685,7 +607,7 @@ def test_an_event_loop_that_is_stuck_is_killed_and_the_others_are_asked_again(sc
             await asyncio.sleep(0)
             return float(len(completion))
     """
-    build = scorer(source, {"use": "f", "timeout": 10.0, "on_error": "skip", "max_error_fraction": 1.0})
+    build = scorer(source, {**SKIPS, "timeout": 10.0})
     (scored,) = build.score([group("a", "bb", "block", "cccc", "deaf")], 1)
     assert [sample.reward for sample in scored.samples] == [1.0, 2.0, None, 4.0, None]
     assert all(scored.samples[i].reward_errors["f"].startswith("timeout: no answer within 10 s (") for i in (2, 4))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.waiting import HANGS, until
-from scoring import group, opened, overdue, scorer, totals
+from scoring import SKIPS, group, opened, overdue, scorer, totals
 
 from rlgen.worker_pool import pool, process
 from rlgen.worker_pool.pool import Pool
@@ -71,7 +71,7 @@ def test_the_call_that_was_overdue_has_failed_and_not_the_one_after_it(scorer, m
             return 1.0
     """
     overdue(monkeypatch, lambda completion: 1.0 if completion == "late" else None)
-    build = scorer(source, {"use": "f", "timeout": 1.0, "on_error": "skip", "max_error_fraction": 1.0}, scoring={"workers": 1})
+    build = scorer(source, {**SKIPS, "timeout": 1.0}, scoring={"workers": 1})
     build.score([group("a")], 1)
     look = Worker.place_while_it_hangs
 
@@ -109,7 +109,7 @@ def test_time_in_which_all_processes_were_stopped_is_nobodys(tmp_path, prefix):
     trains = """
         import sys
         sys.path[:0] = sys.argv[1:3]
-        from scoring import group, totals
+        from scoring import SKIPS, group, totals
         from rlgen.recipe.models import RewardRecipe, ScoringRecipe
         from rlgen.rewards.score import open_scorer
 
@@ -147,7 +147,7 @@ def test_async_calls_that_end_a_little_late_cost_no_worker(scorer, monkeypatch):
                 time.sleep(0.2)
                 raise
         """,
-        {"use": "f", "timeout": 0.5, "on_error": "skip", "max_error_fraction": 1.0},
+        {**SKIPS, "timeout": 0.5},
     )
     assert totals(build.score([group(*"abcd")], 1)) == [[None] * 4]
     assert build.pool.killed == 0

@@ -17,7 +17,7 @@ from rlgen.errors import RewardError
 from rlgen.recipe.judges import SCORE, JudgeArgs
 from rlgen.rewards import endpoint
 from rlgen.rewards.endpoint import NoAnswer
-from rlgen.rewards.judge import Judge, Unreadable, objects_in, win_rates
+from rlgen.rewards.judge import Judge, Unreadable
 
 __all__ = ["opened"]
 
@@ -123,23 +123,23 @@ def test_the_score_is_the_last_that_the_answer_says(said: str, changes: Any, sco
         ('{"score": null}', {"pattern": None, "field": "score"}, "not a number"),
     ],
 )
-def test_what_is_no_score_is_a_failure_that_shows_the_answer(said: str, changes: Any, why: str) -> None:
+@pytest.mark.fault(36)
+def test_what_is_no_score_is_a_failure_that_shows_the_answer(said: str, changes: Any, why: str, proof: Any) -> None:
     with serving(lambda _: said) as server:
         (failed,) = rated(judge_of(server, **changes), "x")
         assert isinstance(failed, Unreadable) and why in str(failed) and len(server.bodies) == 1
-
-
-def test_objects_in_a_text() -> None:
-    assert objects_in('a {"b": {"c": 1}} {d {"e": "}"}') == [{"b": {"c": 1}}, {"e": "}"}]
+    proof(str(failed))
 
 
 # --- the line to it --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_a_failure_that_passes_is_asked_again(server: JudgeServer, status: int) -> None:
+def test_a_failure_that_passes_is_asked_again(server: JudgeServer, status: int, proof: Any) -> None:
     server.answer = lambda question: (status, "busy") if len(server.bodies) < 3 else by_length(question)
     assert rated(judge_of(server), "abcd") == [4.0] and len(server.bodies) == 3
+    proof(f"HTTP {status} twice, then an answer")
 
 
 def test_a_failure_that_stays_ends_after_the_retries(server: JudgeServer) -> None:
@@ -327,11 +327,6 @@ def test_a_question_of_ones_own_may_answer_in_json(server: JudgeServer) -> None:
     server.answer = lambda _: '{"better": "both"}'
     with pytest.raises(Unreadable, match="the verdict is 'both', not A, B or C"):
         compared(judge, "x", "y")
-
-
-def test_win_rates() -> None:
-    assert win_rates([1.0, 3.0, 2.0], lambda a, b: float(a > b)) == [0.0, 1.0, 0.5]
-    assert win_rates([], lambda a, b: 0.0) == [] and win_rates([1.0], lambda a, b: 0.0) == [None]
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------

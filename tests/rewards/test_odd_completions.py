@@ -6,17 +6,14 @@ import pytest
 from helpers.waiting import HANGS
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from scoring import group, opened, scorer
+from scoring import SKIPS, group, opened, scorer
 
 from rlgen.recipe.models import BUILT_IN_REWARDS, ENVIRONMENT_REWARD, RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import open_scorer
 
 __all__ = ["opened", "scorer"]
 
-ARGS = {
-    "regex_match": {"pattern": r"\d+$"},
-    "length": {"target": 10},
-}
+ARGS = {"regex_match": {"pattern": r"\d+$"}, "length": {"target": 10}}
 ODD = {
     "empty": "",
     "white space": " \t\n\u2028 ",
@@ -102,7 +99,7 @@ def test_what_math_verify_raises_is_a_failure_and_no_zero(scorer, error, said):
 
         math_verify.grader.sympy_expr_eq = compare
     """
-    (scored,) = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 1.0}).score([group("8", "no idea")], 1)
+    (scored,) = scorer(source, SKIPS).score([group("8", "no idea")], 1)
     assert [sample.rewards["f"] for sample in scored.samples] == [None, 0.0]
     assert scored.samples[0].reward_errors["f"].startswith(said)
 

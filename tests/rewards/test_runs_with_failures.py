@@ -17,18 +17,18 @@ from rlgen.files import read_json
 
 REWARD = """
 import os, time
-BAD = {bad}
+BAD = {bad}  # None: every completion
 
 def f(completion, prompt_ids, step):
     # Of each step's sixteen completions one or two are such.
-    if BAD and completion in BAD:
+    if BAD is None or completion in BAD:
         return [lambda: time.sleep(100_000), lambda: os._exit(1), lambda: 1 / 0][len(completion) % 3]()
     return len(set(completion)) + 0.01 * len(completion)
 """
 SMALL = ("engine={kind: transformers}", "run.steps=1", "rollout.max_completion_tokens=6")
 
 
-def run(recipe: Path, name: str, bad: set[str], *overrides: str) -> Path:
+def run(recipe: Path, name: str, bad: set[str] | None, *overrides: str) -> Path:
     folder = recipe.parent / f"rewards_{name}"
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(REWARD.replace("{bad}", repr(bad)))
@@ -69,7 +69,7 @@ def test_a_run_goes_on_without_the_samples_whose_reward_failed(
 @pytest.mark.fault(29)
 def test_a_run_that_may_not_go_on_ends_with_5(recipe_file: Path, proof: Callable[[str], None], capsys: Any) -> None:
     with pytest.raises(RewardError) as caught:
-        run(recipe_file, "failing", {""} | {str(digit) for digit in range(10)} | ALWAYS)
+        run(recipe_file, "failing", None)
     directory = recipe_file.parent / "failing"
     status = read_json(directory / "status.json")
     (saved,) = (directory / "failed_rewards").iterdir()
@@ -79,21 +79,6 @@ def test_a_run_that_may_not_go_on_ends_with_5(recipe_file: Path, proof: Callable
     said = capsys.readouterr().out
     assert "mine.py:f (sha256 " in said and "lies outside" not in said
     proof(f"exit code 5 in status.json; {saved.name} holds the sample")
-
-
-class Everything(set):  # type: ignore[type-arg]
-    """Contains every text, also once it is written into a file."""
-
-    def __or__(self, other: Any) -> "Everything":
-        return self
-
-    __ror__ = __or__
-
-    def __repr__(self) -> str:
-        return "type('Everything', (), {'__contains__': lambda self, text: True})()"
-
-
-ALWAYS = Everything()
 
 
 def test_known_answers_without_a_model(rlgen: Callable[..., subprocess.CompletedProcess[str]], recipe_file: Path) -> None:

@@ -56,9 +56,9 @@ def test_each_sample_gets_its_own_values_and_nothing_else_changes(scorer):
 def test_a_reward_of_a_group_gets_lists_and_gives_a_list(scorer):
     build = scorer(
         """
-        def f(prompts, completions, completion_ids, finish_reason, answer, step):
+        def f(prompts, completions, completion_ids, finish_reason, finish_reasons, answer, step):
             assert prompts == ["3+4="] * len(completions) and answer == ["7"] * len(completions)
-            assert finish_reason == ["stop", "length"] and step == 2
+            assert finish_reason == finish_reasons == ["stop", "length"] and step == 2
             return [None if c == "x" else float(len(ids)) for c, ids in zip(completions, completion_ids)]
         """
     )
@@ -72,6 +72,12 @@ def test_a_reward_of_a_group_gets_lists_and_gives_a_list(scorer):
 def test_a_function_with_completions_and_kwargs_works(scorer):
     build = scorer("def f(completions, **kwargs): return [float(a == '7') for a in kwargs['answer']]")
     assert totals(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
+
+
+def test_a_function_with_kwargs_gets_everything(scorer):
+    given = "answer completion_ids finish_reason max_completion_tokens prompt prompt_ids prompt_messages step"
+    build = scorer(f"def f(completion, **rest): return float(sorted(rest) == {given.split()})")
+    assert totals(build.score([group("a")], 1)) == [[1.0]]
 
 
 def test_async_calls_run_side_by_side_and_keep_their_places(scorer):
@@ -94,7 +100,34 @@ def test_async_calls_run_side_by_side_and_keep_their_places(scorer):
     )
     scored = build.score([group("1", "2"), group("3", "4", group_id=18)], 1)
     assert totals(scored) == [[0.5, 1.0], [1.5, 2.0]]
-    assert dict(scored[1].samples[1].rewards) == {"f": 4.0, "g": -4.0}
+    assert list(scored[1].samples[1].rewards.items()) == [("f", 4.0), ("g", -4.0)], "in the recipe's order"
+
+
+def test_a_plain_function_may_run_an_event_loop_of_its_own(scorer):
+    source = "import asyncio\nasync def g(completion): return 1.0\ndef f(completion): return asyncio.run(g(completion))\n"
+    assert totals(scorer(source, "f", "g").score([group("a", "b")], 1)) == [[2.0, 2.0]]
+
+
+def test_async_rewards_of_all_steps_share_one_event_loop(scorer):
+    build = scorer(
+        """
+        import asyncio
+        loops = set()
+
+        async def f(completion):
+            loops.add(asyncio.get_running_loop())
+            return float(len(loops))
+        """
+    )
+    assert [totals(build.score([group("a", "b")], step)) for step in (1, 2)] == [[[1.0, 1.0]]] * 2
+
+
+def test_calls_of_either_kind_follow_each_other_in_one_worker(scorer):
+    """The one worker leaves its event loop for each plain call, which is sent as soon as the last async one is answered."""
+    source = "async def f(completion): return 1.0\ndef g(completion): return 2.0\n"
+    build = scorer(source, "f", "g", scoring={"workers": 1, "concurrency": 2})
+    for step in range(100):
+        assert totals(build.score([group("a", "b")], step)) == [[3.0, 3.0]]
 
 
 @pytest.mark.parametrize(("scoring", "most"), [({}, 64), ({"concurrency": 3}, 3), ({"concurrency": 100}, 100)])
@@ -128,9 +161,9 @@ def test_booleans_and_integers_are_numbers(scorer):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("def f(completion): return float('nan')", "nan"),
+        ("def f(completion): return float('nan')", "returned nan; a reward is a finite number, or None"),
         ("def f(completion): return float('inf')", "inf"),
-        ("def f(completion): return '1.0'", "1.0"),
+        ("def f(completion): return '1.0'", "sample 0: returned '1.0'"),
         ("def f(completion): return [1.0]", "[1.0]"),
         ("def f(completions): return [1.0]", "a list of 2"),
         ("def f(completions): return [1.0, 2.0, 3.0]", "a list of 2"),
@@ -146,9 +179,17 @@ def test_what_is_no_reward_is_an_error_and_never_zero(scorer, body, said):
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-def test_a_failure_names_reward_place_and_line(scorer, prefix):
-    source = f"{prefix}def f(completion):\n    if completion == 'b':\n        raise KeyError('digits')\n    return 1.0\n"
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("raise KeyError('digits')", "KeyError: 'digits'"),
+        ("__import__('sys').exit(0)", "SystemExit: 0"),
+        ("__import__('json').loads(completion)", "JSONDecodeError"),  # raised in a library
+    ],
+)
+def test_a_failure_names_reward_place_and_line_of_the_user(scorer, prefix, line, said):
+    source = f"{prefix}def f(completion):\n    if completion == 'b':\n        {line}\n    return 1.0\n"
     with pytest.raises(RewardError) as caught:
         scorer(source).score([group("a", "b")], 1)
-    for part in ("reward f", "17", "sample 1", "KeyError", "digits", "rewards.py:3"):
+    for part in ("reward f, prompt at position 17, sample 1: ", said, "rewards.py:3"):
         assert part in str(caught.value)

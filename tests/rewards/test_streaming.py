@@ -86,19 +86,6 @@ def test_the_same_comes_of_groups_one_by_one_and_together(scorer):
         assert scoring.result(groups) == together
 
 
-def test_a_failure_is_an_error_of_the_result_and_the_next_step_works(scorer, tmp_path):
-    build = scorer(SOME_FAIL, failures=tmp_path / "failed")
-    with closing(build.begin(12)) as scoring:
-        groups = [group("a", "x y"), group("b", group_id=18)]
-        scoring.add(groups[0])
-        until(lambda: not build.pool._busy)
-        scoring.add(groups[1])
-        with pytest.raises(RewardError, match="reward f, prompt at position 17, sample 1: ValueError: no x y") as caught:
-            scoring.result(groups)
-    assert "step_000012_f_17_1.json" in str(caught.value)
-    assert totals(build.score([group("a")], 13)) == [[1.0]]
-
-
 def test_the_budget_is_of_all_calls_of_the_step(scorer):
     """2 of the first 2 fail, and at the end 2 of 10: as many as 0.2 of them. One more call that fails is too many."""
     build = scorer(SOME_FAIL, {"use": "f", "on_error": "skip", "max_error_fraction": 0.2})
@@ -115,57 +102,69 @@ def test_the_budget_is_of_all_calls_of_the_step(scorer):
                 scoring.result(groups)
 
 
-HANGS = """
-import os, time
-from pathlib import Path
+@pytest.fixture
+def hanging(scorer, tmp_path):
+    """Opens a scorer that hangs at "hang", and a function that waits for that and returns the process's id."""
 
-{prefix}def f(completion):
-    if completion == "hang":
-        Path("{folder}/began").write_text(str(os.getpid()))
-        os.rename("{folder}/began", "{folder}/pid")
-        time.sleep(100_000)
-    return 1.0
-"""
+    def build(prefix=""):
+        source = f"""
+            import os, time
+            from pathlib import Path
+
+            {prefix}def f(completion):
+                if completion == "hang":
+                    Path("{tmp_path}/began").write_text(str(os.getpid()))
+                    os.rename("{tmp_path}/began", "{tmp_path}/pid")
+                    time.sleep(100_000)
+                return 1.0
+        """
+        return scorer(source, {"use": "f", "timeout": 50_000.0}), began
+
+    def began():
+        until((tmp_path / "pid").exists)
+        return int((tmp_path / "pid").read_text())
+
+    return build
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-def test_a_step_that_is_given_up_leaves_no_call_behind(scorer, tmp_path, prefix):
-    build = scorer(HANGS.format(prefix=prefix, folder=tmp_path), {"use": "f", "timeout": 50_000.0})
+def test_a_step_that_is_given_up_leaves_no_call_behind(hanging, prefix):
+    build, began = hanging(prefix)
     scoring = build.begin(1)
     scoring.add(group("a", "hang", "b"))
-    until((tmp_path / "pid").exists)
+    process = began()
     scoring.close()
-    assert gone([int((tmp_path / "pid").read_text())])
+    assert gone([process])
     scoring.add(group("c"))  # as by a thread that has not heard of it
     assert totals(build.score([group("d")], 2)) == [[1.0]]
 
 
-def test_a_closed_scorer_ends_a_step_that_runs(scorer, tmp_path):
-    build = scorer(HANGS.format(prefix="", folder=tmp_path), {"use": "f", "timeout": 50_000.0})
-    scoring, hanging = build.begin(1), group("hang")
-    scoring.add(hanging)
-    until((tmp_path / "pid").exists)
+def test_a_closed_scorer_ends_a_step_that_runs(hanging):
+    build, began = hanging()
+    scoring, hangs = build.begin(1), group("hang")
+    scoring.add(hangs)
+    process = began()
     build.close()
-    assert gone([int((tmp_path / "pid").read_text())])
+    assert gone([process])
     with pytest.raises(RuntimeError, match="closed"):
-        scoring.result([hanging])
+        scoring.result([hangs])
     with pytest.raises(RuntimeError, match="closed"):
         build.begin(2)
 
 
-def test_ctrl_c_while_rewards_are_waited_for_ends_them(scorer, tmp_path, request):
+def test_ctrl_c_while_rewards_are_waited_for_ends_them(hanging, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    build = scorer(HANGS.format(prefix="", folder=tmp_path), {"use": "f", "timeout": 50_000.0})
+    build, began = hanging()
 
     def interrupt():
-        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        began()
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         build.score([group("hang")], 1)
-    assert gone([int((tmp_path / "pid").read_text())])
+    assert gone([began()])
     assert totals(build.score([group("d")], 2)) == [[1.0]]
 
 
@@ -240,14 +239,14 @@ def test_groups_of_the_next_step_wait_until_this_one_is_scored(scorer, tmp_path)
     assert totals(early.result(2, [group("d")])) == [[2.0]], "a further call of the same step"
 
 
-def test_what_is_closed_early_ends_its_calls_and_takes_no_more(scorer, tmp_path):
-    build = scorer(HANGS.format(prefix="", folder=tmp_path), {"use": "f", "timeout": 50_000.0})
+def test_what_is_closed_early_ends_its_calls_and_takes_no_more(hanging):
+    build, began = hanging()
     early = EarlyScoring(build)
     early.open(1)
     early.add(1, group("hang"))
-    until((tmp_path / "pid").exists)
+    process = began()
     early.close()
-    assert gone([int((tmp_path / "pid").read_text())])
+    assert gone([process])
     early.add(1, group("c"))
     early.add(2, group("c"))
     assert not build.pool._busy and not early._waiting
