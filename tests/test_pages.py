@@ -155,14 +155,8 @@ def test_every_block_is_run_or_there_is_a_reason() -> None:
     run_here = {"README", "watch", "look", "replay", "evaluation", "coming-from-trl", "recipe", "sentinel"}
     rest = [(page, command) for page, command in commands() if page not in run_here | OWN_TESTS.keys()]
     assert [one for one in rest if not one[1].startswith(tuple(NOT_RUN))] == []
-    assert {page for page, kind, _ in blocks() if kind == "python"} == {
-        "README",
-        "environments",
-        "python",
-        "rewards",
-        "rollouts",
-        "tools",
-    } | EXCERPTS.keys()
+    programs = {"README", "environments", "python", "rewards", "rollouts", "tools", *EXCERPTS}
+    assert {page for page, kind, _ in blocks() if kind == "python"} == programs
     assert {kind for _, kind, _ in blocks()} == {"", "yaml", "python", "sh", "diff"}
     assert {page for page, kind, _ in blocks() if kind in ("sh", "diff")} <= OWN_TESTS.keys()
     for page, file in OWN_TESTS.items():

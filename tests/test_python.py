@@ -107,11 +107,8 @@ def test_a_callback_sees_five_points_and_changes_nothing(folder: Path) -> None:
     rows = rollout_rows(watched.path, 1)
     for seen, written in zip(noted.seen[1][1], rows, strict=True):
         seen["reward_errors"] = dict(seen["reward_errors"])
-        assert seen == {name: written[name] for name in seen} and written.keys() - seen.keys() == {
-            "policy_logp",
-            "advantage",
-            "trained",
-        }
+        assert seen == {name: written[name] for name in seen}
+        assert written.keys() - seen.keys() == {"policy_logp", "advantage", "trained"}
     assert noted.seen[2][1]["grad_norm"] == watched.metrics[0]["grad_norm"]
     assert noted.seen[3][1] == watched.metrics[0]
 

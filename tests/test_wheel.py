@@ -14,19 +14,8 @@ CONTAINERS = sorted((ROOT / "scripts" / "containers").glob("*.Containerfile"))
 
 
 def test_every_file_is_in_it(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        tmp_path,
-        ROOT,
-    ]
-    subprocess.run(command, check=True, timeout=120)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", tmp_path, ROOT], check=True, timeout=120)
     (wheel,) = tmp_path.glob("rlgen-*-py3-none-any.whl")
     held = {name for name in ZipFile(wheel).namelist() if not name.startswith("rlgen-")}
     listed = subprocess.run(["git", "ls-files", "rlgen", "recipes"], cwd=ROOT, capture_output=True, text=True, check=True)

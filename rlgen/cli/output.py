@@ -1,6 +1,5 @@
 """Prints what commands say, on any standard output: a terminal, a file on a full disk, or a closed pipe."""
 
-import io
 import os
 import shlex
 import shutil
@@ -8,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, TextIO
 
 from rlgen.redact import printable
 
@@ -61,16 +60,10 @@ def page_for_terminal(whole_lines: bool) -> "Console":
     """
     from rich.console import Console
 
-    terminal = Console()
-    return Console(
-        file=io.StringIO(),
-        force_terminal=terminal.is_terminal,
-        width=terminal.width,
-        color_system=cast(Any, terminal.color_system),
-        no_color=terminal.no_color,
-        highlight=False,
-        soft_wrap=whole_lines and not terminal.is_terminal,
-    )
+    page = Console(highlight=False)
+    page.soft_wrap = whole_lines and not page.is_terminal
+    page.begin_capture()
+    return page
 
 
 def echo_styled(page: "Console") -> None:
@@ -78,7 +71,7 @@ def echo_styled(page: "Console") -> None:
 
     A terminal shows it through the user's pager, as git does: it ends at once if the text fits the screen.
     """
-    text = cast(io.StringIO, page.file).getvalue()
+    text = page.end_capture()
     pager = shlex.split(os.environ.get("PAGER", "less"))
     if sys.stdout.isatty() and pager and shutil.which(pager[0]):
         with suppress(OSError):

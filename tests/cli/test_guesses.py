@@ -84,10 +84,13 @@ def test_search_in_all_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"metrics", "recipe"} <= {line.partition(": ")[0] for line in lines} and all("zero_std" in line for line in lines)
     docs_command("recipe", "zero_std")
     assert {line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()} == {"recipe"}
-    with pytest.raises(UsageError, match=r"no page `grpo`; .*algorithms.*`rlgen docs --search grpo`"):
-        docs_command("grpo")
-    with pytest.raises(UsageError, match="no page has `xyzzy`"):
-        docs_command(None, "xyzzy")
+    for page, word, told in (
+        ("grpo", None, r"no page `grpo`; there are algorithms, .*`rlgen docs --search grpo`"),
+        ("metric", None, r"did you mean `metrics`\?"),
+        (None, "xyzzy", "no page has `xyzzy`"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            docs_command(page, word)
 
 
 def test_as_it_is_typed(rlgen: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -21,17 +21,13 @@ def test_a_run_that_lives_ends_or_is_killed(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
     path = directory.path
     assert status_of(path)["state"] == "starting", "nothing is written yet"
-    directory.write_metrics({"step": 1, "loss": 0.5})
+    last = {"step": 1, "loss": 0.5}
+    directory.write_metrics(last)
     directory.write_status("running", 1, 9)
     with directory.metrics.open("a") as file:
         file.write('{"step": 2, "lo')
     found = status_of(path)
-    assert (found["state"], found["alive"], found["pid"], found["last"]) == (
-        "running",
-        True,
-        os.getpid(),
-        {"step": 1, "loss": 0.5},
-    )
+    assert (found["state"], found["alive"], found["pid"], found["last"]) == ("running", True, os.getpid(), last)
     directory.close()  # as the kernel does for a process that was killed
     found = status_of(path)
     assert (found["state"], found["alive"], found["exit_code"]) == ("killed", False, None) and "--resume" in found["message"]

@@ -109,17 +109,8 @@ def test_nothing_from_a_recipe_is_obeyed_by_a_terminal(tmp_path: Path, proof: Pr
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE + '"\\e[31mred\\e]0;title\\a": 1\n')
     ours, theirs = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "rlgen",
-        "validate",
-        str(path),
-        "--set",
-        "run.name='[red]x'",
-        "--set",
-        b"run.dir=\xff\x1b[2J",
-    ]
+    settings = ["--set", "run.name='[red]x'", "--set", b"run.dir=\xff\x1b[2J"]
+    command = [sys.executable, "-m", "rlgen", "validate", str(path), *settings]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT)
     os.close(theirs)
     said = b""
