@@ -49,7 +49,7 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
         log.unlink(missing_ok=True)
         echo(f"starting vLLM on {recipe.model.path}; log: {log}")
         (plan,) = server_plans(with_sizes(recipe).model_copy(update={"engine": settings}), locate(recipe.model.path))
-        server = ServerProcess.start(plan, token, log)
+        server = ServerProcess(plan, token, log, settings.start_timeout)
         try:
             seconds = wait_all_ready([server], settings.start_timeout)
             sets = (word for override in (*overrides, connection(settings, server.url)) for word in ("--set", override))

@@ -3,8 +3,9 @@
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rlgen.engines.base import EngineInfo, SyncReport
 from rlgen.engines.http import Server, WeightsKept
-from rlgen.engines.launch import ServerProcess, wait_all_ready
+from rlgen.engines.launch import ServerProcess
 from rlgen.engines.nccl import Broadcast
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import EngineError, ServerLost
@@ -31,37 +32,12 @@ class Held:
     syncs: int  # number of syncs so far
 
 
-class Supervisor:
-    """One server that this process has started, and restarts when it has died."""
-
-    def __init__(self, process: ServerProcess, start_timeout: float) -> None:
-        self.process, self._start_timeout = process, start_timeout
-        self._stopped = False
-
-    def restart(self) -> None:
-        """Ends the server and starts it again at the same host and port. Raises EngineError if it does not start."""
-        self.process.stop()
-        self.process = self.process.started_again()
-        try:
-            if self._stopped:
-                raise EngineError("the server was stopped while it started")
-            wait_all_ready([self.process], self._start_timeout)
-        except BaseException:
-            self.process.stop()
-            raise
-
-    def stop(self) -> None:
-        """Ends the server for good, even while another thread is starting it."""
-        self._stopped = True
-        self.process.stop()
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One server of the fleet, with the supervisor that restarts it."""
+    """One server of the fleet."""
 
     server: Server
-    supervisor: Supervisor | None  # None: the server was started elsewhere and cannot be restarted from here
+    process: ServerProcess | None  # None: the server was started elsewhere and cannot be restarted from here
 
 
 class ServerPool:
@@ -168,43 +144,39 @@ class ServerPool:
         self, broadcast: Broadcast, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool
     ) -> list[SyncReport]:
         """Sends weights over NCCL to all servers at once."""
-        try:
-            for server in self.servers if self.in_flight else ():
-                server.pause()
-            for server in self.servers:
-                server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
-            receipts = broadcast.send(weights, version, hashed)
-            for server in self.servers:
-                server.reset_cache()
-                server.set_label(f"{self.held.run}.{version}")
-        finally:
-            # After a failed broadcast the servers do not respond; a second error would hide the first.
-            for server in self.servers if self.in_flight and not broadcast.broken else ():
-                server.resume()
-        return receipts
+        # After a failed broadcast the servers do not respond; a second error would hide the first.
+        with self._replacing(self.servers, version, lambda: not broadcast.broken):
+            return broadcast.send(weights, version, hashed)
 
     def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> SyncReport:
-        """Makes one server load the weights in `folder`, empty its prefix cache and take the new label.
+        """Makes one server load the weights in `folder`.
 
         Raises WeightsKept if the files cannot be loaded; the server keeps its weights and their label.
         """
-        server = member.server
-        try:
-            if self.in_flight:
-                server.pause()
-            before = server.label()
-            server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
+        server, before = member.server, member.server.label()
+        with self._replacing([server], version):
             try:
-                receipt = server.load(str(folder), version, hashed)
+                return server.load(str(folder), version, hashed)
             except WeightsKept:
                 server.set_label(before)
                 raise
-            server.reset_cache()
-            server.set_label(f"{self.held.run}.{version}")
+
+    @contextmanager
+    def _replacing(self, servers: Sequence[Server], version: int, alive: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Pauses servers while they load in the block. Then empties their prefix caches and gives them the new label."""
+        paused = servers if self.in_flight else ()
+        try:
+            for server in paused:
+                server.pause()
+            for server in servers:
+                server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
+            yield
+            for server in servers:
+                server.reset_cache()
+                server.set_label(f"{self.held.run}.{version}")
         finally:
-            if self.in_flight:
+            for server in paused if alive() else ():
                 server.resume()
-        return receipt
 
     def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Sends a server the current weights again, after a restart if it does not answer.
@@ -241,11 +213,11 @@ class ServerPool:
 
     def _restart(self, member: Member, lost: ServerLost) -> None:
         """Restarts a server. Raises ServerLost if it was started elsewhere, EngineError if the limit is reached."""
-        if member.supervisor is None:
+        if member.process is None:
             raise ServerLost(lost.url, f"{lost.what}. Start it with `rlgen serve`, then resume the run with --resume") from lost
         self._count(lost)
         self._say(f"engine: {lost}; starting it again")
-        member.supervisor.restart()
+        member.process.restart()
 
     def _count(self, lost: ServerLost) -> None:
         """Counts one recovery. Raises EngineError if the limit engine.restarts is reached."""
@@ -260,8 +232,8 @@ class ServerPool:
         if isinstance(self._carrier, Broadcast):
             self._carrier.close()  # before the servers end
         for member in self._members:
-            if member.supervisor is not None:
-                member.supervisor.stop()
+            if member.process is not None:
+                member.process.stop()
 
     def close(self) -> None:
         """Removes the weight files. Must be called after all sampling and recovery has ended."""

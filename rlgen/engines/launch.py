@@ -111,19 +111,11 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 class ServerProcess:
     """A vLLM server started by rlgen, with all its processes. A guard ends it when this process ends, even if it is killed."""
 
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", plan: ServerPlan, token: str, log: Path, folder: Path, lock: int
-    ) -> None:
-        self.plan = plan  # with the port that was chosen, never 0
-        self.log = log
-        self._process, self._token, self._folder = process, token, folder
-        self._lock: int | None = lock  # held until the server is stopped
-
-    @classmethod
-    def start(cls, plan: ServerPlan, token: str, log: Path, taken: Collection[int] = ()) -> "ServerProcess":
+    def __init__(self, plan: ServerPlan, token: str, log: Path, start_timeout: float, taken: Collection[int] = ()) -> None:
         """Starts the server and returns without waiting for it. Its output goes to `log`.
 
         Args:
+            start_timeout: seconds after which a restarted server must pass its health check.
             taken: ports that other servers will use, although they do not listen yet.
 
         Raises:
@@ -134,8 +126,13 @@ class ServerProcess:
         port = claim(plan.host, plan.port)
         while port in taken and plan.port == 0:
             port = claim(plan.host, 0)
-        plan = replace(plan, port=port)
-        environment = plan.environment(token)
+        self.plan = replace(plan, port=port)  # with the port that was chosen, never 0
+        self.log = log
+        self._token, self._start_timeout, self._stopped = token, start_timeout, False
+        self._start()
+
+    def _start(self) -> None:
+        environment = self.plan.environment(self._token)
         # vLLM leaves sockets and rendezvous files behind; they go into a folder that is removed with the server.
         parent = tempfile.gettempdir()
         parent = parent if len(parent) <= LONGEST_PARENT else "/tmp"
@@ -143,8 +140,8 @@ class ServerProcess:
         folder = Path(tempfile.mkdtemp(prefix="rlgen-", dir=parent))
         lock = guard.locked(str(folder))
         environment |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
-        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(lock), str(folder), *plan.command()]
-        with open_log(log) as output:
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(lock), str(folder), *self.plan.command()]
+        with open_log(self.log) as output:
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -154,11 +151,21 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C in the terminal must reach only this process
                 pass_fds=[lock],
             )
-        return cls(process, plan, token, log, folder, lock)
+        self._process, self._folder = process, folder
+        self._lock: int | None = lock  # held until the server is stopped
 
-    def started_again(self) -> "ServerProcess":
-        """Starts the same server again and returns it without waiting for it. This one must have been stopped."""
-        return self.start(self.plan, self._token, self.log)
+    def restart(self) -> None:
+        """Ends the server and starts it again at the same host and port. Raises EngineError if it does not start."""
+        self._end()
+        claim(self.plan.host, self.plan.port)
+        self._start()
+        try:
+            if self._stopped:
+                raise EngineError("the server was stopped while it started")
+            wait_all_ready([self], self._start_timeout)
+        except BaseException:
+            self._end()
+            raise
 
     @property
     def url(self) -> str:
@@ -186,7 +193,12 @@ class ServerProcess:
         return f"{how}: {said} (log: {self.log})"
 
     def stop(self) -> None:
-        """Ends all processes of the server and removes its folder: STOP_SECONDS at most. A second call does nothing."""
+        """Ends the server for good, even while another thread restarts it: STOP_SECONDS at most. A second call does nothing."""
+        self._stopped = True
+        self._end()
+
+    def _end(self) -> None:
+        """Ends all processes of the server and removes its folder."""
         family = self.processes()
         if self.alive():
             self._process.send_signal(signal.SIGTERM)
@@ -216,13 +228,13 @@ class ServerProcess:
 def start_servers(plans: Sequence[ServerPlan], token: str, logs: Sequence[Path], timeout: float) -> list[ServerProcess]:
     """Starts several servers at the same time and returns them when all pass their health check.
 
-    Raises as `ServerProcess.start` and `wait_all_ready`; all servers are ended then.
+    Raises as `ServerProcess` and `wait_all_ready`; all servers are ended then.
     """
     started: list[ServerProcess] = []
     try:
         for plan, log in zip(plans, logs, strict=True):
             # A port that was found free is not reserved until its server listens.
-            started.append(ServerProcess.start(plan, token, log, frozenset(one.plan.port for one in started)))
+            started.append(ServerProcess(plan, token, log, timeout, frozenset(one.plan.port for one in started)))
         wait_all_ready(started, timeout)
     except BaseException:
         for server in started:

@@ -13,9 +13,9 @@ import torch
 from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, model_shape
 from rlgen.engines.colocated import ColocatedEngine
-from rlgen.engines.fleet import Member, ServerPool, Supervisor
+from rlgen.engines.fleet import Member, ServerPool
 from rlgen.engines.http import Server
-from rlgen.engines.launch import ServerPlan, new_token, start_servers
+from rlgen.engines.launch import ServerPlan, ServerProcess, new_token, start_servers
 from rlgen.engines.nccl import Broadcast, own_address, require_gpu
 from rlgen.engines.plan import EnginePlan
 from rlgen.engines.server import ServerEngine
@@ -104,10 +104,10 @@ def open_servers(
         carrier: FileTransfer | Broadcast | None = FileTransfer(settings.transfer_dir) if settings.transfer == "files" else None
         if carrier is not None:
             undo.callback(carrier.close)
-        supervisors = launched(recipe, settings, location, token, logs) if settings.launch else []
-        for supervisor in supervisors:
-            undo.callback(supervisor.stop)
-        members = [Member(Server(one.process.url, token, settings.timeout), one) for one in supervisors]
+        processes = launched(recipe, settings, location, token, logs) if settings.launch else []
+        for process in processes:
+            undo.callback(process.stop)
+        members = [Member(Server(process.url, token, settings.timeout), process) for process in processes]
         members += [Member(Server(url, token, settings.timeout, again=True), None) for url in servers(settings)]
         if carrier is None:
             at = own_address([member.server.url for member in members])
@@ -126,8 +126,8 @@ def open_servers(
     return fleet
 
 
-def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token: str, logs: Path) -> list[Supervisor]:
-    """Starts the servers that the recipe asks for, all at the same time, each with its own supervisor.
+def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token: str, logs: Path) -> list[ServerProcess]:
+    """Starts the servers that the recipe asks for, all at the same time.
 
     Raises as `start_servers`, and SetupError if several servers would use the same GPUs.
     """
@@ -139,8 +139,7 @@ def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token:
             f" GPUs, such as {list(range(size))}, which are divided among the servers"
         )
     files = [logs / ("server.log" if len(plans) == 1 else f"server{number}.log") for number in range(len(plans))]
-    started = start_servers(plans, token, files, settings.start_timeout)
-    return [Supervisor(process, settings.start_timeout) for process in started]
+    return start_servers(plans, token, files, settings.start_timeout)
 
 
 def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from rlgen.engines.base import EngineInfo, SyncReport
@@ -37,7 +38,7 @@ class SharedServerPool:
 
     def __init__(self, processes: Processes, open_fleet: Callable[[], ServerPool]) -> None:
         assert processes.store is not None  # there are several processes
-        self._processes, self._store = processes, processes.store
+        self._processes = processes
         self._fleet: ServerPool | None = None
         self._stopped = threading.Event()
         self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
@@ -48,6 +49,7 @@ class SharedServerPool:
             return fleet.servers, fleet.facts, fleet.held, fleet.in_flight, fleet.merges
 
         servers, self.facts, self.held, self.in_flight, self.merges = processes.patiently(start)
+        self._store = dist.PrefixStore(f"servers/{self.held.run}", processes.store)
         turn = processes.rank % len(servers)  # spreads processes with few requests over the servers
         self.servers = servers[turn:] + servers[:turn]
         try:
@@ -72,19 +74,13 @@ class SharedServerPool:
                     " requests to the servers itself; set engine.host (or engine.url) to an address that all machines can reach"
                 ) from lost
 
-    # The keys of the store; none of these calls waits for another process.
-
-    def _key(self, key: str) -> str:
-        return f"servers/{self.held.run}/{key}"
+    # None of these calls waits for another process.
 
     def _write(self, key: str, value: Mapping[str, Any]) -> None:
-        self._store.set(self._key(key), json.dumps(value))
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([self._key(key)]))
+        self._store.set(key, json.dumps(value))
 
     def _read(self, key: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._store.get(self._key(key)))
+        found: dict[str, Any] = json.loads(self._store.get(key))
         return found
 
     @property
@@ -96,10 +92,10 @@ class SharedServerPool:
         if self._fleet is not None:
             self._bring_back(self._fleet, lost, before)
             return
-        number = self._store.add(self._key("asked"), 1)
+        number = self._store.add("asked", 1)
         self._write(f"lost/{number}", {"url": lost.url, "what": lost.what, "before": dict(before)})
-        while not self._has(f"recovered/{number}"):
-            if self._stopped.wait(POLL) or self._has("stopped"):
+        while not self._store.check([f"recovered/{number}"]):
+            if self._stopped.wait(POLL) or self._store.check(["stopped"]):
                 raise lost
         if failed := self._read(f"recovered/{number}"):
             error = EngineError(failed["message"])
@@ -127,7 +123,7 @@ class SharedServerPool:
         number = 1
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other processes
             while not self._stopped.wait(POLL):
-                if not self._has(f"lost/{number}"):
+                if not self._store.check([f"lost/{number}"]):
                     continue
                 asked, result = self._read(f"lost/{number}"), {}
                 try:

@@ -67,11 +67,11 @@ INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "g
 DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 
 
-# The version that `rlgen.engines.decode` and `rlgen.engines.decode_worker` were compared with.
+# The version that `rlgen.engines.cpu_decode` was compared with.
 COMPARED = "0.32."
 
-# If `SamplingParams.extra_args` has this key, `rlgen.engines.decode` returns all tokens of a request together with the last one.
-# Other schedulers ignore the key. The weights must not change meanwhile: a server labels tokens with the weights that it has when
+# With this key in `SamplingParams.extra_args`, `rlgen.engines.cpu_decode` returns all tokens of a request together with the last
+# one. Other schedulers ignore it. The weights must not change meanwhile: a server labels tokens with the weights that it has when
 # it receives them.
 HELD = "rlgen_held"
 
@@ -237,8 +237,8 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
         chosen["enable_chunked_prefill"] = False
         chosen["max_num_batched_tokens"] = max(4096, plan.max_model_len)
         if (plan.vllm or "").startswith(COMPARED) and not plan.structured_outputs:
-            chosen.setdefault("scheduler_cls", "rlgen.engines.decode.DecodeScheduler")
-            chosen.setdefault("worker_cls", "rlgen.engines.decode_worker.DecodeWorker")
+            chosen.setdefault("scheduler_cls", "rlgen.engines.cpu_decode.scheduler.DecodeScheduler")
+            chosen.setdefault("worker_cls", "rlgen.engines.cpu_decode.worker.DecodeWorker")
         if plan.keeps_states() and "enable_prefix_caching" not in plan.extra:
             chosen["enable_prefix_caching"] = False  # with recurrent layers it requires chunked prefill
     if plan.image_token is not None:

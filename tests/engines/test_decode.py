@@ -44,7 +44,7 @@ class Pair:
 def pair(model: str = "qwen3", **changes: Any) -> Iterator[Pair]:
     plain = open_vllm(model, **changes, extra=PLAIN)
     ours = open_vllm(model, **changes)
-    from rlgen.engines.decode_worker import choose_kernels
+    from rlgen.engines.cpu_decode.worker import choose_kernels
 
     choose_kernels(vllm_weights.model_in(plain._llm))
     yield Pair(plain, ours)
@@ -65,7 +65,7 @@ def narrow() -> Iterator[Pair]:
 
 def counted(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> tuple[list[int], list[int]]:
     """Returns the number of requests in each steady step from here on: of the scheduler, and of the runner."""
-    from rlgen.engines.decode_worker import DecodeRunner
+    from rlgen.engines.cpu_decode.worker import DecodeRunner
 
     steps: list[int] = []
     shorter: list[int] = []
@@ -190,7 +190,10 @@ def test_what_depends_on_the_number_of_tokens_changes_in_steady_steps(roomy: Pai
 
 @pytest.mark.slow
 def test_a_version_that_it_was_not_compared_with_keeps_its_own() -> None:
-    ours = {"scheduler_cls": "rlgen.engines.decode.DecodeScheduler", "worker_cls": "rlgen.engines.decode_worker.DecodeWorker"}
+    ours = {
+        "scheduler_cls": "rlgen.engines.cpu_decode.scheduler.DecodeScheduler",
+        "worker_cls": "rlgen.engines.cpu_decode.worker.DecodeWorker",
+    }
     assert vllm_compat.arguments(plan_of("qwen3")).items() >= ours.items()
     assert not ours.keys() & vllm_compat.arguments(plan_of("qwen3", vllm="0.33.0")).keys()
     assert not ours.keys() & vllm_compat.arguments(plan_of("qwen3", on_gpu=True)).keys()

@@ -39,7 +39,7 @@ def test_tokens_are_those_of_vllm_as_it_is() -> None:
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The kernels of each repeated step from here on."""
-    from rlgen.engines.recording import Recording
+    from rlgen.engines.cpu_decode.recording import Recording
 
     found: list[int] = []
     repeat = Recording.repeat
@@ -103,7 +103,7 @@ def with_other_weights(engine: ColocatedEngine, at_step: int) -> list[tuple[list
 
 @pytest.mark.slow
 def test_a_repeated_step_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, repeated: list[int]) -> None:
-    from rlgen.engines import decode_worker
+    from rlgen.engines.cpu_decode import worker as decode_worker
 
     def wrong(step: Callable[[], tuple[Tensor, ...]], changing: Sequence[Tensor]) -> Any:
         told, recording = record(step, changing)
@@ -111,7 +111,7 @@ def test_a_repeated_step_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatc
         del recording.calls[-3]
         return told, recording
 
-    from rlgen.engines.recording import record
+    from rlgen.engines.cpu_decode.recording import record
 
     monkeypatch.setattr(decode_worker, "record", wrong)
     for engines in pair("qwen3", max_num_seqs=16):
@@ -120,7 +120,7 @@ def test_a_repeated_step_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_kernel_norms_as_the_layer_does() -> None:
-    from rlgen.engines.decode_worker import norm
+    from rlgen.engines.cpu_decode.worker import norm
 
     layer = open_layer(64)
     rows = torch.randn(7, 3, 96)[..., :64]  # as queries that are part of a wider tensor
@@ -144,7 +144,7 @@ def open_layer(width: int) -> torch.nn.Module:
 
 
 def test_seeds_are_those_that_are_drawn_one_by_one() -> None:
-    from rlgen.engines.decode_worker import Seeds, next_seed
+    from rlgen.engines.cpu_decode.worker import Seeds, next_seed
 
     seeds, mine = Seeds(), [torch.Generator().manual_seed(seed) for seed in (0, 1)]
     found = [[next_seed(seeds, generator) for generator in mine] for _ in range(150)]

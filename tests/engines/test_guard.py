@@ -36,7 +36,7 @@ from rlgen.engines.transfer import FileTransfer
 ServerPlan.command = lambda plan: [sys.executable, "-c", sys.argv[2]]
 outbox = FileTransfer(None)
 outbox.current = outbox.write([("w", torch.ones(2))], 1)
-server = ServerProcess.start(pickle.loads(bytes.fromhex(sys.argv[3])), "token", Path(sys.argv[1]) / "log")
+server = ServerProcess(pickle.loads(bytes.fromhex(sys.argv[3])), "token", Path(sys.argv[1]) / "log", 200)
 print(outbox.current.parent, server._folder, flush=True)
 sys.stdin.read()
 """

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlgen.engines.recording import record
+from rlgen.engines.cpu_decode.recording import record
 
 WEIGHT, BIAS = torch.randn(6, 4), torch.randn(6)
 

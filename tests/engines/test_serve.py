@@ -459,7 +459,7 @@ from dataclasses import replace
 from rlgen.engines.launch import ServerProcess, wait_all_ready
 from rlgen.models.tiny import build_tiny
 plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3")), tensor_parallel_size=2))
-server = ServerProcess.start(plan, TOKEN, Path(sys.argv[1]))
+server = ServerProcess(plan, TOKEN, Path(sys.argv[1]), 200)
 wait_all_ready([server], 200)
 print("ready", flush=True)
 sys.stdin.read()
@@ -500,15 +500,14 @@ def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path, proof: Proof) 
 
 @pytest.mark.slow
 @pytest.mark.fault(41)
-def test_a_server_that_finds_no_memory_says_what_helps(tmp_path: Path, proof: Proof) -> None:
-    log = tmp_path / "server.log"
-    log.write_text("(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] torch.OutOfMemoryError: CUDA out of memory. Tried to\n")
-    with open(tmp_path / "lock", "w") as lock, subprocess.Popen([sys.executable, "-c", "exit(1)"]) as process:
-        process.wait()
-        plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3"))))
-        server = ServerProcess(process, plan, TOKEN, log, tmp_path, lock.fileno())
-        with pytest.raises(EngineError, match=r"ended with exit code 1: torch.OutOfMemoryError: CUDA out of memory") as caught:
-            wait_all_ready([server], 5)
+def test_a_server_that_finds_no_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
+    said = "(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] torch.OutOfMemoryError: CUDA out of memory. Tried to"
+    monkeypatch.setattr(ServerPlan, "command", lambda plan: [sys.executable, "-c", f"print({said!r}); exit(1)"])
+    plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3"))))
+    server = ServerProcess(plan, TOKEN, tmp_path / "server.log", HANGS)
+    with pytest.raises(EngineError, match=r"ended with exit code 1: torch.OutOfMemoryError: CUDA out of memory") as caught:
+        wait_all_ready([server], HANGS)
+    server.stop()
     assert "; what helps most: --set engine.kv_cache_gib=0.05 (" in str(caught.value) and "engine.max_num_seqs=4 (" in str(
         caught.value
     )

@@ -21,7 +21,7 @@ from conftest import plan_of, tiny_model
 from rlgen.engines import client
 from rlgen.engines import fleet as fleet_module
 from rlgen.engines.base import SyncReport, model_shape
-from rlgen.engines.fleet import Member, ServerPool, Supervisor
+from rlgen.engines.fleet import Member, ServerPool
 from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import ServerPlan, new_token, start_servers
 from rlgen.engines.server import ServerEngine
@@ -49,7 +49,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.token = new_token()
-        self.supervisor = Supervisor(start_servers([plan()], self.token, [folder / "server.log"], 120)[0], 120)
+        self.process = start_servers([plan()], self.token, [folder / "server.log"], 120)[0]
         self.said: list[str] = []
         self.model = tiny_model("qwen3")
         with torch.no_grad():
@@ -65,14 +65,11 @@ class Bench:
         in_flight: bool = False,
     ) -> ServerEngine:
         self.said.clear()
-        if (
-            not all(process.is_running() for process in self.supervisor.process.processes())
-            or not self.supervisor.process.processes()
-        ):
-            self.supervisor.restart()  # a test before this one left it dead
-        at = Server(url or self.supervisor.process.url, token or self.token, TIMEOUT)
+        if not all(process.is_running() for process in self.process.processes()) or not self.process.processes():
+            self.process.restart()  # a test before this one left it dead
+        at = Server(url or self.process.url, token or self.token, TIMEOUT)
         fleet = ServerPool(
-            members=[Member(at, self.supervisor if supervised else None)],
+            members=[Member(at, self.process if supervised else None)],
             shape=model_shape(self.model.config),
             in_flight=in_flight,
             restarts=restarts,
@@ -92,14 +89,14 @@ class Bench:
 
     def kill(self) -> None:
         """All of the server at once, as the kernel does when memory runs out."""
-        family = self.supervisor.process.processes()
+        family = self.process.processes()
         for process in family:
             with suppress(psutil.NoSuchProcess):  # the guard kills too
                 process.kill()
         psutil.wait_procs(family, timeout=10)
 
     def signal_server(self, number: int) -> None:
-        for process in self.supervisor.process.processes():
+        for process in self.process.processes():
             process.send_signal(number)
 
 
@@ -107,7 +104,7 @@ class Bench:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     opened = Bench(tmp_path_factory.mktemp("server"))
     yield opened
-    opened.supervisor.stop()
+    opened.process.stop()
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +165,7 @@ def test_a_wrong_token(bench: Bench, proof: Proof) -> None:
 @pytest.mark.fault(50)
 def test_a_server_of_another_model(bench: Bench, proof: Proof) -> None:
     shape = model_shape(tiny_model("llama").config)
-    error = failure(lambda: ServerPool._examined(Server(bench.supervisor.process.url, bench.token, TIMEOUT), shape), within=5)
+    error = failure(lambda: ServerPool._examined(Server(bench.process.url, bench.token, TIMEOUT), shape), within=5)
     assert error.exit_code == 6 and "model_type is qwen3 there, llama here" in str(error)
     proof("a qwen3 server asked as for a llama")
 
@@ -192,7 +189,7 @@ def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: l
     error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
     assert isinstance(error, ServerLost) and engine.recoveries == 0
     # Started anew by whoever runs it, it answers with the weights of its folder: it is stale until it is given ours.
-    bench.supervisor.restart()
+    bench.process.restart()
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert engine.recoveries == 1 and "has the weights of version 1 again" in bench.said[0]
     close(engine)
@@ -228,7 +225,7 @@ def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed
 @pytest.mark.timed
 @pytest.mark.fault(52)
 def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
-    Server(bench.supervisor.process.url, bench.token, TIMEOUT).pause()  # it takes requests and passes its health check
+    Server(bench.process.url, bench.token, TIMEOUT).pause()  # it takes requests and passes its health check
     began = time.monotonic()
     assert engine.generate(REQUESTS, SAMPLING) == undisturbed
     assert "has answered none for" in bench.said[0] and "still passes its health check" in bench.said[0]
@@ -297,7 +294,7 @@ def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed
 def test_brought_back_often_enough(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
     engine = bench.engine(restarts=0)
     engine.sync(checkpoint_tensors(bench.model), 1)
-    Server(bench.supervisor.process.url, bench.token, TIMEOUT).set_label("other.7")
+    Server(bench.process.url, bench.token, TIMEOUT).set_label("other.7")
     error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
     assert error.exit_code == 6 and "engine.restarts" in str(error) and "not those of this run" in str(error)
     close(engine)

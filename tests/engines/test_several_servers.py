@@ -54,8 +54,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerEngine
 def processes_of(fleet: ServerPool) -> list[list[psutil.Process]]:
     found = []
     for member in fleet._members:
-        assert member.supervisor is not None
-        found.append(member.supervisor.process.processes())
+        assert member.process is not None
+        found.append(member.process.processes())
     return found
 
 

@@ -3,10 +3,7 @@
 vLLM's scheduler looks at each request in each step: does it need blocks, how many tokens, is it over? With a small model on a CPU
 that takes longer than the model's forward pass. While no request joins or leaves, the answers are known beforehand: each gets one
 token, and a block only where one is full. This module computes such steady steps, with the same result. vLLM's own code handles
-every other step, and every request that ends.
-
-Only vLLM imports this module. `vllm_compat.arguments` names it only to the versions that it was compared with: in
-`tests/engines/test_decode.py` ids, log-probs and blocks are the same.
+every other step, and every request that ends. In `tests/engines/test_decode.py` ids, log-probs and blocks are the same.
 """
 
 from collections.abc import Mapping
