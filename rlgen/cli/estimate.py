@@ -10,7 +10,7 @@ from rlgen.cli.output import echo
 from rlgen.cli.validate import can_open
 from rlgen.errors import SetupError
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.recipe.engines import ColocatedEngineRecipe, EngineRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.engines import EngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import PolicyRecipe
 from rlgen.run.console import Terminal
 
@@ -92,7 +92,6 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
 
     engine = recipe.engine
     processes = recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1"))  # without a number in the recipe, the launcher's
-    servers = engine.servers if isinstance(engine, ServerEngineRecipe) else 1
     rows, length = micro_batch(recipe, -(-recipe.samples_per_step // processes), device)
     return Plan(
         rows=rows,
@@ -108,13 +107,13 @@ def plan_of(recipe: Recipe, device: int | None) -> "Plan":
         shard=recipe.processes.shard,
         defer_sync=recipe.processes.defer_sync,
         streams=recipe.rollout.stream,
-        engine=place_of(engine),
+        engine=engine.memory,
         engine_bytes=getattr(torch, engine.dtype or recipe.model.dtype).itemsize,
-        sequences=min(engine.max_num_seqs, -(-recipe.samples_per_step // servers)),
+        sequences=min(engine.max_num_seqs, -(-recipe.samples_per_step // engine.copies)),
         model_len=(engine.max_model_len if isinstance(engine, VllmRecipe) else None) or recipe.engine_row_tokens,
-        sleeps=isinstance(engine, ColocatedEngineRecipe) and engine.sleep,
+        sleeps=engine.sleeps,
         device=device,
-        **(cache_of(engine, device) if place_of(engine) != "elsewhere" else NO_CACHE),
+        **(cache_of(engine, device) if engine.memory != "elsewhere" else NO_CACHE),
     )
 
 
@@ -132,15 +131,6 @@ def micro_batch(recipe: Recipe, samples: int, device: int | None) -> tuple[int, 
         longest = completion + -(-(longest - completion) // recipe.rollout.group_size)
     rows = min(max(1, budget // longest), samples)
     return rows, budget // rows if rows < samples else longest
-
-
-def place_of(engine: EngineRecipe) -> str:
-    """Returns where the engine's memory is, see `Plan.engine`. A launched server without GPUs of its own shares the trainer's
-    GPU.
-    """
-    if isinstance(engine, ServerEngineRecipe):
-        return "beside" if engine.launch and not engine.gpus else "elsewhere"
-    return engine.kind
 
 
 def cache_of(engine: EngineRecipe, device: int | None) -> "dict[str, Any]":

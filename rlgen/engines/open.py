@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import assert_never
 
 import psutil
 import torch
@@ -29,7 +30,7 @@ from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
 from rlgen.processes import EngineShare, Processes, cores
 from rlgen.recipe import Recipe
-from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, TransformersEngineRecipe
 from rlgen.recipe.rules import servers
 
 MIB = 1 << 20
@@ -57,6 +58,8 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
         if processes.world > 1:
             return ServerEngine(SharedServerPool(processes, lambda: open_servers(recipe, settings, location, logs, say)), calls)
         return ServerEngine(open_servers(recipe, settings, location, logs, say), calls)
+    if not isinstance(settings, TransformersEngineRecipe):
+        assert_never(settings)  # mypy: an engine of the recipe that nothing opens
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
     with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
         model = load_model(location, recipe.model.revision, dtype, recipe.model.attention, processes.device)
@@ -76,8 +79,7 @@ def engine_share_of(recipe: Recipe, processes: Processes) -> EngineShare:
     Processes that share an engine make the same calls. Each process sends requests to servers independently. Raises ProcessError
     if the world size is not a multiple of the processes per engine.
     """
-    size = recipe.engine.tensor_parallel_size if isinstance(recipe.engine, ColocatedEngineRecipe) else 1
-    return EngineShare.of(processes, size)
+    return EngineShare.of(processes, recipe.engine.callers)
 
 
 def open_servers(
@@ -151,7 +153,7 @@ def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
     if not isinstance(settings, ServerEngineRecipe):
         raise UsageError(f"engine.kind {settings.kind} has no server; set it to server")
     # Two servers that each have a thread for every core wait for each other: they load weights in 2.6 times the time of one. With
-    # `rollout.stream` the trainer works at the same time, on half of the cores, see `opening.learner.build_groups`.
+    # `rollout.stream` the trainer works at the same time, on half of the cores, see `setup.learner.build_groups`.
     shared = (settings.servers > 1 or recipe.rollout.stream) and not plan.on_gpu and "OMP_NUM_THREADS" not in os.environ
     free = cores() - cores() // 2 if recipe.rollout.stream else cores()
     return [

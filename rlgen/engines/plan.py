@@ -13,7 +13,7 @@ import torch
 from rlgen.errors import UsageError
 from rlgen.models.memory import cache_elements, keeps_states, read_config
 from rlgen.recipe import Recipe
-from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, VllmRecipe
 
 GIB = 1 << 30
 CPU_KV_LIMIT = 4 * GIB  # largest KV cache on the CPU if the recipe does not set its size
@@ -70,7 +70,7 @@ class EnginePlan:
             raise UsageError(f"engine.kind {settings.kind} runs without vLLM; set it to colocated or server")
         here = settings if isinstance(settings, ColocatedEngineRecipe) else None
         under_way = recipe.samples_per_step * max(1, recipe.rollout.async_steps)
-        samples = -(-under_way // (settings.servers if isinstance(settings, ServerEngineRecipe) else 1))
+        samples = -(-under_way // settings.copies)
         return cls(
             model=location,
             revision=recipe.model.revision,
@@ -81,7 +81,7 @@ class EnginePlan:
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel_size=settings.tensor_parallel_size,
-            sleep=here is not None and here.sleep,
+            sleep=settings.sleeps,
             model_impl=settings.model_impl,
             quantization=settings.quantization,
             structured_outputs=here is not None and here.structured_regex is not None,

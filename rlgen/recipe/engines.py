@@ -1,13 +1,50 @@
 """Models of the section `engine`, by its kind."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
 from rlgen.recipe.fields import Count, Dtype, Strict, Text
 
 
-class VllmRecipe(Strict):
+class AnyEngineRecipe(Strict):
+    """What other rooms ask of an engine's settings, whatever its kind. A kind overrides what differs."""
+
+    starts: ClassVar[str]
+    """What opening the engine takes, in words."""
+
+    @property
+    def memory(self) -> str:
+        """Returns where weights and cache of the engine are: `engine` of `rlgen.models.memory.Plan`."""
+        return "elsewhere"
+
+    @property
+    def copies(self) -> int:
+        """Returns the number of engines that share the requests."""
+        return 1
+
+    @property
+    def callers(self) -> int:
+        """Returns the number of processes that call one engine together."""
+        return 1
+
+    @property
+    def shares_cores(self) -> bool:
+        """Returns whether an engine without a GPU computes on the cores on which the trainer does."""
+        return False
+
+    @property
+    def sleeps(self) -> bool:
+        """Returns whether the engine's memory is free while the trainer works."""
+        return False
+
+    @property
+    def may_sleep(self) -> bool:
+        """Returns whether the engine has a setting `sleep` that is off."""
+        return False
+
+
+class VllmRecipe(AnyEngineRecipe):
     """Settings of vLLM that are the same in a colocated engine and in a server."""
 
     dtype: Dtype | None = None
@@ -33,6 +70,8 @@ class VllmRecipe(Strict):
 
 
 class ColocatedEngineRecipe(VllmRecipe):
+    starts = "loading vLLM, and starting it in this process"
+
     kind: Literal["colocated"] = "colocated"
     """colocated: vLLM in this process."""
     sleep: StrictBool = False
@@ -41,8 +80,23 @@ class ColocatedEngineRecipe(VllmRecipe):
     """Restrict completions to this regular expression."""
 
     @property
+    def memory(self) -> str:
+        return "colocated"
+
+    @property
+    def callers(self) -> int:
+        return self.tensor_parallel_size
+
+    @property
+    def shares_cores(self) -> bool:
+        return True
+
+    @property
+    def sleeps(self) -> bool:
+        return self.sleep
+
+    @property
     def may_sleep(self) -> bool:
-        """Returns whether the engine has a setting `sleep` that is off."""
         return not self.sleep
 
 
@@ -60,6 +114,8 @@ Devices = Annotated[
 
 
 class ServerEngineRecipe(VllmRecipe):
+    starts = "connecting to vLLM's server, or starting it"
+
     kind: Literal["server"]
     """server: vLLM in processes of its own, here or on other machines."""
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
@@ -93,6 +149,19 @@ class ServerEngineRecipe(VllmRecipe):
     rollout.async_steps is 2 or more."""
 
     @property
+    def memory(self) -> str:
+        """A launched server without GPUs of its own shares the trainer's GPU."""
+        return "beside" if self.launch and not self.gpus else "elsewhere"
+
+    @property
+    def copies(self) -> int:
+        return self.servers
+
+    @property
+    def shares_cores(self) -> bool:
+        return self.launch
+
+    @property
     def gpus(self) -> tuple[str, ...]:
         """Returns the names in `devices`, in order; an empty tuple if it is not set."""
         return tuple(self.devices.split(",")) if self.devices else ()
@@ -101,11 +170,6 @@ class ServerEngineRecipe(VllmRecipe):
         """Returns CUDA_VISIBLE_DEVICES of launched server number `server`. None: the GPUs that the trainer sees."""
         size = len(self.gpus) // self.servers
         return ",".join(self.gpus[server * size : (server + 1) * size]) or None
-
-    @property
-    def may_sleep(self) -> bool:
-        """Returns False: this engine has no setting `sleep`."""
-        return False
 
 
 # Arguments of vLLM that rlgen sets itself: its guarantees depend on them, or they follow from another key.
@@ -125,7 +189,9 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
 )
 
 
-class TransformersEngineRecipe(Strict):
+class TransformersEngineRecipe(AnyEngineRecipe):
+    starts = "loading the model again, to sample"
+
     kind: Literal["transformers"]
     """transformers: slow generation, but without vLLM."""
     dtype: Dtype | None = None
@@ -134,9 +200,8 @@ class TransformersEngineRecipe(Strict):
     """Completions decoded at the same time."""
 
     @property
-    def may_sleep(self) -> bool:
-        """Returns False: this engine has no setting `sleep`."""
-        return False
+    def memory(self) -> str:
+        return "transformers"
 
 
 EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]

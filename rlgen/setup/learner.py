@@ -18,7 +18,6 @@ from rlgen.models.memory_errors import memory_for, what_helps
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.recipe.engines import ServerEngineRecipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
@@ -135,11 +134,10 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
 
 def build_groups(recipe: Recipe, windows: WindowBuilder, update: Updater) -> Groups:
     rollout = recipe.rollout
-    engine, server = recipe.engine, recipe.engine if isinstance(recipe.engine, ServerEngineRecipe) else None
-    # Does the engine compute on the cores of this process: in it, or in a server that it starts?
-    shared = (engine.kind == "colocated" or (server is not None and server.launch)) and not torch.cuda.is_available()
+    engine = recipe.engine
+    shared = engine.shares_cores and not torch.cuda.is_available()
     # No completion of a step waits for others: the longest are then the last ones.
-    all_at_once = recipe.samples_per_step <= engine.max_num_seqs * (server.servers if server else 1)
+    all_at_once = recipe.samples_per_step <= engine.max_num_seqs * engine.copies
     with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
         sums = ExactSum([parameter for parameter in update.policy.parameters() if parameter.requires_grad])
     return Groups(

@@ -19,14 +19,6 @@ from rlgen.setup.learner import Learner, open_learner, restore
 from rlgen.setup.policy import open_policies
 from rlgen.types import Position, Sampling
 
-# What opening an engine takes, by its kind.
-STARTS = {
-    "transformers": "loading the model again, to sample",
-    "colocated": "loading vLLM, and starting it in this process",
-    "server": "connecting to vLLM's server, or starting it",
-}
-
-
 TRIED = 8  # prompts on which packed rows are tried
 
 
@@ -72,7 +64,7 @@ def open_pair(
     policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with, prompts, say)
     if policies.policy.unpacked:
         say(f"optim.packing: off, {cost_of_padding(recipe, prompts)}: {policies.policy.unpacked}")
-    say(f"engine: {STARTS[recipe.engine.kind]} …")
+    say(f"engine: {recipe.engine.starts} …")
     engine = build_engine(recipe, data.location, processes, logs, say)
     with ExitStack() as undo:
         undo.callback(engine.close)
