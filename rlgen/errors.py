@@ -113,7 +113,7 @@ class Fault(StrEnum):
 
     TEMPLATE_MISMATCH = "template_mismatch", "Trainer and engine turn the same text into different prompt ids."
     SPECIAL_TOKENS = "special_tokens", "Trainer and engine use different EOS, BOS or pad ids."
-    ENGINE_SETTINGS = "engine_settings", "The engine uses another dtype, head or vocabulary than the trainer."
+    ENGINE_SETTINGS = "engine_settings", "The engine uses another dtype, head, vocabulary or limit of tokens than the trainer."
     FLATTENED_COMPLETIONS = "flattened_completions", "Every token came back as a completion of its own."
     MISSING_PROMPT = "missing_prompt", "A prompt was dropped, repeated or replaced."
     COMPLETION_ORDER = "completion_order", "The completions are in another order than the prompts."

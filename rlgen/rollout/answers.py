@@ -43,11 +43,17 @@ def check_answers(
         )
     check_prompts(requests, answers)
     check_ids(answers, sampling.vocab_size)
-    for place, answer in enumerate(answers):
+    for place, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         if free:
             check_spans(place, answer)
         else:
             check_answer(place, answer, sampling, joined)
+            if not joined and len(answer.token_ids) > (limit := sampling.limit_of(request)):
+                raise SentinelError(
+                    Fault.ENGINE_SETTINGS,
+                    f"answer {place} has {len(answer.token_ids)} ids, but {limit} were asked for: the engine ignores the limit,"
+                    " or its answer was changed on the way",
+                )
         check_versions(place, answer, version if oldest is None else oldest, version, joined)
 
 
