@@ -17,44 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import save, tiny_model
-from torch import Tensor
+from helpers.learner import equal, learn, parts, save_parts, state
 from transformers.utils.logging import disable_progress_bar
 
 from rlgen.models import lora
-from rlgen.models.policy import Policy
-from rlgen.models.sharding import mesh_of, shard
-from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run import writing
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.checkpoint_folder import CheckpointFolder
-from rlgen.types import Position
 
 ALONE = Processes.alone()
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.symlink", "os.truncate")
-
-
-def parts(sharded: bool = False) -> tuple[Any, Any, Any]:
-    policy = Policy(tiny_model("qwen3"), torch.float32, True)
-    if sharded:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        shard(policy, mesh_of(ALONE, None))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    return policy.model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
-
-
-def learn(model: Any, optimizer: Any, schedule: Any) -> None:
-    model(torch.randint(0, 256, (2, 8)), labels=torch.randint(0, 256, (2, 8))).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    schedule.step()
-
-
-def state(model: Any, optimizer: Any, schedule: Any) -> dict[str, Tensor]:
-    moments = {f"{n}/{k}": v for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
-    rates = {"rate": torch.tensor(schedule.get_last_lr(), dtype=torch.float64)}
-    return {name: tensor.clone() for name, tensor in {**model.state_dict(), **moments, **rates}.items()}
 
 
 class Instants:
@@ -127,26 +100,26 @@ def main(folder: Path, kind: str, every: int) -> None:
     mine = parts()
     learn(*mine)
     states = {1: state(*mine)}
-    save(Checkpoints(folder / "before", 1, ALONE), Position(1, 8), mine[0], byte_tokenizer(), *mine[1:])
+    save_parts(Checkpoints(folder / "before", 1, ALONE), 1, mine)
     learn(*mine)
     states[2] = state(*mine)
-    later = save(Checkpoints(folder / "later", 1, ALONE), Position(2, 16), mine[0], byte_tokenizer(), *mine[1:])
+    later = save_parts(Checkpoints(folder / "later", 1, ALONE), 2, mine)
     again = parts()
 
     def killed(place: Path, fatal: int | None, torn: bool) -> int:
         own = mine
         if kind == "sharded":
-            own = parts(sharded=True)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            own = parts(sharded_by=ALONE)
             Checkpoints.load(later, *own, ALONE)
         instants = Instants(place, fatal, torn)
-        save(Checkpoints(place, 1, ALONE), Position(2, 16), own[0], byte_tokenizer(), *own[1:])
+        save_parts(Checkpoints(place, 1, ALONE), 2, own)
         os.write(1, f"{instants.count}\n".encode())
         return 0
 
     def same(path: Path, step: int) -> bool:
         assert Checkpoints.load(path, *again, ALONE).step == step
-        now = state(*again)
-        return now.keys() == states[step].keys() and all(torch.equal(now[name], states[step][name]) for name in now)
+        return equal(state(*again), states[step])
 
     shutil.copytree(folder / "before", folder / "counted")
     status, counted = in_child(lambda: killed(folder / "counted", None, False))
@@ -164,7 +137,7 @@ def main(folder: Path, kind: str, every: int) -> None:
         checkpoints = Checkpoints(place, 1, ALONE)
         checkpoints.choose()
         if not checkpoints.has(2):
-            save(checkpoints, Position(2, 16), mine[0], byte_tokenizer(), *mine[1:])
+            save_parts(checkpoints, 2, mine)
         checkpoints.folder.rotate(1)
         row["after"] = sorted(path.name for path in place.iterdir())
         row["equal_after"] = same(place / "step_000002", 2)

@@ -7,15 +7,15 @@ import json
 import os
 import shutil
 import stat
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from conftest import read_jsonl
+from helpers.before import before
+from helpers.disk import fill, mounted
 from helpers.waiting import HANGS
 
 from rlgen.errors import CheckpointError, UsageError
@@ -36,21 +36,8 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """256 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", place], capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
-
-
-def fill(disk: Path, left: int = 0) -> int:
-    """Bytes that are taken up, so that `left` are free."""
-    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - left
-    with (disk / "ballast").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free)
-    return free
+    with mounted(tmp_path, "256k") as place:
+        yield place
 
 
 # --- a full disk -------------------------------------------------------------------------------------------------------------
@@ -63,7 +50,7 @@ def test_a_full_disk_leaves_no_half_record(small_disk: Path, proof: Proof) -> No
     run.write_status("running", 1, 9)
     write_json(run.provenance, [{"rlgen": "0"}])
     taken = fill(small_disk)
-    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    content = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     long = {"text": "x" * 9000}
     for write in (
         lambda: run.write_metrics({"step": 2, **long}),
@@ -74,7 +61,7 @@ def test_a_full_disk_leaves_no_half_record(small_disk: Path, proof: Proof) -> No
         with pytest.raises(CheckpointError, match=r"No space left on device; free space or change run\.dir") as caught:
             write()
         assert caught.value.exit_code == 8
-    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}, "as it was, nothing half there"
+    assert content == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}, "as it was, nothing half there"
     # the last words are written all the same
     run.write_status("failed", 1, 9, 8, "the disk is full")
     assert read_json(run.status_file)["exit_code"] == 8
@@ -153,15 +140,14 @@ def test_a_lock_that_cannot_be_had_is_not_one_that_is_held(
 @pytest.mark.fault(70)
 def test_what_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     (tmp_path / "run").mkdir()
-    looked, scandir = [], os.scandir
+    looked: list[Path] = []
 
-    def looks(path: Path) -> Any:
+    def looks(path: Path) -> None:
         looked.append(path)
         if len(looked) == 3:
             write_text(tmp_path / "run" / "resolved.yaml", "x")
-        return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", looks)
+    before(os, "scandir", looks, monkeypatch.setattr)
     monkeypatch.setattr(module, "appears", lambda path: appears(path, HANGS))
     RunDirectory.join(tmp_path / "run")
     assert looked == [tmp_path / "run"] * 3
@@ -213,13 +199,8 @@ def test_while_one_start_cleans_another_does_not_begin(run: RunDirectory, monkey
     run.close()
     locked = (run.path / ".lock").stat().st_ino
     seen: list[bool] = []
-
-    def delete(folder: Path) -> None:
-        seen.append((run.path / ".lock").stat().st_ino == locked)
-        rmtree(folder)
-
-    rmtree = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", delete)
+    look = lambda folder: seen.append((run.path / ".lock").stat().st_ino == locked)  # noqa: E731
+    before(shutil, "rmtree", look, monkeypatch.setattr)
     RunDirectory.clean(run.path)
     assert seen == [True] * 3 and (run.path / ".lock").stat().st_ino == locked
 
@@ -267,7 +248,7 @@ def test_what_clean_refuses(run: RunDirectory, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.fault(91)
 def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) -> None:
-    before = os.umask(0)
+    umask = os.umask(0)
     try:
         (tmp_path / "run").mkdir(mode=0o777)
         with private_files():
@@ -278,7 +259,7 @@ def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) 
             run.close()
         assert os.umask(0) == 0, "as it was before"
     finally:
-        os.umask(before)
+        os.umask(umask)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run.path, *run.path.rglob("*"))}
     assert len(modes) > 9
     assert all(mode & ~(0o750 if path.is_dir() else 0o640) == 0 for path, mode in modes.items()), modes
@@ -287,13 +268,13 @@ def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) 
 
 
 def test_the_owner_reads_what_is_written_under_any_umask(tmp_path: Path) -> None:
-    before = os.umask(0o777)
+    umask = os.umask(0o777)
     try:
         with private_files():
             (tmp_path / "folder").mkdir()
             (tmp_path / "folder" / "file").touch()
     finally:
-        os.umask(before)
+        os.umask(umask)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("folder", "folder/file")]
     assert modes == [0o700, 0o600], "no more than the umask leaves to others"
 

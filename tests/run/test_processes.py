@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import read_jsonl, save
+from conftest import read_jsonl
+from helpers.learner import Parts, equal, parts, save_parts, state
 from helpers.rollouts import rollout_rows
 from process_worker import TRAINERS
 from safetensors.torch import load_file
@@ -29,7 +30,6 @@ from rlgen.rollout.read import read_rollouts
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.launch import Launch, asked_for, check_launch
 from rlgen.run.manifest import check_files
-from rlgen.types import Position
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
@@ -200,24 +200,18 @@ def test_a_run_goes_on_in_another_number_of_processes(chain: dict[str, Path], pr
 @pytest.mark.slow
 def test_what_is_loaded_is_what_was_saved_to_the_last_bit(chain: dict[str, Path], tmp_path: Path) -> None:
     """Shards to whole tensors here, to shards again in two processes, and back."""
-    from rlgen.models.tiny import byte_tokenizer
 
-    def load(path: Path, parts: Any) -> dict[str, Tensor]:
-        model, optimizer, schedule = parts
-        assert Checkpoints.load(path, model, optimizer, schedule, Processes.alone()).step == 2
-        moments = {f"{n}/{k}": v for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
-        return {**model.state_dict(), **moments}
+    def load(path: Path, own: Parts) -> dict[str, Tensor]:
+        assert Checkpoints.load(path, *own, Processes.alone()).step == 2
+        return state(*own)
 
-    import resave
-
-    first = resave.parts()
+    first = parts()
     loaded = load(chain["parts"] / "checkpoints" / "step_000002", first)
-    whole = save(Checkpoints(tmp_path / "whole", 1, Processes.alone()), Position(2, 10), first[0], byte_tokenizer(), *first[1:])
+    whole = save_parts(Checkpoints(tmp_path / "whole", 1, Processes.alone()), 2, first)
     ended = launch(HERE / "resave.py", whole, tmp_path / "sharded")
     assert ended.returncode == 0, ended.stderr[-3000:]
-    again = load(tmp_path / "sharded" / "step_000002", resave.parts())
-    assert sum(name.endswith("/exp_avg_sq") for name in loaded) > 40 and loaded.keys() == again.keys()
-    assert all(torch.equal(loaded[name], again[name]) for name in loaded)
+    again = load(tmp_path / "sharded" / "step_000002", parts())
+    assert sum(name.endswith("/exp_avg_sq") for name in loaded) > 40 and equal(loaded, again)
     assert all(loaded[name].any() for name in loaded)
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.before import before
 from helpers.waiting import HANGS
 
 from rlgen.analysis.pack import size_of
@@ -241,14 +242,13 @@ def test_which_steps_are_written_and_which_stay(tmp_path: Path) -> None:
 
 def test_a_step_is_written_behind_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is being written and one waits; a third has the loop wait."""
-    go, began, real = threading.Semaphore(0), threading.Event(), module.write_part
+    go, began = threading.Semaphore(0), threading.Event()
 
-    def slow(*values: Any) -> None:
+    def waits(*values: object) -> None:
         began.set()
         go.acquire()
-        real(*values)
 
-    monkeypatch.setattr(module, "write_part", slow)
+    before(module, "write_part", waits, monkeypatch.setattr)
     opened = writer(tmp_path)
     opened.write(rollout(1))
     opened.write(rollout(2))
