@@ -4,15 +4,15 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.learner import Parts, equal, learn, parts, save_parts, state
+from helpers.torchrun import launch, well
 from helpers.waiting import HANGS
 from safetensors.torch import load_file, save_file
 
@@ -80,6 +80,16 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def every_bit_is_noticed(files: Sequence[Path], check: Callable[[], object]) -> None:
+    for file in files:
+        content = file.read_bytes()
+        flip(file)
+        with pytest.raises(DamagedCheckpoint, match=file.name.replace(".", r"\.")) as caught:
+            check()
+        assert caught.value.exit_code == 8
+        file.write_bytes(content)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda file: os.truncate(file, file.stat().st_size - 1), "bytes of"),
     "emptied": (lambda file: os.truncate(file, 0), "has 0 bytes of"),
@@ -113,12 +123,7 @@ def test_one_bit_of_any_file_is_noticed(folder: Path, proof: Proof) -> None:
     files = sorted(path for path in (folder / "step_000002").rglob("*") if path.is_file())
     names = {path.name for path in files}
     assert {"model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json"} <= names
-    for file in files:
-        before = file.read_bytes()
-        flip(file)
-        with pytest.raises(DamagedCheckpoint, match=file.name.replace(".", r"\.")):
-            check_files(folder / "step_000002", hashes=True)
-        file.write_bytes(before)
+    every_bit_is_noticed(files, lambda: check_files(folder / "step_000002", hashes=True))
     check_files(folder / "step_000002", hashes=True)
     proof(f"one bit in each of {len(files)} files, all refused by name")
 
@@ -143,13 +148,7 @@ def test_one_bit_of_what_a_model_is_opened_from_is_noticed(folder: Path, proof: 
     flip(path / "state" / "optimizer.safetensors")  # no model is opened from it
     check_model_files(path)
     files = sorted(file for file in path.iterdir() if file.is_file())
-    for file in files:
-        before = file.read_bytes()
-        flip(file)
-        with pytest.raises(DamagedCheckpoint, match=file.name.replace(".", r"\.")) as caught:
-            check_model_files(path)
-        assert caught.value.exit_code == 8
-        file.write_bytes(before)
+    every_bit_is_noticed(files, lambda: check_model_files(path))
     (path / "config.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"step_000002: changed since it was written: config\.json\. .* remove manifest"):
         check_model_files(path)
@@ -297,15 +296,7 @@ def test_a_pickle_is_never_opened(
 
 
 def killed(tmp_path: Path, kind: str, every: int) -> list[dict[str, Any]]:
-    paths = os.pathsep.join([str(HERE.parent), *sys.path])
-    ended = subprocess.run(
-        [sys.executable, HERE / "killed_save.py", tmp_path, kind, str(every)],
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended = well(launch(HERE / "killed_save.py", tmp_path, kind, every, launcher=[sys.executable], timeout=HANGS))
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 

@@ -80,20 +80,22 @@ def test_what_is_written_is_what_was_when_the_save_began(tmp_path: Path, gate: G
             assert torch.equal(torch.rand(4), drawn)
 
 
-def test_a_writer_that_fails_is_heard_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("write", ["save_file", "seal"])
+def test_a_writer_that_fails_is_heard_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
     mine, checkpoints = parts(), Checkpoints(tmp_path, 1, Processes.alone())
     save_parts(checkpoints, 1, mine)
 
     def full(*values: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing, "seal", full)
+    monkeypatch.setattr(writing, write, full)
     checkpoints.save(position(2), mine[0], byte_tokenizer(), *mine[1:])
     with pytest.raises(CheckpointError, match=r"step_000002 cannot be written: .*No space left on device; free space") as caught:
         while not checkpoints.complete(wait=False):
             pass
     assert caught.value.exit_code == 8 and [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert not checkpoints.complete(wait=True), "it is said once"
+    assert checkpoints.choose().path == tmp_path / "step_000001"
 
 
 @pytest.fixture(scope="module")

@@ -246,19 +246,11 @@ def test_a_signal_is_answered_at_once() -> None:
 )
 def test_a_run_knows_where_it_is(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, phase: str, said: str) -> None:
     answers: list[str] = []
-    monkeypatch.setattr(attempt, "open_console", lambda *asked, **named: Answering(answers))
+    monkeypatch.setattr(Console, "answer", lambda console, text: answers.append(text))
     with monkeypatch.context() as patch:
         when(patch, phase, signal.SIGTERM)
         assert train(recipe_file, recipe_file.parent / "run") == 75
     assert answers == [f"{said} saving; interrupt again to stop now"]
-
-
-class Answering(Console):
-    """A console that keeps its answers."""
-
-    def __init__(self, answers: list[str]) -> None:
-        super().__init__(STEPS, quiet=True)
-        self.answer = answers.append  # type: ignore[method-assign]
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------------
