@@ -11,6 +11,7 @@ from rlgen.cli.train import train_command
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window
 
+SPREAD = "def spread(completion_ids): return sum(completion_ids) % 97 / 97\n"
 SMALL = [
     *("engine={kind: transformers}", "rollout={prompts_per_step: 2, group_size: 4, max_completion_tokens: 8}"),
     *("rewards=[{use: 'r.py:spread'}]", "checkpoint={every: 1, keep: 9}"),
@@ -21,7 +22,7 @@ SMALL = [
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    path.with_name("r.py").write_text("def spread(completion_ids): return sum(completion_ids) % 97 / 97\n")
+    path.with_name("r.py").write_text(SPREAD)
     return path
 
 

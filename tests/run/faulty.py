@@ -4,8 +4,12 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from helpers.before import before
 from transformers import PreTrainedModel
 
 from rlgen.cli.app import main
@@ -59,15 +63,13 @@ def no_memory(*arguments, **options):  # type: ignore[no-untyped-def]
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def sleeps(seconds: float) -> Callable[..., None]:
+    return lambda *_: time.sleep(seconds)
+
+
 def one_hangs_in_c() -> None:
     """Holding Python's lock: no signal handler of Python runs, no thread."""
-    run = Updater._run
-
-    def hanging(updater, window, update):  # type: ignore[no-untyped-def]
-        ctypes.PyDLL(None).sleep(1000)
-        return run(updater, window, update)
-
-    Updater._run = hanging  # type: ignore[method-assign]
+    before(Updater, "_run", lambda *_: ctypes.PyDLL(None).sleep(1000))
 
 
 def one_skips_a_step() -> None:
@@ -81,79 +83,43 @@ def one_goes_another_way() -> None:
 
 
 def one_sleeps() -> None:
-    run = Updater._run
-
-    def sleeping(updater, window, update):  # type: ignore[no-untyped-def]
-        time.sleep(1000)
-        return run(updater, window, update)
-
-    Updater._run = sleeping  # type: ignore[method-assign]
+    before(Updater, "_run", sleeps(1000))
 
 
 def one_is_slow() -> None:
     """Its rewards and its disk take long, and its engine has not answered yet what was asked ahead."""
-    score, before_sync, save_pretrained = EarlyScoring.result, Sampler.before_sync, PreTrainedModel.save_pretrained
-
-    def slow_reward(scorer, groups, step):  # type: ignore[no-untyped-def]
-        time.sleep(7)
-        return score(scorer, groups, step)
-
-    def slow(sampler):  # type: ignore[no-untyped-def]
-        time.sleep(7)
-        before_sync(sampler)
-
-    def slow_disk(model, folder, **options):  # type: ignore[no-untyped-def]
-        time.sleep(7)
-        save_pretrained(model, folder, **options)
-
-    EarlyScoring.result, Sampler.before_sync = slow_reward, slow  # type: ignore[method-assign]
-    PreTrainedModel.save_pretrained = slow_disk  # type: ignore[method-assign]
+    before(EarlyScoring, "result", sleeps(7))
+    before(Sampler, "before_sync", sleeps(7))
+    before(PreTrainedModel, "save_pretrained", sleeps(7))
 
 
 def one_has_no_space() -> None:
     """For its part of the checkpoint of step 2."""
-    save_shards = writing.save_shards
 
-    def fails(tensors, folder, rank):  # type: ignore[no-untyped-def]
+    def fails(tensors: Any, folder: Path, rank: int) -> None:
         if "000002" in str(folder):
             raise OSError(28, "No space left on device")
-        return save_shards(tensors, folder, rank)
 
-    writing.save_shards = fails
+    before(writing, "save_shards", fails)
 
 
 def one_has_a_slow_disk() -> None:
-    save_shards = writing.save_shards
-
-    def slow(tensors, folder, rank):  # type: ignore[no-untyped-def]
-        time.sleep(7)
-        return save_shards(tensors, folder, rank)
-
-    writing.save_shards = slow
+    before(writing, "save_shards", sleeps(7))
 
 
 def one_samples_for_long() -> None:
     """In step 3, three times as long as the timeout of its tests."""
-    groups_of = Sampler.groups
-
-    def slow(sampler, step, prompts):  # type: ignore[no-untyped-def]
-        time.sleep(15 if step == 3 else 0)
-        return groups_of(sampler, step, prompts)
-
-    Sampler.groups = slow  # type: ignore[method-assign]
+    before(Sampler, "groups", lambda sampler, step, prompts: time.sleep(15 if step == 3 else 0))
 
 
 def one_fails_the_first_time() -> None:
     """In step 3 of the first attempt that its launcher makes."""
-    run, steps = Updater.__call__, []
 
-    def failing(updater, window, step):  # type: ignore[no-untyped-def]
-        steps.append(step)
+    def fails(updater: Updater, window: Any, step: int) -> None:
         if step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), 9)
-        return run(updater, window, step)
 
-    Updater.__call__ = failing  # type: ignore[method-assign]
+    before(Updater, "__call__", fails)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,14 @@ RECORD = {
     "time/step": 2.0,
 }
 EVALUATED = {"eval/reward/mean": 0.531, "eval/reward/mean_low": 0.48, "eval/reward/mean_high": 0.582, "eval/pass@1": 0.5}
-RECIPE = {"run": {"name": "demo", "steps": 100}, "model": {"path": "tiny:qwen3"}, "data": {"source": "task:sort"}}
+RECIPE = Recipe.model_validate(
+    {
+        "run": {"name": "demo", "steps": 100},
+        "model": {"path": "tiny:qwen3"},
+        "data": {"source": "task:sort"},
+        "rewards": [{"use": "exact_match"}],
+    }
+)
 
 
 class Screen(io.StringIO):
@@ -115,15 +122,11 @@ def test_one_object_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_other_processes_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    for console in (Console(2, quiet=True), open_console("json", Recipe.model_validate(recipe()), quiet=True)):
+    for console in (Console(2, quiet=True), open_console("json", RECIPE, quiet=True)):
         console.say("a")
         console.step({**RECORD}, no_examples)
         console.answer("b")
     assert capfd.readouterr() == ("", "")
-
-
-def recipe() -> dict[str, object]:
-    return {**RECIPE, "rewards": [{"use": "exact_match"}]}
 
 
 @pytest.mark.parametrize(
@@ -140,10 +143,9 @@ def test_which_screens_take_the_live_view(monkeypatch: pytest.MonkeyPatch, scree
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.delenv("TERM") if term is None else monkeypatch.setenv("TERM", term)
     assert takes_live_view(screen) is live
-    loaded = Recipe.model_validate(recipe())
-    assert type(open_console("auto", loaded, quiet=False)) is (LiveConsole if live else Console)
-    assert type(open_console("plain", loaded, quiet=False)) is Console
-    assert type(open_console("auto", loaded, quiet=True)) is Console
+    assert type(open_console("auto", RECIPE, quiet=False)) is (LiveConsole if live else Console)
+    assert type(open_console("plain", RECIPE, quiet=False)) is Console
+    assert type(open_console("auto", RECIPE, quiet=True)) is Console
     if live:
         check_progress("live")
     else:

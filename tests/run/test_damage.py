@@ -4,63 +4,44 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from conftest import save, tiny_model
+from helpers.learner import Parts, equal, learn, parts, save_parts, state
+from helpers.torchrun import launch, well
 from helpers.waiting import HANGS
 from safetensors.torch import load_file, save_file
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint, DivergedError, UsageError
-from rlgen.models.lora import add_adapter
-from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.run.checkpoint import Checkpoints, check_fit
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.manifest import FORMAT, check_files, check_model_files, digest, read_manifest, seal
 from rlgen.run.state import optimizer_tensors, save_shards
-from rlgen.types import Position
 
 HERE = Path(__file__).parent
 ALONE = Processes.alone()
 Proof = Callable[[str], None]
 
 
-def parts(name: str = "qwen3", lora: LoraRecipe | None = None) -> tuple[Any, ...]:
-    model = tiny_model(name)
-    if lora is not None:
-        add_adapter(model, lora, 0)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
-
-
-def learn(model: Any, optimizer: Any, schedule: Any) -> None:
-    model(torch.randint(0, 256, (2, 8)), labels=torch.randint(0, 256, (2, 8))).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    schedule.step()
-
-
 @pytest.fixture(scope="module")
-def trained() -> tuple[Any, ...]:
+def trained() -> Parts:
     mine = parts()
     learn(*mine)
     return mine
 
 
 @pytest.fixture(scope="module")
-def saved(trained: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(trained: Parts, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two good checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
-        save(Checkpoints(folder, 2, ALONE, trainer="grpo"), Position(step, 8), trained[0], byte_tokenizer(), *trained[1:])
+        save_parts(Checkpoints(folder, 2, ALONE, trainer="grpo"), step, trained)
     return folder
 
 
@@ -99,6 +80,16 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def every_bit_is_noticed(files: Sequence[Path], check: Callable[[], object]) -> None:
+    for file in files:
+        content = file.read_bytes()
+        flip(file)
+        with pytest.raises(DamagedCheckpoint, match=file.name.replace(".", r"\.")) as caught:
+            check()
+        assert caught.value.exit_code == 8
+        file.write_bytes(content)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda file: os.truncate(file, file.stat().st_size - 1), "bytes of"),
     "emptied": (lambda file: os.truncate(file, 0), "has 0 bytes of"),
@@ -132,12 +123,7 @@ def test_one_bit_of_any_file_is_noticed(folder: Path, proof: Proof) -> None:
     files = sorted(path for path in (folder / "step_000002").rglob("*") if path.is_file())
     names = {path.name for path in files}
     assert {"model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json"} <= names
-    for file in files:
-        before = file.read_bytes()
-        flip(file)
-        with pytest.raises(DamagedCheckpoint, match=file.name.replace(".", r"\.")):
-            check_files(folder / "step_000002", hashes=True)
-        file.write_bytes(before)
+    every_bit_is_noticed(files, lambda: check_files(folder / "step_000002", hashes=True))
     check_files(folder / "step_000002", hashes=True)
     proof(f"one bit in each of {len(files)} files, all refused by name")
 
@@ -162,13 +148,7 @@ def test_one_bit_of_what_a_model_is_opened_from_is_noticed(folder: Path, proof: 
     flip(path / "state" / "optimizer.safetensors")  # no model is opened from it
     check_model_files(path)
     files = sorted(file for file in path.iterdir() if file.is_file())
-    for file in files:
-        before = file.read_bytes()
-        flip(file)
-        with pytest.raises(DamagedCheckpoint, match=file.name.replace(".", r"\.")) as caught:
-            check_model_files(path)
-        assert caught.value.exit_code == 8
-        file.write_bytes(before)
+    every_bit_is_noticed(files, lambda: check_model_files(path))
     (path / "config.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"step_000002: changed since it was written: config\.json\. .* remove manifest"):
         check_model_files(path)
@@ -178,14 +158,14 @@ def test_one_bit_of_what_a_model_is_opened_from_is_noticed(folder: Path, proof: 
 
 
 @pytest.mark.fault(65, 67)
-def test_a_damaged_one_never_costs_the_good_one(folder: Path, trained: tuple[Any, ...], proof: Proof) -> None:
+def test_a_damaged_one_never_costs_the_good_one(folder: Path, trained: Parts, proof: Proof) -> None:
     """Keep 1, the newest damaged: the one before stays until a complete one is there."""
     kept, good = CheckpointFolder(folder), folder / "step_000001"
     (folder / "step_000002" / "model.safetensors").unlink()
     assert kept.rotate(1) == [] and good.exists()
     checkpoints = Checkpoints(folder, 1, ALONE)
     assert not checkpoints.has(2), "so it is saved again"
-    save(checkpoints, Position(2, 8), trained[0], byte_tokenizer(), *trained[1:])
+    save_parts(checkpoints, 2, trained)
     assert sorted(path.name for path in folder.iterdir()) == ["set_aside", "step_000002"]
     check_files(folder / "step_000002", hashes=True)
     assert [path.name for path in kept.aside()] == ["step_000002"]
@@ -218,7 +198,7 @@ def test_values_that_are_not_finite_are_not_saved(folder: Path, proof: Proof) ->
         before = spoiled.flatten()[3].item()
         spoiled.view(-1)[3] = float("nan")
         with pytest.raises(DivergedError, match="not finite; nothing was saved, and the last checkpoint is intact") as caught:
-            save(Checkpoints(folder, 1, ALONE), Position(3, 24), mine[0], byte_tokenizer(), *mine[1:])
+            save_parts(Checkpoints(folder, 1, ALONE), 3, mine)
         assert caught.value.exit_code == 7
         spoiled.view(-1)[3] = before
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
@@ -233,7 +213,7 @@ def test_other_models_adapters_and_trainers_are_named(folder: Path, tmp_path: Pa
     path = folder / "step_000002"
     lora = LoraRecipe(rank=4, alpha=8.0)
     mine = parts(lora=lora)
-    adapter = save(Checkpoints(tmp_path / "adapter", 1, ALONE), Position(1, 8), mine[0], byte_tokenizer(), *mine[1:])
+    adapter = save_parts(Checkpoints(tmp_path / "adapter", 1, ALONE), 1, mine)
     said = []
     for place, model, trainer, words in [
         (path, parts()[0], "rloo", "another trainer: trainer.kind was grpo and is rloo"),
@@ -284,7 +264,7 @@ class Evil:
 @pytest.mark.fault(88)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_a_pickle_is_never_opened(
-    folder: Path, trained: tuple[Any, ...], tmp_path: Path, sharded: bool, proof: Proof, monkeypatch: pytest.MonkeyPatch
+    folder: Path, trained: Parts, tmp_path: Path, sharded: bool, proof: Proof, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, fired = folder / "step_000002", tmp_path / "fired"
     planted = ["pytorch_model.bin", "training_args.bin", "model.pt", "state/optimizer.pt", "state/random.pkl", "state/.metadata"]
@@ -304,9 +284,7 @@ def test_a_pickle_is_never_opened(
     assert choice.path == path
     again = parts()
     assert Checkpoints.load(path, *again, ALONE).step == 2
-    moments = [again[1].state[parameter]["exp_avg"] for parameter in again[0].parameters()]
-    expected = [trained[1].state[parameter]["exp_avg"] for parameter in trained[0].parameters()]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(moments, expected, strict=True))
+    assert equal(state(*again), state(*trained))
     assert not fired.exists() and read == []
     monkeypatch.undo()
     pickle.loads((path / "model.pt").read_bytes())
@@ -318,15 +296,7 @@ def test_a_pickle_is_never_opened(
 
 
 def killed(tmp_path: Path, kind: str, every: int) -> list[dict[str, Any]]:
-    paths = os.pathsep.join([str(HERE.parent), *sys.path])
-    ended = subprocess.run(
-        [sys.executable, HERE / "killed_save.py", tmp_path, kind, str(every)],
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended = well(launch(HERE / "killed_save.py", tmp_path, kind, every, launcher=[sys.executable], timeout=HANGS))
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 

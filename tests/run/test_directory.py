@@ -3,19 +3,18 @@
 import errno
 import fcntl
 import itertools
-import json
 import os
 import shutil
 import stat
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from conftest import read_jsonl
+from helpers.before import before
+from helpers.disk import fill, mounted
 from helpers.waiting import HANGS
 
 from rlgen.errors import CheckpointError, UsageError
@@ -36,21 +35,8 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """256 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", place], capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
-
-
-def fill(disk: Path, left: int = 0) -> int:
-    """Bytes that are taken up, so that `left` are free."""
-    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - left
-    with (disk / "ballast").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free)
-    return free
+    with mounted(tmp_path, "256k") as place:
+        yield place
 
 
 # --- a full disk -------------------------------------------------------------------------------------------------------------
@@ -63,7 +49,7 @@ def test_a_full_disk_leaves_no_half_record(small_disk: Path, proof: Proof) -> No
     run.write_status("running", 1, 9)
     write_json(run.provenance, [{"rlgen": "0"}])
     taken = fill(small_disk)
-    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    content = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     long = {"text": "x" * 9000}
     for write in (
         lambda: run.write_metrics({"step": 2, **long}),
@@ -74,7 +60,7 @@ def test_a_full_disk_leaves_no_half_record(small_disk: Path, proof: Proof) -> No
         with pytest.raises(CheckpointError, match=r"No space left on device; free space or change run\.dir") as caught:
             write()
         assert caught.value.exit_code == 8
-    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}, "as it was, nothing half there"
+    assert content == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}, "as it was, nothing half there"
     # the last words are written all the same
     run.write_status("failed", 1, 9, 8, "the disk is full")
     assert read_json(run.status_file)["exit_code"] == 8
@@ -153,15 +139,14 @@ def test_a_lock_that_cannot_be_had_is_not_one_that_is_held(
 @pytest.mark.fault(70)
 def test_what_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     (tmp_path / "run").mkdir()
-    looked, scandir = [], os.scandir
+    looked: list[Path] = []
 
-    def looks(path: Path) -> Any:
+    def looks(path: Path) -> None:
         looked.append(path)
         if len(looked) == 3:
             write_text(tmp_path / "run" / "resolved.yaml", "x")
-        return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", looks)
+    before(os, "scandir", looks, monkeypatch.setattr)
     monkeypatch.setattr(module, "appears", lambda path: appears(path, HANGS))
     RunDirectory.join(tmp_path / "run")
     assert looked == [tmp_path / "run"] * 3
@@ -213,13 +198,8 @@ def test_while_one_start_cleans_another_does_not_begin(run: RunDirectory, monkey
     run.close()
     locked = (run.path / ".lock").stat().st_ino
     seen: list[bool] = []
-
-    def delete(folder: Path) -> None:
-        seen.append((run.path / ".lock").stat().st_ino == locked)
-        rmtree(folder)
-
-    rmtree = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", delete)
+    look = lambda folder: seen.append((run.path / ".lock").stat().st_ino == locked)  # noqa: E731
+    before(shutil, "rmtree", look, monkeypatch.setattr)
     RunDirectory.clean(run.path)
     assert seen == [True] * 3 and (run.path / ".lock").stat().st_ino == locked
 
@@ -267,7 +247,7 @@ def test_what_clean_refuses(run: RunDirectory, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.fault(91)
 def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) -> None:
-    before = os.umask(0)
+    umask = os.umask(0)
     try:
         (tmp_path / "run").mkdir(mode=0o777)
         with private_files():
@@ -278,7 +258,7 @@ def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) 
             run.close()
         assert os.umask(0) == 0, "as it was before"
     finally:
-        os.umask(before)
+        os.umask(umask)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run.path, *run.path.rglob("*"))}
     assert len(modes) > 9
     assert all(mode & ~(0o750 if path.is_dir() else 0o640) == 0 for path, mode in modes.items()), modes
@@ -287,13 +267,13 @@ def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) 
 
 
 def test_the_owner_reads_what_is_written_under_any_umask(tmp_path: Path) -> None:
-    before = os.umask(0o777)
+    umask = os.umask(0o777)
     try:
         with private_files():
             (tmp_path / "folder").mkdir()
             (tmp_path / "folder" / "file").touch()
     finally:
-        os.umask(before)
+        os.umask(umask)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("folder", "folder/file")]
     assert modes == [0o700, 0o600], "no more than the umask leaves to others"
 
@@ -321,21 +301,6 @@ def test_control_files_are_not_opened_through_links(run: RunDirectory, tmp_path:
     proof("links in place of metrics, status, save_now, lock: refused or replaced, the file behind them untouched")
 
 
-def test_a_killed_start_can_be_started_again(run: RunDirectory) -> None:
-    run.close()
-    (run.path / "recipe.yaml").unlink()
-    for folder in (run.checkpoints, run.rollouts, run.logs):
-        folder.rmdir()
-    (run.path / ".status.json.123").touch()
-    again = RunDirectory.create(run.path, "recipe", "resolved")
-    assert not (run.path / ".status.json.123").exists()
-    again.write_status("running", 1, 2)
-    assert json.loads(again.status_file.read_text())["step"] == 1
-    again.close()
-    with pytest.raises(UsageError, match=r"already holds a run; go on with --resume, .* or delete .* --clean"):
-        RunDirectory.create(run.path, "recipe", "resolved")
-
-
 LEFT = ["provenance.json", "metrics.jsonl", "journal/step_000001.bin", "rollouts/step_000001.parquet", "notes.txt"]
 LEFT += ["checkpoints/step_000001/manifest.json", "checkpoints/set_aside/step_000001/manifest.json"]
 
@@ -352,7 +317,7 @@ def test_a_start_that_failed_gives_its_place_up_unless_it_left_something(run: Ru
         folders = [folder for folder in left.parents if not folder.exists()]
         left.parent.mkdir(parents=True, exist_ok=True)
         left.touch()
-        with pytest.raises(UsageError, match="already holds a run"):
+        with pytest.raises(UsageError, match=r"already holds a run; go on with --resume, .* or delete .* --clean"):
             RunDirectory.create(run.path, "corrected", "resolved anew")
         left.unlink()
         for folder in folders:

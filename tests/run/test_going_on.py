@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import stat
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import RECIPE, read_jsonl, tiny_model
+from helpers.before import before
+from helpers.disk import fill, mounted
+from helpers.rollouts import records_but_times
+from helpers.spread import SPREAD
+from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 from test_damage import flip, resealed
-from test_directory import fill
 
 from rlgen.cli.doctor import examine
 from rlgen.cli.train import train_command
@@ -26,7 +28,6 @@ from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
-from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.compare import first_difference
@@ -35,14 +36,12 @@ from rlgen.run.manifest import check_files
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.setup import pair, trainer
 from rlgen.setup.reopen import MAY_CHANGE
-from rlgen.types import Position
 
 Proof = Callable[[str], None]
 STEPS = 4
 SETTINGS = ["engine={kind: transformers}", f"run.steps={STEPS}", "checkpoint={every: 1, keep: 3}"]
 SETTINGS += ["rollout={prompts_per_step: 2, group_size: 2, max_completion_tokens: 4}"]
 REWARDS = RECIPE[RECIPE.index("rewards:") : RECIPE.index("rollout:")]
-REWARD = "def spread(completion_ids): return sum(completion_ids) % 97 / 97\n"
 
 
 def train(folder: Path, *overrides: str, place: str = "run", **how: Any) -> Path:
@@ -63,12 +62,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run, started by someone whose umask lets everyone do everything; and its recipe beside it."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "recipe.yaml").write_text(RECIPE.replace(REWARDS, f"rewards: [{{use: '{folder}/r.py:spread'}}]\n"))
-    (folder / "r.py").write_text(REWARD)
-    before = os.umask(0)
+    (folder / "r.py").write_text(SPREAD)
+    umask = os.umask(0)
     try:
         return train(folder)
     finally:
-        os.umask(before)
+        os.umask(umask)
 
 
 @pytest.fixture
@@ -79,14 +78,10 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 def ended_alike(ours: Path, theirs: Path) -> bool:
     """To the last bit, but for times."""
-
-    def records(directory: Path) -> list[dict[str, Any]]:
-        return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_jsonl(directory / "metrics.jsonl")]
-
     names = [f"checkpoints/step_{STEPS:06d}/{name}" for name in ("model.safetensors", "state/optimizer.safetensors")]
     pairs = [(load_file(ours / name), load_file(theirs / name)) for name in names]
     assert all(a.keys() == b.keys() and all(a[key].equal(b[key]) for key in a) for a, b in pairs)
-    assert records(ours) == records(theirs)
+    assert records_but_times(ours) == records_but_times(theirs)
     assert first_difference(ours, theirs) is None
     status = read_json(ours / "status.json")
     return (status["state"], status["exit_code"]) == ("done", 0)
@@ -203,7 +198,7 @@ def test_what_was_changed_is_shown_and_rewards_need_a_word(
     folder: Path, whole: Path, request: pytest.FixtureRequest, proof: Proof
 ) -> None:
     run, code = folder / "run", whole.parent / "r.py"
-    request.addfinalizer(lambda: code.write_text(REWARD))
+    request.addfinalizer(lambda: code.write_text(SPREAD))
     with pytest.raises(UsageError) as caught:
         train(folder, "run.seed=1", "optim.learning_rate=0.5", f"rewards=[{{use: '{code}:spread', weight: 2.0}}]", resume=True)
     assert caught.value.exit_code == 2
@@ -213,7 +208,7 @@ def test_what_was_changed_is_shown_and_rewards_need_a_word(
     assert f"Only {free} may change" in str(caught.value)
     with pytest.raises(UsageError, match=r"(?s)optim\.schedule: constant -> linear.*run\.steps: 4 -> 5"):
         train(folder, "optim.schedule=linear", "run.steps=5", resume=True)
-    code.write_text(REWARD + "# edited\n")
+    code.write_text(SPREAD + "# edited\n")
     with pytest.raises(UsageError, match=r"reward spread .*, or a module beside it, was edited .* --allow-changed") as caught:
         train(folder, "run.steps=5", resume=True)
     assert read_json(run / "status.json")["exit_code"] == 2
@@ -229,11 +224,11 @@ def test_data_that_was_edited_is_no_data_to_go_on_with(folder: Path, proof: Proo
     rows.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(12)))
     data = f"data={{source: '{rows}'}}"
     run = train(folder, data, "run.steps=2", place="of_file")
-    before, text = (run / "metrics.jsonl").read_bytes(), rows.read_text()
+    recorded, text = (run / "metrics.jsonl").read_bytes(), rows.read_text()
     rows.write_text(text.replace("prompt 11", "prompt 12"))
     with pytest.raises(DataError, match=r"the data has changed since the last attempt \(fingerprint \w+, now \w+\)"):
         train(folder, data, "run.steps=3", place="of_file", resume=True)
-    assert (run / "metrics.jsonl").read_bytes() == before
+    assert (run / "metrics.jsonl").read_bytes() == recorded
     rows.write_text(text)
     train(folder, data, "run.steps=3", place="of_file", resume=True)
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
@@ -256,13 +251,13 @@ def test_a_model_that_was_edited_is_no_reference_and_no_tokenizer_to_go_on_with(
         (template, template.read_text().replace("assistant", "robot"), r"prompt_ids have changed .* chat template"),
         (stops, json.dumps({"eos_token_id": 259}), r"stop_ids have changed .*\(were \[257, 259\], now \[259\]\)"),
     ]:
-        before = file.read_bytes()
+        content = file.read_bytes()
         flip(file) if text is None else file.write_text(text)
         with monkeypatch.context() as patch, pytest.raises(UsageError, match=f"--resume: {words}") as caught:
             patch.setattr(pair, "build_engine", lambda *values: 1 / 0)
             train(folder, *settings, "run.steps=2", place="dpo", resume=True)
         assert caught.value.exit_code == 2 and (run / "metrics.jsonl").read_bytes() == metrics
-        file.write_bytes(before)
+        file.write_bytes(content)
     train(folder, *settings, "run.steps=2", place="dpo", resume=True)
     # Of a run that earlier versions began nothing is known, and it goes on.
     attempts = read_json(run / "provenance.json")
@@ -285,12 +280,20 @@ def test_weights_that_nothing_is_compared_with_may_change(folder: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", place], capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    with mounted(tmp_path, "64m") as place:
+        yield place
+
+
+# What is begun when the disk fills up, the step in its arguments, bytes that are left, and what then cannot be written.
+FILLED: dict[str, tuple[Any, str, Callable[..., int], int, str]] = {
+    "journal": (Sampler, "groups", lambda sampler, step, prompts: step, 0, r"journal/step_000003\.bin"),
+    "rollouts": (  # written at the same time as the journal of the next step
+        *(RolloutWriter, "write", lambda writer, rollout, always: rollout.step, 0),
+        r"(rollouts/step_000003\.parquet|start_000004\.jsonl)",
+    ),
+    # half of a checkpoint
+    "save": (Checkpoints, "save", lambda checkpoints, at, *parts: at.step, 1 << 20, "checkpoints/step_000003"),
+}
 
 
 @pytest.mark.fault(70)
@@ -298,46 +301,20 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up(
     folder: Path, whole: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, when: str, proof: Proof
 ) -> None:
-    write, save, groups, taken = RolloutWriter.write, Checkpoints.save, Sampler.groups, []
+    owner, name, step_of, left, words = FILLED[when]
+    run, taken = disk / "run", []
 
-    def saved(step: int) -> None:
-        """Waits for the checkpoint of a step, which is written beside the loop: it must not be what finds the disk full."""
-        while not (disk / "run" / "checkpoints" / f"step_{step:06d}").exists():
-            time.sleep(0.01)
+    def fills(*arguments: Any) -> None:
+        """The checkpoint of step 2, which is written beside the loop, must not be what finds the disk full."""
+        if step_of(*arguments) == 3 and not taken:
+            until((run / "checkpoints" / "step_000002").exists)
+            taken.append(fill(disk, left))
 
-    def samples(sampler: Sampler, step: int, *values: Any) -> Any:
-        if step == 3 and not taken:
-            saved(2)
-            taken.append(fill(disk, left=0))
-        return groups(sampler, step, *values)
-
-    def writes(writer: RolloutWriter, rollout: Rollout, always: bool) -> None:
-        if rollout.step == 3 and not taken:
-            saved(2)
-            taken.append(fill(disk, left=0))
-        write(writer, rollout, always)
-
-    def saves(checkpoints: Checkpoints, at: Position, *values: Any) -> Path:
-        if at.step == 3 and not taken:
-            taken.append(fill(disk, left=1 << 20))  # the half of a checkpoint
-        return save(checkpoints, at, *values)
-
-    if when == "journal":
-        monkeypatch.setattr(Sampler, "groups", samples)
-    elif when == "rollouts":
-        monkeypatch.setattr(RolloutWriter, "write", writes)
-    else:
-        monkeypatch.setattr(Checkpoints, "save", saves)
-    place = str(disk / "run")
+    before(owner, name, fills, monkeypatch.setattr)
+    place = str(run)
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left on device.*; free space or change") as caught:
         train(folder, place=place)
-    files = {
-        "journal": r"journal/step_000003\.bin",
-        "rollouts": r"(rollouts/step_000003\.parquet|start_000004\.jsonl)",  # written at the same time
-        "save": "checkpoints/step_000003",
-    }
-    assert taken and re.search(files[when], str(caught.value)) and caught.value.exit_code == 8
-    run = Path(place)
+    assert taken and re.search(words, str(caught.value)) and caught.value.exit_code == 8
     status = read_json(run / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 8)
     # Trained, not saved. The loop hears of a save that failed beside it before the next step, or after that one.
@@ -352,14 +329,11 @@ def test_a_disk_that_fills_up(
 
 
 def test_a_checkpoint_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = RunDirectory.write_metrics
-
-    def writes(directory: RunDirectory, record: dict[str, Any]) -> None:
-        write(directory, record)
+    def asks(directory: RunDirectory, record: dict[str, Any]) -> None:
         if record["step"] == 1:
             directory.save_now.touch()
 
-    monkeypatch.setattr(RunDirectory, "write_metrics", writes)
+    before(RunDirectory, "write_metrics", asks, monkeypatch.setattr)
     run = train(folder, "checkpoint={every: 50, keep: 9}", "run.steps=3", place="asked")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000001", "step_000003"]
     assert not (run / "save_now").exists()

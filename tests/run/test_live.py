@@ -40,11 +40,12 @@ STEP: dict[str, Any] = {
     "time/generate": 1.1,
     "time/train": 0.64,
 }
+DEMO = Recipe.model_validate(merge(RECIPE, {"run": {"name": "demo", "steps": 10}}))
 HOSTILE = "a\x1b[31mred\x1b]0;title\x07 [red]markup[/red] \u202e\n\n日本語 " + "x" * 500
 
 
 def view_of(steps: int = 8, **changes: Any) -> View:
-    view = View.of(Recipe.model_validate(merge(RECIPE, {"run": {"name": "demo", "steps": 10}})))
+    view = View.of(DEMO)
     for step in range(1, steps + 1):
         view.add({**STEP, "step": step, "reward/mean": step / 8, **changes})
     return view
@@ -86,7 +87,7 @@ def test_what_the_lines_say() -> None:
 
 
 def test_before_the_first_step() -> None:
-    view = View.of(Recipe.model_validate(merge(RECIPE, {"run": {"name": "demo", "steps": 10}})))
+    view = View.of(DEMO)
     assert plain(view.lines(40, 24, 5.0, None)) == [f"demo  step 0/10  {'─' * 17}  0:05"]
     view.add({"step": 0, "eval/reward/mean": 0.25})
     assert plain(view.lines(80, 24, 5.0, None))[1] == "evaluation    eval  0/10  reward 0.250  pass@1 –  length –"
@@ -165,8 +166,7 @@ def test_a_notebook_has_the_view_in_a_cell(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setitem(sys.modules, "ipywidgets", SimpleNamespace(Output=Cell))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    recipe = Recipe.model_validate(merge(RECIPE, {"run": {"name": "demo", "steps": 10}}))
-    with LiveConsole(recipe, None) as console:
+    with LiveConsole(DEMO, None) as console:
         console.step({**STEP, "step": 1}, lambda: [Example(prompt="1 + 1?", completion="two", reward=0.0)])
         console.close()
         assert re.search(r"demo  step 1/10 .*reward .*two", Cell.shown, re.S)

@@ -14,6 +14,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.before import before
+from helpers.samples import make_sample
 from helpers.waiting import HANGS
 
 from rlgen.analysis.pack import size_of
@@ -26,7 +28,7 @@ from rlgen.rollout.parquet import Rollout, read_part
 from rlgen.run import rollouts as module
 from rlgen.run.compare import first_difference
 from rlgen.run.rollouts import RolloutWriter, read_rollouts, rollout_steps
-from rlgen.types import Prompt, Ragged, Sample, Samples, Span, ids_of, logp_of, one_span
+from rlgen.types import Prompt, Ragged, Sample, Samples, Span, ids_of, logp_of
 
 TEXT = byte_tokenizer().decode([40, 41])
 LABELS = ("exact match", "länge.x")
@@ -67,20 +69,11 @@ class OddPrompts:
 
 def sample(group: int, at: int, ids: tuple[int, ...] = (40, 41, 259), **changes: Any) -> Sample:
     values: dict[str, Any] = {
-        "group_id": group,
-        "sample_index": at,
-        "prompt_ids": ids_of((1, 2, group)),
-        "completion_ids": ids_of(ids),
-        "sampler_logp": logp_of([-0.1 * (place + 1) for place in range(len(ids))]),
-        "spans": one_span(len(ids), 3),
-        "finish_reason": "stop",
-        "seed": 2**61 + at,
-        "completion": "",
-        "rewards": {LABELS[0]: 1.0, LABELS[1]: 1 / 3},
-        "reward": 1 / 3,
-        "cached_tokens": at,
+        **{"group_id": group, "sample_index": at, "prompt_ids": (1, 2, group), "completion_ids": ids, "completion": ""},
+        **{"sampler_logp": [-0.1 * (place + 1) for place in range(len(ids))], "weight_version": 3, "seed": 2**61 + at},
+        **{"rewards": {LABELS[0]: 1.0, LABELS[1]: 1 / 3}, "reward": 1 / 3, "cached_tokens": at},
     }
-    return Sample(**{**values, **changes})
+    return make_sample(**{**values, **changes})
 
 
 ROWS = (
@@ -241,14 +234,13 @@ def test_which_steps_are_written_and_which_stay(tmp_path: Path) -> None:
 
 def test_a_step_is_written_behind_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is being written and one waits; a third has the loop wait."""
-    go, began, real = threading.Semaphore(0), threading.Event(), module.write_part
+    go, began = threading.Semaphore(0), threading.Event()
 
-    def slow(*values: Any) -> None:
+    def waits(*values: object) -> None:
         began.set()
         go.acquire()
-        real(*values)
 
-    monkeypatch.setattr(module, "write_part", slow)
+    before(module, "write_part", waits, monkeypatch.setattr)
     opened = writer(tmp_path)
     opened.write(rollout(1))
     opened.write(rollout(2))

@@ -1,8 +1,5 @@
 """Runs with sharded weights learn what one process learns: packed or not, adapters, bfloat16, references, and resumed ones."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +7,7 @@ import pytest
 import sharded_worker
 from conftest import read_jsonl
 from helpers.rollouts import rollout_rows
+from helpers.torchrun import PRECISE, farthest, launch, recipe_of, torchrun, weights, well
 from safetensors.torch import load_file
 from torch import Tensor, tensor
 
@@ -23,18 +21,11 @@ from rlgen.setup.change import with_changes
 from rlgen.setup.evaluation import evaluate_model
 from rlgen.setup.replay import Past, replay
 
-RECIPE = """\
-run: {name: test, steps: 2}
-model: {path: "tiny:qwen3", dtype: float32}
-data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
-rewards: [{use: "spread.py:spread"}]
-rollout: {prompts_per_step: 5, group_size: 4, max_completion_tokens: 12, temperature: 0.9}
-engine: {kind: transformers}
+SECTIONS = """\
 trainer: {kind: grpo, beta: 0.05}
 checkpoint: {every: 1, keep: 9}
 optim: {learning_rate: 1.0e-4, micro_batch_tokens: 200}
 """
-REWARD = "def spread(completion_ids):\n    return sum(completion_ids) % 97 / 97\n"
 # What one process trains, by name.
 WAYS = {
     "packed": "",
@@ -74,25 +65,11 @@ SLOW = {
 }
 
 
-def laid_out(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "recipe.yaml").write_text(RECIPE)
-    (folder / "spread.py").write_text(REWARD)
-    return folder
-
-
-def launch(folder: Path, world: int, deeds: list[str]) -> Path:
+def done(folder: Path, world: int, deeds: list[str]) -> Path:
     """The folder of what was done; starting processes is what takes time."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [*launcher, sharded_worker.__file__, str(laid_out(folder) / "recipe.yaml"), str(folder), *deeds],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-    )
-    assert ended.returncode == 0, ended.stderr[-6000:]
+    folder.mkdir()
+    recipe = recipe_of(folder, SECTIONS)
+    well(launch(sharded_worker.__file__, recipe, folder, *deeds, launcher=torchrun(world), timeout=900))
     return folder
 
 
@@ -100,36 +77,29 @@ class Alone:
     """What one process, this one, learns in each way."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = laid_out(folder)
+        self.recipe = recipe_of(folder, SECTIONS)
 
     def __call__(self, way: str) -> Path:
-        run = self.folder / way
+        run = self.recipe.with_name(way)
         if not run.exists():
-            sharded_worker.train(self.folder / "recipe.yaml", run, WAYS[way].split(), Processes.alone())
+            sharded_worker.train(self.recipe, run, WAYS[way].split(), Processes.alone())
         return run
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    return Alone(tmp_path_factory.mktemp("alone") / "1")
+    return Alone(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(tmp_path_factory.mktemp("fast") / "2", 2, FAST)
+    return done(tmp_path_factory.mktemp("fast") / "2", 2, FAST)
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("sharded")
-    return {world: launch(folder / str(world), world, deeds) for world, deeds in SLOW.items()}
-
-
-def weights(run: Path, step: int = 2) -> dict[str, Tensor]:
-    """Those of the model, or of the adapter."""
-    folder = run / "checkpoints" / f"step_{step:06d}"
-    (file,) = folder.glob("*model.safetensors")
-    return load_file(file)
+    return {world: done(folder / str(world), world, deeds) for world, deeds in SLOW.items()}
 
 
 def learned(run: Path) -> dict[str, Tensor]:
@@ -140,12 +110,6 @@ def learned(run: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in moments.items() if name.endswith("/exp_avg")}
 
 
-def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest relative distance of a tensor; 0 if both are 0."""
-    assert ours.keys() == theirs.keys()
-    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-30)).item() for name in theirs)
-
-
 def log_probs(run: Path) -> Tensor:
     """[N] of the trainer, of all sampled tokens of all steps."""
     rows = sorted(rollout_rows(run), key=lambda row: (row["group_id"], row["sample_index"]))
@@ -154,7 +118,7 @@ def log_probs(run: Path) -> Tensor:
 
 def same(ours: Path, theirs: Path) -> None:
     """Compares what two runs in float32 have learned and measured."""
-    assert farthest(learned(ours), learned(theirs)) <= 1e-5
+    assert farthest(learned(ours), learned(theirs)) <= PRECISE
     assert (log_probs(ours) - log_probs(theirs)).abs().max() <= 1e-5
     for one, other in zip(read_jsonl(ours / "metrics.jsonl"), read_jsonl(theirs / "metrics.jsonl"), strict=True):
         assert one["grad_norm"] > 0

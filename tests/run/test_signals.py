@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 from conftest import read_jsonl
+from helpers.before import before
+from helpers.rollouts import records_but_times
 from helpers.slow import slow_but
+from helpers.spread import SPREAD
 from helpers.waiting import HANGS, until
 
 from rlgen.cli.train import train_command
@@ -44,10 +47,6 @@ SETTINGS = [
     *("engine={kind: transformers}", f"run.steps={STEPS}", "rollout.max_completion_tokens=6", "checkpoint={every: 2}"),
     "rewards=[{use: 'spread.py:spread'}]",
 ]
-REWARD = """\
-def spread(completion_ids):
-    return sum(completion_ids) % 97 / 97
-"""
 
 # phase -> (what is called in it, its how-manieth call, steps that are trained when the run has stopped)
 PHASES: dict[str, tuple[Any, str, int, int]] = {
@@ -69,7 +68,7 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 def train(recipe: Path, directory: Path, *overrides: str, resume: bool = False) -> int:
     """The exit code, as `status.json` and the error have it."""
     seed_random("a program that starts")
-    recipe.with_name("spread.py").write_text(REWARD)
+    recipe.with_name("spread.py").write_text(SPREAD)
     try:
         train_command(recipe, [*SETTINGS, *overrides], resume, False, None, directory)
         code = 0
@@ -85,11 +84,10 @@ def train(recipe: Path, directory: Path, *overrides: str, resume: bool = False) 
 def when(monkeypatch: pytest.MonkeyPatch, phase: str, *numbers: int) -> list[int]:
     """Sends this process signals when the phase comes; with the signals that were sent."""
     owner, name, turn, _ = PHASES[phase]
-    real = getattr(owner, name)
     calls: list[int] = []
     sent: list[int] = []
 
-    def then(*arguments: Any, **named: Any) -> Any:
+    def sends(*_: object) -> None:
         calls.append(1)
         if len(calls) == turn:
             if phase in ("generation", "reward"):
@@ -97,15 +95,13 @@ def when(monkeypatch: pytest.MonkeyPatch, phase: str, *numbers: int) -> list[int
             for number in numbers:
                 sent.append(number)
                 os.kill(os.getpid(), number)
-        return real(*arguments, **named)
 
-    monkeypatch.setattr(owner, name, then)
+    before(owner, name, sends, monkeypatch.setattr)
     return sent
 
 
 def draw(patch: pytest.MonkeyPatch) -> None:
-    rewarded = Collector.rewarded
-    patch.setattr(Collector, "rewarded", lambda *arguments: (random.random(), rewarded(*arguments))[1])
+    before(Collector, "rewarded", lambda *_: random.random(), patch.setattr)
 
 
 @pytest.fixture
@@ -135,9 +131,7 @@ def left(directory: Path) -> dict[str, Any]:
     """All that a run leaves, but for times and names."""
     last = directory / "checkpoints" / f"step_{STEPS:06d}"
     return {
-        "metrics": [
-            {k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(directory / "metrics.jsonl")
-        ],
+        "metrics": records_but_times(directory),
         "rollouts": {path.name: digest(path) for path in (directory / "rollouts").glob("step_*.parquet")},
         "checkpoint": {str(path.relative_to(last)): digest(path) for path in last.rglob("*.safetensors")},
     }
@@ -252,19 +246,11 @@ def test_a_signal_is_answered_at_once() -> None:
 )
 def test_a_run_knows_where_it_is(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, phase: str, said: str) -> None:
     answers: list[str] = []
-    monkeypatch.setattr(attempt, "open_console", lambda *asked, **named: Answering(answers))
+    monkeypatch.setattr(Console, "answer", lambda console, text: answers.append(text))
     with monkeypatch.context() as patch:
         when(patch, phase, signal.SIGTERM)
         assert train(recipe_file, recipe_file.parent / "run") == 75
     assert answers == [f"{said} saving; interrupt again to stop now"]
-
-
-class Answering(Console):
-    """A console that keeps its answers."""
-
-    def __init__(self, answers: list[str]) -> None:
-        super().__init__(STEPS, quiet=True)
-        self.answer = answers.append  # type: ignore[method-assign]
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------------
@@ -330,13 +316,10 @@ class Turned:
         monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def takes(self, seconds: float, owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def taking(*arguments: Any) -> Any:
+        def takes(*_: object) -> None:
             self.now += seconds
-            return real(*arguments)
 
-        self._patch.setattr(owner, name, taking)
+        before(owner, name, takes, self._patch.setattr)
 
 
 @pytest.mark.slow
@@ -366,28 +349,21 @@ def test_a_generation_that_would_end_too_late_is_given_up(
     recipe_file: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, drawing: None, proof: Proof
 ) -> None:
     """The third one never ends; in the midst of it, there is just time for an update and its save."""
-    directory, real, by = recipe_file.parent / "run", Sampler.groups, StopRequest.by
+    directory, by = recipe_file.parent / "run", StopRequest.by
     stops: list[StopRequest] = []
-    events: list[str] = []
+    begun: list[int] = []
 
-    def hears(stop: StopRequest, deadline: Deadline | None) -> None:
-        stops.append(stop)
-        by(stop, deadline)
-
-    def groups(sampler: Any, step: int, prompts: Any) -> Any:
-        events.append(f"begins {step}")
+    def never_ends(sampler: Any, step: int, prompts: Any) -> None:
+        begun.append(step)
         if step == 3:
             by(stops[0], Deadline(at=time.time() + LEAST + 0.1))
             threading.Event().wait(HANGS)
-        found = real(sampler, step, prompts)
-        events.append(f"ends {step}")
-        return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "groups", groups)
-        patch.setattr(StopRequest, "by", hears)
+        before(Sampler, "groups", never_ends, patch.setattr)
+        before(StopRequest, "by", lambda stop, deadline: stops.append(stop), patch.setattr)
         code = train(recipe_file, directory, "run.must_save_by=30d", "checkpoint.every=50")
-    assert code == 75 and events == ["begins 1", "ends 1", "begins 2", "ends 2", "begins 3"]
+    assert code == 75 and begun == [1, 2, 3]
     status = read_json(directory / "status.json")
     assert status["step"] == 2 and "stopped for run.must_save_by after step 2" in status["message"]
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000002"]
@@ -422,12 +398,7 @@ def test_a_deadline_hears_of_steps_and_of_their_saves_apart(recipe_file: Path, m
 
     The metrics count the time of a save to the step after it, the deadline to none.
     """
-    turned, heard, took = Turned(monkeypatch), [], Deadline.took
-
-    def hears(deadline: Deadline, *seconds: float) -> None:
-        heard.append(seconds)
-        took(deadline, *seconds)
-
+    turned, heard = Turned(monkeypatch), []
     turned.takes(0.25, Sampler, "groups")
     turned.takes(1.5, Updater, "_run")
     turned.takes(1.0, Room, "weights")
@@ -441,7 +412,7 @@ def test_a_deadline_hears_of_steps_and_of_their_saves_apart(recipe_file: Path, m
         return path
 
     monkeypatch.setattr(Checkpoints, "save", saves)
-    monkeypatch.setattr(Deadline, "took", hears)
+    before(Deadline, "took", lambda deadline, *seconds: heard.append(seconds), monkeypatch.setattr)
     directory = recipe_file.parent / "run"
     assert train(recipe_file, directory, "run.must_save_by=1h") == 0  # saves after step 2 and after the last one
     assert heard == [(1.75, 1.5, 0.0, None), (1.75, 1.5, 0.0, 4.0), (1.75, 1.5, 4.0, None)]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import RECIPE, read_jsonl
 from helpers.runs import Row, Words, write_rows
+from helpers.slow import slow_but
 from helpers.waiting import HANGS, until
 from helpers.wandb_file import read_wandb, rows_of
 from typer.testing import CliRunner
@@ -26,6 +28,7 @@ from rlgen.run.sinks.worker import LONGEST_TEXT, Opening, Table, read_table
 from rlgen.setup.attempt import train
 from rlgen.setup.reopen import TrainOptions
 
+Proof = Callable[[str], None]
 STEPS = 3
 KINDS = ("trackio", "wandb", "tensorboard", "mlflow")
 OVERRIDES = ["engine={kind: transformers}", "eval={limit: 4, every: 2}", "checkpoint={every: 1, keep: 9}"]
@@ -39,10 +42,8 @@ def sinks_of(folder: Path) -> str:
 def trained(folder: Path, *overrides: str, steps: int = STEPS, resume: bool = False) -> Path:
     (folder / "recipe.yaml").write_text(RECIPE)
     run = folder / "run"
-    train(
-        folder / "recipe.yaml",
-        TrainOptions(overrides=[*OVERRIDES, *overrides], run_dir=run, max_steps=steps, resume=resume),
-    )
+    options = TrainOptions(overrides=[*OVERRIDES, *overrides], run_dir=run, max_steps=steps, resume=resume)
+    train(folder / "recipe.yaml", options)
     return run
 
 
@@ -125,19 +126,13 @@ print(json.dumps({"runs": storage.get_run_records("rlgen"), "logs": storage.get_
     assert shown.keys() == written.keys()
     for step, rows in shown.items():
         told = [[row[name] for name in written[step].columns] for row in rows]
-        assert [escaped(row) for row in written[step].rows] == told
+        assert [list(map(escaped, row)) for row in written[step].rows] == told
     assert found["config"]["recipe"]["run"]["steps"] in (2, STEPS)
     assert [alert["title"] for alert in found["alerts"]] == ["done", "done"]
 
 
-def escaped(row: Any) -> list[Any]:
-    replaced = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"))
-    cells = []
-    for cell in row:
-        for old, new in replaced if isinstance(cell, str) else ():
-            cell = cell.replace(old, new)
-        cells.append(cell)
-    return cells
+def escaped(cell: Any) -> Any:
+    return escape(cell, quote=False) if isinstance(cell, str) else cell
 
 
 def output_of(script: str, **environment: str) -> str:
@@ -208,16 +203,9 @@ def test_mlflow_has_it(sent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault(80)
-@pytest.mark.parametrize(
-    "how", ["raises", pytest.param("hangs", marks=pytest.mark.slow), pytest.param("killed", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", slow_but(["raises", "hangs", "killed"], "raises"))
 def test_a_tracker_that_breaks_in_mid_run_changes_nothing(
-    how: str,
-    plain: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    proof: Callable[[str], None],
+    how: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], proof: Proof
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setattr(opening, "START", opening.START.replace("main()", f"import breaking; breaking.arm({how!r}); main()"))
@@ -232,12 +220,10 @@ def test_a_tracker_that_breaks_in_mid_run_changes_nothing(
     proof(f"each tracker {how} at its third record: one warning each, metrics, rollouts and checkpoints as without")
 
 
-def sink(folder: Path, say: Callable[[str], None], **order: Any) -> Sink:
+def sink(folder: Path, say: Callable[[str], None]) -> Sink:
     opening = {"name": "demo", "folder": str(folder), "step": 0, "config": {"recipe": {}, "provenance": {}}}
-    settings = {"kind": "tensorboard", **order}
-    return Sink(
-        kind="tensorboard", opening={"what": "open", "settings": settings, "opening": opening}, memory=folder / "id.json", say=say
-    )
+    asked = {"what": "open", "settings": {"kind": "tensorboard"}, "opening": opening}
+    return Sink(kind="tensorboard", opening=asked, memory=folder / "id.json", say=say)
 
 
 def test_a_library_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,22 +306,10 @@ def test_a_table_is_small(tmp_path: Path) -> None:
     write_rows(tmp_path, 1, rows, 2, Words())
     table = read_table(tmp_path / "rollouts" / "step_000001.parquet", 5)
     assert table is not None
-    assert list(table.columns) == [
-        "prompt",
-        "completion",
-        "finish_reason",
-        "reward/exact_match",
-        "reward/length",
-        "reward",
-        "advantage",
-    ]
-    completions = [row[1] for row in table.rows]
-    assert completions == [
-        "x" * (LONGEST_TEXT - 4),
-        "x" * (LONGEST_TEXT - 2),
-        "x" * LONGEST_TEXT,
-        *["x" * (LONGEST_TEXT - 1) + "…"] * 2,
-    ]
+    columns = "prompt completion finish_reason reward/exact_match reward/length reward advantage"
+    assert list(table.columns) == columns.split()
+    whole, cut = (["x" * (LONGEST_TEXT - less) for less in (4, 2, 0)], "x" * (LONGEST_TEXT - 1) + "…")
+    assert [row[1] for row in table.rows] == [*whole, cut, cut]
     assert read_table(tmp_path / "rollouts" / "step_000002.parquet", 5) is None
 
 

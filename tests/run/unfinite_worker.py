@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+from helpers.before import before
 
 from rlgen.cli.app import main
 from rlgen.trainers.collect import Collector
@@ -16,25 +17,21 @@ SCREEN = os.dup(1)  # before a run sends what is printed to its log
 
 
 def plant(what: str, step_of_fault: int = 2) -> None:
-    call, run = Updater.__call__, Updater._run
-    now = [0]
-
-    def noting(updater, window, step):  # type: ignore[no-untyped-def]
-        now[0] = step
-        return call(updater, window, step)
+    run, now = Updater._run, [0]
 
     def wrong(updater, window, update):  # type: ignore[no-untyped-def]
         part = run(updater, window, update)
-        if now[0] != step_of_fault:
+        if now[-1] != step_of_fault:
             return part
-        os.write(SCREEN, f"planted in process {os.environ.get('RANK', '0')}: {what} of step {now[0]}\n".encode())
+        os.write(SCREEN, f"planted in process {os.environ.get('RANK', '0')}: {what} of step {now[-1]}\n".encode())
         if what == "loss":
             return replace(part, loss=math.nan)
         gradient = [parameter.grad for parameter in updater.policy.parameters() if parameter.grad is not None][1]
         getattr(gradient, "_local_tensor", gradient).view(-1)[3] = math.nan
         return part
 
-    Updater.__call__, Updater._run = noting, wrong  # type: ignore[method-assign]
+    before(Updater, "__call__", lambda updater, window, step: now.append(step))
+    Updater._run = wrong  # type: ignore[method-assign]
 
 
 def some_constant() -> None:
