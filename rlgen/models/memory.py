@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlgen.errors import SetupError
 from rlgen.losses.logp import CHUNK_LOGITS
@@ -104,14 +104,6 @@ HOW = {
     "tensor to load": "bytes of the engine's dtype x elements of the largest tensor",
     "overhead": "1 GiB (assumed): CUDA's context, libraries' workspaces, what the allocator cannot use",
 }
-
-
-def read_config(location: str, revision: str | None) -> PreTrainedConfig:
-    """Returns the model's config. Raises SetupError if there is none or it cannot be read."""
-    try:
-        return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise SetupError(f"model.path: {location} has no config that can be read: {error}") from error
 
 
 def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, attention: str) -> Counts:
