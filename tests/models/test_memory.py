@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from helpers.batches import random_batch
 from helpers.slow import slow_but
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -57,18 +58,7 @@ def policy_of(name: str, dtype: torch.dtype, checkpointing: bool) -> Policy:
 
 
 def batch_of(rows: int, prompt: int, length: int) -> Batch:
-    ids = torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(0))
-    return Batch(
-        rows=tuple(range(rows)),
-        input_ids=ids,
-        lengths=(length,) * rows,
-        prompt_lengths=(prompt,) * rows,
-        same_prompt=tuple(range(rows)),
-        completion_ids=ids[:, prompt:],
-        mask=(mask := torch.ones(rows, length - prompt, dtype=torch.bool)),
-        places=mask.nonzero().T,
-        sampler_logp=torch.zeros(rows, length - prompt),
-    )
+    return random_batch(prompt, [length - prompt] * rows)
 
 
 # --- counted, to the byte ------------------------------------------------------------------------------------------------
