@@ -47,12 +47,12 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
     """Returns the whole report. All memory is in bytes; `device` is the GPU's memory, None if not known."""
     import torch
 
-    from rlgen.models.load import locate
-    from rlgen.models.memory import HOW, cache_needed, count, engine_parts, hints, needs, peak, read_config
+    from rlgen.models.load import load_config, locate
+    from rlgen.models.memory import HOW, cache_needed, count, engine_parts, hints, needs, peak
 
     if recipe.data.columns.images is not None:
         raise SetupError("data.columns.images: `rlgen estimate` cannot count a vision tower; it takes text models only")
-    config = read_config(locate(recipe.model.path), recipe.model.revision)
+    config = load_config(locate(recipe.model.path), recipe.model.revision)
     plan = plan_of(recipe, device)
 
     def counted(rows: int) -> "Counts":

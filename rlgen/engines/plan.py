@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from rlgen.errors import UsageError
-from rlgen.models.memory import cache_elements, keeps_states, read_config
+from rlgen.models.load import load_config
+from rlgen.models.memory import cache_elements, keeps_states
 from rlgen.recipe import Recipe
 from rlgen.recipe.engines import ColocatedEngineRecipe, VllmRecipe
 
@@ -90,7 +91,7 @@ class EnginePlan:
             on_gpu=torch.cuda.is_available(),
             vllm=vllm_version(),
             stops_at_text=bool(recipe.rollout.stop),
-            image_token=read_config(location, recipe.model.revision).image_token_id if recipe.data.columns.images else None,
+            image_token=load_config(location, recipe.model.revision).image_token_id if recipe.data.columns.images else None,
         )
 
     @property
@@ -112,13 +113,13 @@ class EnginePlan:
             return int(self.kv_cache_gib * GIB)
         if self.on_gpu:
             return None
-        a_token = cache_elements(read_config(self.model, self.revision)) * getattr(torch, self.dtype).itemsize
+        a_token = cache_elements(load_config(self.model, self.revision)) * getattr(torch, self.dtype).itemsize
         tokens = (self.max_num_seqs + 1) * math.ceil(self.max_model_len / CPU_BLOCK) * CPU_BLOCK
         return min(max(a_token * tokens, CPU_STATES if self.keeps_states() else 0), CPU_KV_LIMIT)
 
     def keeps_states(self) -> bool:
         """Returns whether the model has recurrent layers. Raises SetupError if its config cannot be read."""
-        return keeps_states(read_config(self.model, self.revision))
+        return keeps_states(load_config(self.model, self.revision))
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:

@@ -1,11 +1,9 @@
 """Compiles the layers of a model by `torch.compile`, each in its place, so that no weight has another name."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
@@ -15,18 +13,6 @@ from rlgen.out_of_memory import is_out_of_memory, one_line
 
 # Largest distance of hidden states, compiled and not, relative to their size.
 BOUND, BOUND_HALF = 1e-4, 0.05
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompiledForward:
-    """Stands in for the `forward` of a layer that computes in the dtype of its weights."""
-
-    module: nn.Module
-    run: Callable[..., Any]  # the compiled `forward` of the layer's class
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own `forward` with its arguments."""
-        return self.run(self.module, *args, **kwargs)
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -44,7 +30,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     runs = {kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers}}
     for layer in layers:
         run, half = runs[type(layer)], vars(layer).get("forward")
-        layer.forward = replace(half, run=run) if isinstance(half, HalfForward) else CompiledForward(layer, run)
+        layer.forward = replace(half, run=run) if isinstance(half, HalfForward) else partial(run, layer)
     name = type(model).__name__
     try:
         with torch.enable_grad():  # as in training: what fails in the backward pass fails here

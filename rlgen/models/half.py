@@ -7,7 +7,7 @@ keep a copy of all matrices until the backward pass.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 HALF = torch.bfloat16
+
+Place = tuple[nn.Module, str]  # a module, and the name of a parameter of its own
 
 
 def compute_in_half(model: PreTrainedModel) -> None:
@@ -53,6 +55,26 @@ def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
             yield name, module, False
 
 
+@contextmanager
+def replaced(places: Iterable[Place], by: Callable[[Place, Tensor], Tensor]) -> Iterator[None]:
+    """Puts `by(place, parameter)` in the place of each parameter inside the block. Modules may have None for one, which stays."""
+    parameters = [(place, place[0]._parameters[place[1]]) for place in places]
+    try:
+        for place, parameter in parameters:
+            if parameter is not None:
+                put(place, by(place, parameter))
+        yield
+    finally:
+        for place, parameter in parameters:
+            put(place, parameter)
+
+
+def put(place: Place, value: Tensor | None) -> None:
+    """Sets a parameter without the checks of a module, which takes none but an `nn.Parameter`."""
+    module, name = place
+    module._parameters[name] = value  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HalfForward:
     """Stands in for the `forward` of a module whose parameters are float32, and runs it with rounded ones.
@@ -62,29 +84,22 @@ class HalfForward:
     """
 
     module: nn.Module
-    rounded: list[tuple[nn.Module, str]]  # (module, name of its parameter)
+    rounded: list[Place]
     run: Callable[..., Any] | None = None  # instead of the `forward` of the module's class, such as a compiled one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own `forward` with its arguments."""
-        with self.weights_in_half() as held, self.nothing_kept(held):
-            return (self.run or type(self.module).forward)(self.module, *args, **kwargs)
+        held: dict[int, Tensor] = {}  # parameters by the addresses of their rounded values
 
-    @contextmanager
-    def weights_in_half(self) -> Iterator[dict[int, Tensor]]:
-        """Replaces the parameters by rounded ones within the block. Yields them by the addresses of their rounded values."""
-        parameters = [(module._parameters, name, module._parameters[name]) for module, name in self.rounded]
-        held: dict[int, Tensor] = {}
-        try:
-            for table, name, parameter in parameters:
-                if parameter is not None and parameter.dtype == torch.float32:
-                    half = parameter.to(HALF)
-                    held[half.untyped_storage().data_ptr()] = parameter
-                    table[name] = half  # type: ignore[assignment]
-            yield held
-        finally:
-            for table, name, parameter in parameters:
-                table[name] = parameter
+        def in_half(_: Place, parameter: Tensor) -> Tensor:
+            if parameter.dtype != torch.float32:
+                return parameter
+            half = parameter.to(HALF)
+            held[half.untyped_storage().data_ptr()] = parameter
+            return half
+
+        with replaced(self.rounded, in_half), self.nothing_kept(held):
+            return (self.run or type(self.module).forward)(self.module, *args, **kwargs)
 
     def nothing_kept(self, held: dict[int, Tensor]) -> AbstractContextManager[Any]:
         """Returns the hooks that keep a reference to a parameter instead of a view of its rounded values.

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlgen.errors import SetupError
 from rlgen.losses.logp import CHUNK_LOGITS
-from rlgen.models.decoder import attention_of, decoder_of
+from rlgen.models.decoder import attention_of, decoder_of, one_sequence_a_row
 
 GIB = 1 << 30
 FLOAT32 = 4  # bytes of a weight that is trained
@@ -104,14 +104,6 @@ HOW = {
     "tensor to load": "bytes of the engine's dtype x elements of the largest tensor",
     "overhead": "1 GiB (assumed): CUDA's context, libraries' workspaces, what the allocator cannot use",
 }
-
-
-def read_config(location: str, revision: str | None) -> PreTrainedConfig:
-    """Returns the model's config. Raises SetupError if there is none or it cannot be read."""
-    try:
-        return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise SetupError(f"model.path: {location} has no config that can be read: {error}") from error
 
 
 def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, attention: str) -> Counts:
@@ -243,17 +235,15 @@ def of_a_parameter(node: Any) -> bool:
 @contextlib.contextmanager
 def as_if_real() -> Iterator[None]:
     """Patches two places inside the block where transformers and torch treat fake tensors differently from real ones."""
-    log, looks_packed = logging.getLogger("torch._subclasses.fake_tensor"), masking_utils.find_packed_sequence_indices
+    log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     # torch logs a traceback when it refuses a fake product; it raises the error as well.
     log.setLevel(logging.CRITICAL + 1)
-    # Packing is detected from values. rlgen's sequences are never packed, and then the fused attention needs no mask.
-    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
     try:
-        yield
+        with one_sequence_a_row():  # packing is detected from values, which fake tensors lack; without it sdpa needs no mask
+            yield
     finally:
         log.setLevel(level)
-        masking_utils.find_packed_sequence_indices = looks_packed
 
 
 def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:

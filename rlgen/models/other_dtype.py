@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from rlgen.models.half import HalfForward, units
+from rlgen.models.half import HalfForward, Place, replaced, units
 
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 FP8 = torch.float8_e4m3fn
@@ -25,8 +25,8 @@ class OtherForward:
     """Stands in for the `forward` of a module: computes it in `dtype`, with its weights rounded to `held` before."""
 
     module: nn.Module
-    weights: list[tuple[nn.Module, str]]  # (module, name of its parameter)
-    as_they_are: frozenset[tuple[nn.Module, str]]  # of these, those that the architecture never rounds
+    weights: list[Place]
+    as_they_are: frozenset[Place]  # of these, those that the architecture never rounds
     held: torch.dtype
     dtype: torch.dtype
 
@@ -34,17 +34,13 @@ class OtherForward:
         """Runs the module's own `forward` with its arguments; floating point ones are converted to `dtype`."""
         if type(self.module) is nn.Embedding:  # converts the rows that were looked up: the whole table may be gigabytes
             return round_to(nn.Embedding.forward(self.module, *args, **kwargs), self.held).to(self.dtype)
-        parameters = [(module._parameters, module, name, module._parameters[name]) for module, name in self.weights]
-        try:
-            for table, module, name, weight in parameters:
-                if weight is not None and weight.is_floating_point():
-                    kept = weight if (module, name) in self.as_they_are else round_to(weight, self.held)
-                    table[name] = kept.to(self.dtype)  # type: ignore[assignment]
-            args, kwargs = tree_map_only(Tensor, self.converted, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, self.converted, (args, kwargs))
+        with replaced(self.weights, self.rounded):
             return type(self.module).forward(self.module, *args, **kwargs)
-        finally:
-            for table, _, name, weight in parameters:
-                table[name] = weight
+
+    def rounded(self, place: Place, weight: Tensor) -> Tensor:
+        exact = place in self.as_they_are or not weight.is_floating_point()
+        return self.converted(weight if exact else round_to(weight, self.held))
 
     def converted(self, given: Tensor) -> Tensor:
         return given.to(self.dtype) if given.is_floating_point() else given

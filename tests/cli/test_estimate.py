@@ -114,5 +114,5 @@ def test_launched_servers_are_where_their_gpus_are(recipe: Path) -> None:
 
 def test_a_model_without_a_config(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(SetupError, match="has no config that can be read"):
+    with pytest.raises(SetupError, match="holds no config that can be loaded"):
         estimate_command(recipe, [], None, as_json=False)

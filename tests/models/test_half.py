@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, tiny_model
+from helpers.batches import random_batch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,26 +21,8 @@ from rlgen.types import WHOLE, Batch
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear")
 
 
-def batch() -> Batch:
-    g = torch.Generator().manual_seed(0)
-    ids, width = torch.randint(3, 200, (3, 24), generator=g), 16
-    mask = torch.ones(3, width, dtype=torch.bool)
-    mask[1, 9:] = False
-    return Batch(
-        rows=(0, 1, 2),
-        input_ids=ids,
-        lengths=(24, 24, 24),
-        prompt_lengths=(8, 8, 8),
-        same_prompt=(0, 1, 2),
-        completion_ids=ids[:, 8:].contiguous(),
-        mask=mask,
-        places=mask.nonzero().T,
-        sampler_logp=torch.zeros(3, width),
-    )
-
-
 def loss_of(policy: Policy) -> Tensor:
-    return policy(batch(), (WHOLE,)).logp.sum()
+    return policy(random_batch(8, (16, 9, 16)), (WHOLE,)).logp.sum()
 
 
 class Products(TorchDispatchMode):

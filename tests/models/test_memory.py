@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from helpers.batches import random_batch
 from helpers.slow import slow_but
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -16,6 +17,7 @@ from transformers import BltConfig, FalconConfig, Gemma4TextConfig, MambaConfig,
 from rlgen.engines.base import model_shape
 from rlgen.errors import SetupError
 from rlgen.models.half import compute_as_held
+from rlgen.models.load import load_config
 from rlgen.models.memory import (
     ADAMW,
     FLOAT32,
@@ -33,7 +35,6 @@ from rlgen.models.memory import (
     keeps_states,
     needs,
     peak,
-    read_config,
     reference_parts,
 )
 from rlgen.models.policy import Policy
@@ -46,7 +47,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def counted(name: str, rows: int = ROWS, length: int = LENGTH, dtype: torch.dtype = torch.float32) -> Counts:
-    return count(read_config(str(build_tiny(name)), None), rows, length, dtype, "sdpa")
+    return count(load_config(str(build_tiny(name)), None), rows, length, dtype, "sdpa")
 
 
 def policy_of(name: str, dtype: torch.dtype, checkpointing: bool) -> Policy:
@@ -57,18 +58,7 @@ def policy_of(name: str, dtype: torch.dtype, checkpointing: bool) -> Policy:
 
 
 def batch_of(rows: int, prompt: int, length: int) -> Batch:
-    ids = torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(0))
-    return Batch(
-        rows=tuple(range(rows)),
-        input_ids=ids,
-        lengths=(length,) * rows,
-        prompt_lengths=(prompt,) * rows,
-        same_prompt=tuple(range(rows)),
-        completion_ids=ids[:, prompt:],
-        mask=(mask := torch.ones(rows, length - prompt, dtype=torch.bool)),
-        places=mask.nonzero().T,
-        sampler_logp=torch.zeros(rows, length - prompt),
-    )
+    return random_batch(prompt, [length - prompt] * rows)
 
 
 # --- counted, to the byte ------------------------------------------------------------------------------------------------
@@ -119,11 +109,11 @@ def test_the_cache_of_models_that_name_their_heads_otherwise() -> None:
 
 
 def test_a_config_is_enough_and_says_when_it_is_not(tmp_path: Any) -> None:
-    config = read_config(str(build_tiny("qwen3")), None)
+    config = load_config(str(build_tiny("qwen3")), None)
     config.save_pretrained(tmp_path)
-    assert count(read_config(str(tmp_path), None), ROWS, LENGTH, torch.float32, "sdpa") == counted("qwen3")
-    with pytest.raises(SetupError, match="has no config that can be read"):
-        read_config(str(tmp_path / "nowhere"), None)
+    assert count(load_config(str(tmp_path), None), ROWS, LENGTH, torch.float32, "sdpa") == counted("qwen3")
+    with pytest.raises(SetupError, match="holds no config that can be loaded"):
+        load_config(str(tmp_path / "nowhere"), None)
 
 
 # --- activations, beside the real ones -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.losses import policy as policy_module
 from rlgen.losses.inputs import LossInputs, Totals
 from rlgen.models import weights
-from rlgen.models.load import load_model, load_tokenizer
+from rlgen.models.load import load_model
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.sentinel import contract, sync
@@ -34,69 +34,61 @@ Answers = list[Completion]
 Named = list[tuple[str, Tensor]]
 
 
+def instead(owner: Any, name: str, stand_in: Callable[..., Any]) -> Plant:
+    """`stand_in(function, *arguments)` is called in the place of `owner.name`, which is `function`."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        fired: list[str] = []
+        function = getattr(owner, name)
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            fired.append(name)
+            return stand_in(function, *arguments, **named)
+
+        monkeypatch.setattr(owner, name, called)
+        return fired
+
+    return plant
+
+
 # --- in vLLM -----------------------------------------------------------------------------------------------------------------
 
 
 def engine_argument(name: str, value: object) -> Plant:
     """vLLM is opened with another argument than rlgen gives."""
-
-    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        fired: list[str] = []
-        open_llm = vllm_compat.open_llm
-
-        def opened(vllm: Any, arguments: dict[str, Any]) -> Any:
-            fired.append(name)
-            return open_llm(vllm, {**arguments, name: value})
-
-        monkeypatch.setattr(vllm_compat, "open_llm", opened)
-        return fired
-
-    return plant
+    return instead(vllm_compat, "open_llm", lambda open_llm, vllm, given: open_llm(vllm, {**given, name: value}))
 
 
-def sampled_from_all(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ignoring_top_k(
+    generate: Callable[..., Answers], engine: Any, requests: Sequence[Request], sampling: Sampling, *rest: Any
+) -> Answers:
     """The engine ignores top-k, and reports log-probs of all ids."""
-    fired: list[str] = []
-    generate = TransformersEngine.generate
+    return generate(engine, requests, replace(sampling, top_k=0), *rest)
 
-    def ignoring(engine: TransformersEngine, requests: Sequence[Request], sampling: Sampling, *rest: Any) -> list[Completion]:
-        fired.append("generate")
-        return generate(engine, requests, replace(sampling, top_k=0), *rest)
 
-    monkeypatch.setattr(TransformersEngine, "generate", ignoring)
-    return fired
+sampled_from_all = instead(TransformersEngine, "generate", ignoring_top_k)
 
 
 def sampling_parameter(name: str, value: object) -> Plant:
     """vLLM samples with another parameter."""
 
-    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        fired: list[str] = []
-        sampling_params = vllm_compat.sampling_params
+    def params(sampling_params: Callable[..., Any], *arguments: Any) -> Any:
+        made = sampling_params(*arguments)
+        setattr(made, name, value)
+        return made
 
-        def params(vllm: Any, request: Request, sampling: Sampling) -> Any:
-            made = sampling_params(vllm, request, sampling)
-            setattr(made, name, value)
-            fired.append(name)
-            return made
-
-        monkeypatch.setattr(vllm_compat, "sampling_params", params)
-        return fired
-
-    return plant
+    return instead(vllm_compat, "sampling_params", params)
 
 
 def lying(field: str, value: object, plant: Plant) -> Plant:
     """As `plant`, while the engine says of itself what the trainer hopes to hear."""
 
+    def told(facts: Callable[..., EngineInfo], *arguments: Any) -> EngineInfo:
+        found = facts(*arguments)
+        return replace(found, settings=replace(found.settings, **{field: value}))
+
     def planted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        facts = vllm_compat.facts
-
-        def told(*arguments: Any) -> EngineInfo:
-            found = facts(*arguments)
-            return replace(found, settings=replace(found.settings, **{field: value}))
-
-        monkeypatch.setattr(vllm_compat, "facts", told)
+        instead(vllm_compat, "facts", told)(monkeypatch)
         return plant(monkeypatch)
 
     return planted
@@ -105,19 +97,11 @@ def lying(field: str, value: object, plant: Plant) -> Plant:
 def loaded(change: Callable[[Named, dict[str, Tensor]], Named | None]) -> Plant:
     """What vLLM loads after it gave its receipt: `change` of the tensors that arrived and those it was opened with."""
 
-    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        fired: list[str] = []
-        load_weights = vllm_weights.load_weights
+    def load(load_weights: Callable[..., tuple[str, ...]], llm: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
+        changed = change(list(weights), original(llm))
+        return () if changed is None else load_weights(llm, changed)
 
-        def load(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
-            changed = change(list(weights), original(llm))
-            fired.append("load")
-            return () if changed is None else load_weights(llm, changed)
-
-        monkeypatch.setattr(vllm_weights, "load_weights", load)
-        return fired
-
-    return plant
+    return instead(vllm_weights, "load_weights", load)
 
 
 def original(llm: Any) -> dict[str, Tensor]:
@@ -129,18 +113,10 @@ def original(llm: Any) -> dict[str, Tensor]:
 def received(change: Callable[[Named], Named]) -> Plant:
     """What vLLM receives, before it gives its receipt."""
 
-    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        fired: list[str] = []
-        sync = ColocatedEngine.sync
+    def synced(sync: Callable[..., SyncReport], engine: Any, weights: Iterable[tuple[str, Tensor]], *rest: Any) -> SyncReport:
+        return sync(engine, change(list(weights)), *rest)
 
-        def synced(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
-            fired.append("sync")
-            return sync(self, change(list(weights)), version, hashed)
-
-        monkeypatch.setattr(ColocatedEngine, "sync", synced)
-        return fired
-
-    return plant
+    return instead(ColocatedEngine, "sync", synced)
 
 
 def swapped(one: str, other: str) -> Callable[..., Named]:
@@ -169,71 +145,36 @@ def only_once() -> Callable[..., Named | None]:
     return lambda arrived, *_: None if next(loads) else arrived
 
 
-def tied_head_stale(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    fired: list[str] = []
-    monkeypatch.setattr(vllm_weights, "repack_heads", lambda model: fired.append("head") or 0)
-    return fired
+tied_head_stale = instead(vllm_weights, "repack_heads", lambda *_: 0)
 
 
 def cache_not_emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    fired: list[str] = []
-    prompts_of = vllm_compat.prompts_of
-    monkeypatch.setattr(vllm_weights, "reset_prefix_cache", lambda llm: not fired.append("reset"))
-    monkeypatch.setattr(vllm_compat, "prompts_of", lambda requests, salt: prompts_of(requests, "always the same"))
-    return fired
+    instead(vllm_compat, "prompts_of", lambda prompts_of, requests, salt: prompts_of(requests, "always the same"))(monkeypatch)
+    return instead(vllm_weights, "reset_prefix_cache", lambda *_: True)(monkeypatch)
 
 
-def sync_skipped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The engine skips a sync and says so."""
-    fired: list[str] = []
+# The engine skips a sync and says so.
+sync_skipped = instead(ColocatedEngine, "sync", lambda *_: SyncReport(version=-1, received={}, not_loaded=()))
 
-    def sync(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
-        fired.append("sync")
-        return SyncReport(version=-1, received={}, not_loaded=())
-
-    monkeypatch.setattr(ColocatedEngine, "sync", sync)
-    return fired
-
-
-def noisy_prefill(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    fired: list[str] = []
-    prefill = ColocatedEngine.prefill_logp
-
-    def prefilled(self: Any, rows: Any, images: Any) -> Any:
-        fired.append("prefill")
-        return [row - np.float32(0.01) for row in prefill(self, rows, images)]
-
-    monkeypatch.setattr(ColocatedEngine, "prefill_logp", prefilled)
-    return fired
+noisy_prefill = instead(
+    ColocatedEngine, "prefill_logp", lambda prefill, *arguments: [row - np.float32(0.01) for row in prefill(*arguments)]
+)
 
 
 def adapter_left_out(*layers: str) -> Plant:
     """What is sent are the weights without the adapter: all of them, or those of `layers`."""
 
-    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        fired: list[str] = []
+    def unmerged(tensors: Callable[[Any], Iterable[tuple[str, Tensor]]], model: Any) -> Named:
+        with without_adapter(model, only=layers or None):
+            return [(name, tensor.clone()) for name, tensor in tensors(model)]
 
-        def unmerged(model: Any) -> Named:
-            fired.append("sync")
-            with without_adapter(model, only=layers or None):
-                return [(name, tensor.clone()) for name, tensor in checkpoint_tensors(model)]
-
-        monkeypatch.setattr(sync, "checkpoint_tensors", unmerged)
-        return fired
-
-    return plant
+    return instead(sync, "checkpoint_tensors", unmerged)
 
 
-def adapter_at_another_scale(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The adapter is merged with alpha / rank of another recipe."""
-    fired: list[str] = []
-
-    def merged(layer: Any) -> Tensor:
-        fired.append("merge")
-        return base_weight(layer) + 0.5 * layer.get_delta_weight("default").detach()
-
-    monkeypatch.setattr(weights, "merged_weight", merged)
-    return fired
+# The adapter is merged with alpha / rank of another recipe.
+adapter_at_another_scale = instead(
+    weights, "merged_weight", lambda _, layer: base_weight(layer) + 0.5 * layer.get_delta_weight("default").detach()
+)
 
 
 # --- around an engine --------------------------------------------------------------------------------------------------------
@@ -360,37 +301,24 @@ def noisy_alone(requests: Sequence[Request], given: Answers) -> Answers:
 
 def noisy_after_a_sync(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What no rival explains."""
-    fired: list[str] = []
-    generate, sync = TransformersEngine.generate, TransformersEngine.sync
+    fired = instead(TransformersEngine, "sync", lambda sync, *arguments: sync(*arguments))(monkeypatch)
 
-    def synced(self: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
-        fired.append("sync")
-        return sync(self, weights, version, hashed)
+    def generated(generate: Callable[..., Answers], *arguments: Any) -> Answers:
+        return [noisy(answer) if fired else answer for answer in generate(*arguments)]
 
-    def generated(self: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
-        return [noisy(answer) if fired else answer for answer in generate(self, requests, sampling)]
-
-    monkeypatch.setattr(TransformersEngine, "sync", synced)
-    monkeypatch.setattr(TransformersEngine, "generate", generated)
+    instead(TransformersEngine, "generate", generated)(monkeypatch)
     return fired
 
 
 def engine_tokenizer(change: Callable[[Any], None]) -> Plant:
     """Beside the engine's weights lies another tokenizer."""
 
-    def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        fired: list[str] = []
+    def load(load_tokenizer: Callable[..., Any], *where: Any) -> Any:
+        tokenizer = load_tokenizer(*where)
+        change(tokenizer)
+        return tokenizer
 
-        def load(location: str, revision: str | None) -> Any:
-            tokenizer = load_tokenizer(location, revision)
-            change(tokenizer)
-            fired.append("tokenizer")
-            return tokenizer
-
-        monkeypatch.setattr(contract, "load_tokenizer", load)
-        return fired
-
-    return plant
+    return instead(contract, "load_tokenizer", load)
 
 
 def other_template(tokenizer: Any) -> None:
@@ -408,16 +336,11 @@ def other_pad(tokenizer: Any) -> None:
 # --- in the trainer ----------------------------------------------------------------------------------------------------------
 
 
-def local_denominator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The loss divides by the tokens of the micro-batch."""
-    fired: list[str] = []
-    row_coefficient = policy_module.row_coefficient
+def of_the_micro_batch(row_coefficient: Callable[..., Tensor], aggregation: Any, x: LossInputs) -> Tensor:
+    tokens = int(x.mask.sum())
+    totals = Totals(sequences=len(x.mask), tokens=tokens, kept=tokens, prompts=1, pairs=1)
+    return row_coefficient(aggregation, replace(x, totals=totals))
 
-    def local(aggregation: Any, x: LossInputs) -> Tensor:
-        fired.append("loss")
-        tokens = int(x.mask.sum())
-        totals = Totals(sequences=len(x.mask), tokens=tokens, kept=tokens, prompts=1, pairs=1)
-        return row_coefficient(aggregation, replace(x, totals=totals))
 
-    monkeypatch.setattr(policy_module, "row_coefficient", local)
-    return fired
+# The loss divides by the tokens of the micro-batch.
+local_denominator = instead(policy_module, "row_coefficient", of_the_micro_batch)
