@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
+from rlgen.recipe.beside import image_contradictions, stream_contradictions, talk_contradictions
 from rlgen.recipe.data import TASKS
-from rlgen.recipe.images import image_contradictions
 from rlgen.recipe.inert import inert
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.messages import UNIONS, plain, suggest, translate
@@ -26,8 +26,6 @@ from rlgen.recipe.rules import Finding, contradictions
 from rlgen.recipe.secrets import secrets_in
 from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename
-from rlgen.recipe.streaming import stream_contradictions
-from rlgen.recipe.talking import talk_contradictions
 
 SINGLE = ("environment", "rollout", "trainer")  # sections that are one function instead of a list
 # Built-in names by section; sections that are not listed have those of rewards.
