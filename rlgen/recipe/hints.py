@@ -201,55 +201,57 @@ EXAMPLES = {
     "sinks.*.kind": "kind: wandb",
 }
 
-# (key, value of it) -> what to write instead.
 LOSSES_OF_GRPO = ("dapo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo")
-VALUES = {
-    ("trainer.kind", "ppo"): "rlgen trains no value model; grpo and rloo take the mean of a group instead",
-    ("trainer.kind", "dpo"): "online_dpo is DPO on pairs that the model has sampled",
-    ("trainer.kind", "sft"): "rlgen trains on rewards; fine-tune on texts with another tool first",
-    ("trainer.kind", "reinforce"): "rloo is REINFORCE with the others of a group as baseline",
-    **dict.fromkeys([("trainer.kind", name) for name in ("reinforce++", "remax")], "rloo is the nearest"),
-    **dict.fromkeys([("trainer.kind", name) for name in ("kto", "simpo", "orpo")], "online_dpo learns from pairs"),
-    **{("trainer.kind", loss): f"write `trainer: {{kind: grpo, loss: {loss}}}`" for loss in LOSSES_OF_GRPO},
-    **dict.fromkeys(
-        [("trainer.loss", name) for name in ("sigmoid", "ipo", "hinge")], "it is a loss of `trainer: {kind: online_dpo}`"
-    ),
-    **dict.fromkeys([("trainer.loss", name) for name in ("grpo", *LOSSES_OF_GRPO)], "it is a loss of `trainer: {kind: grpo}`"),
-    ("trainer.loss", "ppo"): "dapo and grpo clip the ratio as PPO does",
-    ("trainer.loss", "reinforce"): "`trainer: {kind: rloo}`",
-    ("engine.kind", "vllm"): "colocated is vLLM in this process, server is vLLM in others",
-    ("engine.kind", "sglang"): "colocated and server are vLLM",
-    ("engine.kind", "hf"): "it is called transformers",
-    ("model.dtype", "fp16"): "set bfloat16, whose range needs no scaling of the loss",
-    ("model.dtype", "float16"): "set bfloat16, whose range needs no scaling of the loss",
-    ("model.dtype", "auto"): "set bfloat16, in which most models are stored",
-    ("model.dtype", "bf16"): "did you mean `bfloat16`?",
-    ("model.dtype", "fp32"): "did you mean `float32`?",
-    ("model.dtype", "half"): "set bfloat16, whose range needs no scaling of the loss",
-    **dict.fromkeys([("model.quantization", name) for name in ("4", "4bit", "awq", "gptq")], "did you mean `nf4`?"),
-    **dict.fromkeys([("model.quantization", name) for name in ("8", "8bit")], "did you mean `int8`?"),
-    **dict.fromkeys(
-        [
-            ("optim", name)
-            for name in ("adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "sgd")
-        ],
-        "write `optim: {learning_rate: 1.0e-6}`: the optimizer is AdamW",
-    ),
-    **dict.fromkeys([("optim.kind", name) for name in ("muon", "sgd", "lion", "adafactor")], "adamw_8bit saves memory"),
-    ("optim.schedule", "none"): "did you mean `constant`?",
-    ("optim.schedule", "constant_with_warmup"): "write constant, and the steps of it in optim.warmup_steps",
-    **dict.fromkeys(
-        [("optim.schedule", name) for name in ("cosine_with_min_lr", "cosine_with_restarts", "wsd")], "did you mean `cosine`?"
-    ),
-    **dict.fromkeys([("trainer.scale_rewards", name) for name in ("true", "std")], "did you mean `group`?"),
-    ("trainer.scale_rewards", "false"): "did you mean `none`?",
-    **dict.fromkeys([("processes.strategy", name) for name in ("zero3", "zero2", "deepspeed")], "did you mean `fsdp`?"),
-    ("health.action", "ignore"): "write it into a rule, such as `entropy: {action: ignore}`",
-    ("eval", "true"): "write `eval: {source: heldout.jsonl, every: 20}`",
-    ("sentinel", "false"): "write `sentinel: {on_drift: warn}`: it has no switch",
-    ("health", "false"): "write `action: ignore` into a rule; without it rules warn, and stop nothing",
-    ("checkpoint", "false"): "write `checkpoint: {every: N}` with N above run.steps: only the last step is saved",
+# Key -> what to write instead -> the values that get this answer.
+OTHER_VALUES = {
+    "trainer.kind": {
+        "rlgen trains no value model; grpo and rloo take the mean of a group instead": "ppo",
+        "online_dpo is DPO on pairs that the model has sampled": "dpo",
+        "rlgen trains on rewards; fine-tune on texts with another tool first": "sft",
+        "rloo is REINFORCE with the others of a group as baseline": "reinforce",
+        "rloo is the nearest": "reinforce++ remax",
+        "online_dpo learns from pairs": "kto simpo orpo",
+        **{f"write `trainer: {{kind: grpo, loss: {loss}}}`": loss for loss in LOSSES_OF_GRPO},
+    },
+    "trainer.loss": {
+        "it is a loss of `trainer: {kind: online_dpo}`": "sigmoid ipo hinge",
+        "it is a loss of `trainer: {kind: grpo}`": " ".join(["grpo", *LOSSES_OF_GRPO]),
+        "dapo and grpo clip the ratio as PPO does": "ppo",
+        "`trainer: {kind: rloo}`": "reinforce",
+    },
+    "engine.kind": {
+        "colocated is vLLM in this process, server is vLLM in others": "vllm",
+        "colocated and server are vLLM": "sglang",
+        "it is called transformers": "hf",
+    },
+    "model.dtype": {
+        "set bfloat16, whose range needs no scaling of the loss": "fp16 float16 half",
+        "set bfloat16, in which most models are stored": "auto",
+        "did you mean `bfloat16`?": "bf16",
+        "did you mean `float32`?": "fp32",
+    },
+    "model.quantization": {"did you mean `nf4`?": "4 4bit awq gptq", "did you mean `int8`?": "8 8bit"},
+    "optim": {
+        "write `optim: {learning_rate: 1.0e-6}`: the optimizer is AdamW": (
+            "adam adamw adamw_torch adamw_torch_fused adamw_8bit paged_adamw_8bit sgd"
+        )
+    },
+    "optim.kind": {"adamw_8bit saves memory": "muon sgd lion adafactor"},
+    "optim.schedule": {
+        "did you mean `constant`?": "none",
+        "write constant, and the steps of it in optim.warmup_steps": "constant_with_warmup",
+        "did you mean `cosine`?": "cosine_with_min_lr cosine_with_restarts wsd",
+    },
+    "trainer.scale_rewards": {"did you mean `group`?": "true std", "did you mean `none`?": "false"},
+    "processes.strategy": {"did you mean `fsdp`?": "zero3 zero2 deepspeed"},
+    "health.action": {"write it into a rule, such as `entropy: {action: ignore}`": "ignore"},
+    "eval": {"write `eval: {source: heldout.jsonl, every: 20}`": "true"},
+    "sentinel": {"write `sentinel: {on_drift: warn}`: it has no switch": "false"},
+    "health": {"write `action: ignore` into a rule; without it rules warn, and stop nothing": "false"},
+    "checkpoint": {"write `checkpoint: {every: N}` with N above run.steps: only the last step is saved": "false"},
 }
+# (key, value of it) -> what to write instead.
+VALUES = {(key, value): answer for key, answers in OTHER_VALUES.items() for value, answer in by_word(answers).items()}
 
 # Key -> what to do about a value that is no number, or out of bounds.
 INSTEAD = {

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
+from rlgen.recipe.beside import image_contradictions, stream_contradictions, talk_contradictions
 from rlgen.recipe.data import TASKS
-from rlgen.recipe.images import image_contradictions
 from rlgen.recipe.inert import inert
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.messages import UNIONS, plain, suggest, translate
@@ -26,17 +26,10 @@ from rlgen.recipe.rules import Finding, contradictions
 from rlgen.recipe.secrets import secrets_in
 from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename
-from rlgen.recipe.streaming import stream_contradictions
-from rlgen.recipe.talking import talk_contradictions
 
+SINGLE = ("environment", "rollout", "trainer")  # sections that are one function instead of a list
 # Built-in names by section; sections that are not listed have those of rewards.
-BUILT_IN: dict[yaml.Path, list[str]] = {
-    ("tools",): [],
-    ("rollout",): [],
-    ("trainer",): [],
-    ("environment",): list(BUILT_IN_ENVIRONMENTS),
-}
-SINGLE = (("environment",), ("rollout",), ("trainer",))  # sections that are one entry instead of a list
+BUILT_IN: dict[str, list[str]] = {"tools": [], "rollout": [], "trainer": [], "environment": list(BUILT_IN_ENVIRONMENTS)}
 REWARD_PLACE = r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*"
 
 
@@ -72,25 +65,25 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
     given = {place: where for place, where in places.items() if place and (not resolved or where.startswith("--set"))}
     _fill(data, path)
 
+    def where(loc: yaml.Path) -> str:
+        return yaml.place_of(places, loc) or str(path)
+
     recipe: Recipe | None = None
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
-        found = sorted(
-            error.errors(include_url=False),
-            key=lambda details: rank(yaml.place_of(places, plain(details)) or str(path), source.files),
-        )
-        problems += without_echoes([(plain(details), translate(details, data, places, path)) for details in found[:MAX_PROBLEMS]])
+        found = sorted(error.errors(include_url=False), key=lambda details: rank(where(plain(details)), source.files))
+        problems += without_echoes([(plain(details), translate(details, data, where)) for details in found[:MAX_PROBLEMS]])
         problems += [Problem(MORE, f"and {len(found) - MAX_PROBLEMS} more")] if len(found) > MAX_PROBLEMS else []
-    names = _look_up(data, places, path)
+    names = _Names(data, where).problems()
     if recipe is not None and not names:
-        problems += [_locate(finding, places, path) for finding in _findings(recipe, given)]
+        problems += [Problem(where(_path(one)), one.what, one.hint) for one in _findings(recipe, given)]
     problems += names
     told = {problem.where for problem in problems}
     texts = {file: read.text for file, read in source.files.items()}
-    problems += [problem for problem in secrets_in(data, places, texts) if problem.where not in told]
+    problems += [problem for problem in secrets_in(data, where, texts) if problem.where not in told]
     if recipe is not None and not problems:
-        recipe, problems = absolute_paths(recipe, places, path)
+        recipe, problems = absolute_paths(recipe, path, where)
     if problems or recipe is None:
         raise RecipeError(in_order(problems, source.files))
     origins = {".".join(map(str, leaf)): _origin(places, leaf) for leaf in yaml.leaves(recipe.model_dump(mode="json"))}
@@ -146,81 +139,73 @@ def _findings(recipe: Recipe, given: dict[yaml.Path, str]) -> list[Finding]:
     return found + useless
 
 
-def _look_up(data: dict[str, Any], places: dict[yaml.Path, str], path: Path) -> list[Problem]:
-    """Checks the names of tasks, their options, and the names of rewards. Returns the problems."""
-    problems: list[Problem] = []
-    training, held = (data[name] if isinstance(data.get(name), dict) else {} for name in ("data", "eval"))
-    problems += _look_up_task(training.get("source"), training.get("options", {}), "data", data, places, path)
-    of_eval = held.get("source", training.get("source"))
-    if "options" in held or held.get("source") is not None:
-        problems += _look_up_task(of_eval, held.get("options", {}), "eval", data, places, path)
-    problems += _look_up_rewards(data.get("rewards"), ("rewards",), data, places, path)
-    problems += _look_up_rewards(held.get("rewards"), ("eval", "rewards"), data, places, path)
-    problems += _look_up_rewards([data.get("environment")], ("environment",), data, places, path)
-    problems += _look_up_rewards([data.get("rollout")], ("rollout",), data, places, path)
-    problems += _look_up_rewards([data.get("trainer")], ("trainer",), data, places, path)
-    return problems + _look_up_rewards(data.get("tools"), ("tools",), data, places, path)
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Looks up the names of tasks, rewards and other functions, and checks the options of those that are built in."""
 
+    data: dict[str, Any]
+    where: yaml.Where
 
-def _look_up_task(
-    source: Any, options: Any, section: str, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
-) -> list[Problem]:
-    """Checks the name of a `task:` source and its options. Returns the problems; none for other sources."""
-    if not isinstance(source, str) or not source.startswith("task:"):
-        return []
-    name = source.removeprefix("task:")
-    if name not in TASKS:
-        where = yaml.place_of(places, (section, "source")) or str(path)
-        return [Problem(where, f"there is no task:{yaml.shortened(name)}", suggest(name, list(TASKS), "tasks"))]
-    problems = []
-    try:
-        TASKS[name].model_validate(options if isinstance(options, dict) else {})
-    except ValidationError as error:
-        for details in error.errors():
-            details["loc"] = (section, "options", *details["loc"])
-            problems.append(translate(details, data, places, path, TASKS[name]))
-    return problems
+    def problems(self) -> list[Problem]:
+        """Returns what is wrong with names and options anywhere in the recipe."""
+        data = self.data
+        training, held = (data[name] if isinstance(data.get(name), dict) else {} for name in ("data", "eval"))
+        found = self._of_task(training.get("source"), training.get("options", {}), "data")
+        if "options" in held or held.get("source") is not None:
+            found += self._of_task(held.get("source", training.get("source")), held.get("options", {}), "eval")
+        found += self._of_functions(data.get("rewards"), ("rewards",))
+        found += self._of_functions(held.get("rewards"), ("eval", "rewards"))
+        for section in SINGLE:
+            found += self._of_function(data.get(section), (section,), section)
+        return found + self._of_functions(data.get("tools"), ("tools",))
 
+    def _of_task(self, source: Any, options: Any, section: str) -> list[Problem]:
+        """Returns what is wrong with the name of a `task:` source and its options; nothing for other sources."""
+        if not isinstance(source, str) or not source.startswith("task:"):
+            return []
+        name = source.removeprefix("task:")
+        if name in TASKS:
+            return self._of_options(options, (section, "options"), TASKS[name])
+        what = f"there is no task:{yaml.shortened(name)}"
+        return [Problem(self.where((section, "source")), what, suggest(name, list(TASKS), "tasks"))]
 
-def _look_up_rewards(
-    rewards: Any, section: yaml.Path, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
-) -> list[Problem]:
-    """Returns the problems of names of rewards, tools or the environment, and of `args` of rewards that ask a model."""
-    problems: list[Problem] = []
-    built_in = BUILT_IN.get(section, [*BUILT_IN_REWARDS, *MODEL_REWARDS])
-    one, many = ("environment", "environments") if section == ("environment",) else ("reward", "rewards")
-    for index, entry in enumerate(rewards if isinstance(rewards, list) else []):
+    def _of_functions(self, entries: Any, section: yaml.Path) -> list[Problem]:
+        listed = enumerate(entries if isinstance(entries, list) else [])
+        return [problem for index, entry in listed for problem in self._of_function(entry, (*section, index), str(section[0]))]
+
+    def _of_function(self, entry: Any, place: yaml.Path, section: str) -> list[Problem]:
+        """Returns what is wrong with the name of a function, and with the `args` of a reward that asks a model."""
         use = entry.get("use") if isinstance(entry, dict) else None
-        place = section if section in SINGLE else (*section, index)
-        where = yaml.place_of(places, (*place, "use")) or str(path)
-        if isinstance(use, str) and "://" in use:
+        built_in = BUILT_IN.get(section, [*BUILT_IN_REWARDS, *MODEL_REWARDS])
+        if not isinstance(use, str):
+            return []
+        where = self.where((*place, "use"))
+        if "://" in use:
             what = f"`{yaml.shortened(use)}` is an address, and rlgen runs no remote code"
-            problems.append(Problem(where, what, "read the code, put it beside the recipe, and write file.py:function"))
-        elif isinstance(use, str) and use in built_in and use in MODEL_REWARDS:
-            problems += _look_up_args(use, entry.get("args", {}), (*section, index, "args"), data, places, path)
-        elif isinstance(use, str) and use not in built_in and not re.fullmatch(REWARD_PLACE, use):
-            hint = _reward_place(use) or (suggest(use, built_in, f"built-in {many}") if built_in else None)
-            kinds = f"built-in {one}, file.py:function" if built_in else "file.py:function"
-            problems.append(Problem(where, f"`{yaml.shortened(use)}` is not a {kinds} or pkg.mod:function", hint))
-    return problems
+            return [Problem(where, what, "read the code, put it beside the recipe, and write file.py:function")]
+        if use in built_in:
+            model = MODEL_REWARDS.get(use)
+            return self._of_options(entry.get("args", {}), (*place, "args"), model) if model else []
+        if re.fullmatch(REWARD_PLACE, use):
+            return []
+        one, many = ("environment", "environments") if section == "environment" else ("reward", "rewards")
+        hint = _reward_place(use) or (suggest(use, built_in, f"built-in {many}") if built_in else None)
+        kinds = f"built-in {one}, file.py:function" if built_in else "file.py:function"
+        return [Problem(where, f"`{yaml.shortened(use)}` is not a {kinds} or pkg.mod:function", hint)]
 
-
-def _look_up_args(
-    use: str, args: Any, section: yaml.Path, data: dict[str, Any], places: dict[yaml.Path, str], path: Path
-) -> list[Problem]:
-    """Checks the `args` of a reward that asks a model. Returns the problems."""
-    found: list[tuple[yaml.Path, Problem]] = []
-    try:
-        MODEL_REWARDS[use].model_validate(args if isinstance(args, dict) else {})
-    except ValidationError as error:
-        for details in error.errors():
-            whole = not details["loc"]
-            details["loc"] = (*section, *details["loc"])
-            where = yaml.place_of(places, section) or str(path)
-            said = f"{'.'.join(map(str, section))}: {details['msg'].removeprefix('Value error, ')}"
-            problem = Problem(where, said) if whole else translate(details, data, places, path, MODEL_REWARDS[use])
-            found.append((details["loc"], problem))
-    return without_echoes(found)
+    def _of_options(self, options: Any, section: yaml.Path, model: type[BaseModel]) -> list[Problem]:
+        """Returns what is wrong with the options of a task, or the `args` of a reward, which stand at `section`."""
+        found: list[tuple[yaml.Path, Problem]] = []
+        try:
+            model.model_validate(options if isinstance(options, dict) else {})
+        except ValidationError as error:
+            for details in error.errors():
+                whole = not details["loc"]
+                details["loc"] = (*section, *details["loc"])
+                said = f"{'.'.join(map(str, section))}: {details['msg'].removeprefix('Value error, ')}"
+                problem = Problem(self.where(section), said) if whole else translate(details, self.data, self.where, model)
+                found.append((details["loc"], problem))
+        return without_echoes(found)
 
 
 def _reward_place(use: str) -> str | None:
@@ -243,7 +228,6 @@ def _origin(places: dict[yaml.Path, str], leaf: yaml.Path) -> str:
     return places.get(leaf) or (above if above.startswith("--set") else "default")
 
 
-def _locate(finding: Finding, places: dict[yaml.Path, str], path: Path) -> Problem:
-    """Returns a finding as a problem, with the position of its field."""
-    loc = tuple(int(part) if re.fullmatch(r"[0-9]{1,6}", part) else part for part in finding.path.split("."))
-    return Problem(yaml.place_of(places, loc) or str(path), finding.what, finding.hint)
+def _path(finding: Finding) -> yaml.Path:
+    """Returns the path of a finding's field: "rewards.1.use" -> ("rewards", 1, "use")."""
+    return tuple(int(part) if re.fullmatch(r"[0-9]{1,6}", part) else part for part in finding.path.split("."))

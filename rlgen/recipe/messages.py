@@ -2,7 +2,6 @@
 
 import re
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -59,45 +58,39 @@ MAPPING_EXPECTED = ("dict_type", "model_type", "model_attributes_type")
 YES_OR_NO = {"yes": True, "on": True, "1": True, "true": True, "no": False, "off": False, "0": False, "false": False}
 
 
-def translate(
-    details: ErrorDetails,
-    data: dict[str, Any],
-    places: dict[yaml.Path, str],
-    path: Path,
-    model: type[BaseModel] | None = None,
-) -> Problem:
+def translate(details: ErrorDetails, data: dict[str, Any], where: yaml.Where, model: type[BaseModel] | None = None) -> Problem:
     """Returns one pydantic error as a problem in plain words, with its position in the file."""
     loc = plain(details)
-    where = yaml.place_of(places, loc) or str(path)
+    place = where(loc)
     name, kind = ".".join(map(str, loc)), details["type"]
     value = details["input"]
     if kind == "extra_forbidden":
-        return Problem(where, *_unknown_key(loc, data, model))
+        return Problem(place, *_unknown_key(loc, data, model))
     if kind == "union_tag_not_found":
         name, kind = f"{name}.kind", "missing"
     if kind == "missing":
         example = EXAMPLES.get(_general(name))
-        return Problem(where, f"`{name}` is missing", example and f"such as `{example}`")
+        return Problem(place, f"`{name}` is missing", example and f"such as `{example}`")
     if kind in ("literal_error", "union_tag_invalid"):
         expected = details.get("ctx", {}).get("expected" if kind == "literal_error" else "expected_tags", "")
         options = re.findall(r"'([^']*)'", expected)
         if kind == "union_tag_invalid":
             name, value = f"{name}.kind", kind_at(loc, data)
-            where = yaml.place_of(places, (*loc, "kind")) or where
+            place = where((*loc, "kind"))
         said = str(value).lower()
         hint = NULL if value is None else suggest(said, [said], None) if said in options else VALUES.get((name, said))
         hint = hint or suggest(str(value), options, None)
-        return Problem(where, f"{name}: {short(value)} is not one of {', '.join(options)}", hint)
+        return Problem(place, f"{name}: {short(value)} is not one of {', '.join(options)}", hint)
     if kind == "too_short" and isinstance(value, list | dict):
         example = EXAMPLES.get(_general(name))
-        return Problem(where, f"{name}: is empty", example and f"such as `{example}`")
+        return Problem(place, f"{name}: is empty", example and f"such as `{example}`")
     if kind == "string_pattern_mismatch" and _general(name) in PATTERNS:
-        return Problem(where, f"{name}: {short(value)} must be {PATTERNS[_general(name)]}")
+        return Problem(place, f"{name}: {short(value)} must be {PATTERNS[_general(name)]}")
     quotes = kind == "string_type" and _general(name) not in INSTEAD
     what = ("must be text; put quotes around it" if quotes else PLAIN_WORDS.get(kind)) or details["msg"].removeprefix(
         "Value error, "
     ).replace("Input should", "must").replace("String should", "must")
-    return Problem(where, f"{name}: {what}, not {short(value)}", _instead(_general(name), kind, value))
+    return Problem(place, f"{name}: {what}, not {short(value)}", _instead(_general(name), kind, value))
 
 
 def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | None) -> tuple[str, str | None]:

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from collections import defaultdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,7 @@ from rlgen.recipe.judges import LOCAL_ARGS, MODEL_REWARDS
 from rlgen.recipe.messages import short
 from rlgen.recipe.models import Recipe, RewardRecipe, ToolRecipe
 from rlgen.recipe.rules import is_local_model, is_local_source
+from rlgen.recipe.sizes import is_written
 from rlgen.recipe.source import file_of
 from rlgen.recipe.trainers import OwnRecipe
 
@@ -20,90 +22,97 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Function = TypeVar("Function", RewardRecipe, ToolRecipe)
 
 
-def absolute_paths(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> tuple[Recipe, list[Problem]]:
-    """Makes the paths of local inputs absolute; they start at the folder of the recipe file that names them."""
-    problems: list[Problem] = []
+class _Absolute:
+    """Makes texts of one recipe absolute, and collects the problems of those that cannot be paths."""
 
-    def absolute(text: str, loc: yaml.Path, always: bool) -> str:
-        where = places.get(loc) or str(path)
-        folder = (path if where.startswith("--set") else Path(file_of(where))).resolve().parent
+    def __init__(self, path: Path, where: yaml.Where) -> None:
+        self.path = path
+        self.where = where
+        self.problems: list[Problem] = []
+
+    def file(self, text: str, loc: yaml.Path, always: bool = True) -> str:
+        """Returns the whole path; unless `always`, the text as it is if there is no folder of that name."""
+        where = self.where(loc)
+        folder = (self.path if where.startswith("--set") else Path(file_of(where))).resolve().parent
         try:
             place = (folder / Path(text).expanduser()).resolve()
             place.exists()  # raises if the text cannot be a path
             return str(place) if always or (folder / text).is_dir() else text
         except (OSError, RuntimeError) as error:  # too long, or ~ of an unknown user
-            problems.append(Problem(where, f"{short(text)} is not a path: {getattr(error, 'strerror', None) or error}"))
+            what = f"{short(text)} is not a path: {getattr(error, 'strerror', None) or error}"
+            self.problems.append(Problem(where, what))
             return text
 
-    def own(use: str, loc: yaml.Path) -> str:
+    def use(self, use: str, loc: yaml.Path) -> str:
         """Returns a function of the user's, file.py:name, with the file's whole path; other names as they are."""
         file, _, name = use.rpartition(":")
-        return f"{absolute(file, loc, True)}:{name}" if file.endswith(".py") else use
+        return f"{self.file(file, loc)}:{name}" if file.endswith(".py") else use
 
-    def on_the_hub(name: str, loc: yaml.Path, example: str) -> None:
+    def functions(self, listed: list[Function], section: yaml.Path) -> list[Function]:
+        """Returns rewards or tools with the whole paths of their files, and of those that their `args` name."""
+        found = []
+        for index, one in enumerate(listed):
+            changes: dict[str, object] = {"use": self.use(one.use, (*section, index, "use"))}
+            if one.use in MODEL_REWARDS:
+                local = {
+                    name: self.file(text, (*section, index, "args", name), always or is_local_model(text))
+                    for name, always in LOCAL_ARGS.items()
+                    if isinstance(text := one.args.get(name), str)
+                }
+                changes["args"] = {**one.args, **local}
+            found.append(one.model_copy(update=changes))
+        return found
+
+    def check_name(self, name: str, loc: yaml.Path, example: str) -> None:
         """Records a problem if a name cannot be one of the hub."""
         if not HUB_NAME.fullmatch(name):
             what = f"{'.'.join(map(str, loc))}: {short(name)} is no folder or file, and no name of the hub"
-            problems.append(Problem(places.get(loc) or str(path), what, f"a name of the hub is owner/name, such as {example}"))
+            self.problems.append(Problem(self.where(loc), what, f"a name of the hub is owner/name, such as {example}"))
 
-    problems += impossible_run_path(recipe, places, path)
-    model, data = recipe.model, recipe.data
-    if not model.path.startswith("tiny:"):
-        found = absolute(model.path, ("model", "path"), is_local_model(model.path))
-        model = model.model_copy(update={"path": found})
+
+def absolute_paths(recipe: Recipe, path: Path, where: yaml.Where) -> tuple[Recipe, list[Problem]]:
+    """Makes the paths of local inputs absolute; they start at the folder of the recipe file that names them."""
+    made, held = _Absolute(path, where), recipe.eval
+    made.problems += impossible_run_path(recipe, where)
+    changes: defaultdict[str, dict[str, object]] = defaultdict(dict)  # by section
+    model, source, template = recipe.model.path, recipe.data.source, recipe.data.chat_template
+    if not model.startswith("tiny:"):
+        changes["model"]["path"] = found = made.file(model, ("model", "path"), is_local_model(model))
         if not is_local_model(found):
-            on_the_hub(found, ("model", "path"), "Qwen/Qwen3-0.6B")
-    if is_local_source(data.source):
-        data = data.model_copy(update={"source": absolute(data.source, ("data", "source"), True)})
+            made.check_name(found, ("model", "path"), "Qwen/Qwen3-0.6B")
+    if is_local_source(source):
+        changes["data"]["source"] = made.file(source, ("data", "source"))
     elif recipe.task is None:
-        on_the_hub(data.source, ("data", "source"), "openai/gsm8k")
-    if data.chat_template is not None:
-        data = data.model_copy(update={"chat_template": absolute(data.chat_template, ("data", "chat_template"), True)})
-
-    def in_place(functions: list[Function], section: yaml.Path) -> list[Function]:
-        found = []
-        for index, one in enumerate(functions):
-            one = one.model_copy(update={"use": own(one.use, (*section, index, "use"))})
-            if one.use in MODEL_REWARDS:
-                named = {name: text for name in LOCAL_ARGS if isinstance(text := one.args.get(name), str)}
-                local = {
-                    name: absolute(text, (*section, index, "args", name), LOCAL_ARGS[name] or is_local_model(text))
-                    for name, text in named.items()
-                }
-                one = one.model_copy(update={"args": {**one.args, **local}})
-            found.append(one)
-        return found
-
-    held = recipe.eval
+        made.check_name(source, ("data", "source"), "openai/gsm8k")
+    if template is not None:
+        changes["data"]["chat_template"] = made.file(template, ("data", "chat_template"))
     if held is not None and held.source is not None and is_local_source(held.source):
-        held = held.model_copy(update={"source": absolute(held.source, ("eval", "source"), True)})
+        changes["eval"]["source"] = made.file(held.source, ("eval", "source"))
     if held is not None and held.rewards is not None:
-        held = held.model_copy(update={"rewards": in_place(held.rewards, ("eval", "rewards"))})
-    changes: dict[str, object] = {"model": model, "data": data, "rewards": in_place(recipe.rewards, ("rewards",)), "eval": held}
-    changes["tools"] = in_place(recipe.tools, ("tools",))
-    if recipe.rollout.use is not None:
-        changes["rollout"] = recipe.rollout.model_copy(update={"use": own(recipe.rollout.use, ("rollout", "use"))})
-    if isinstance(recipe.trainer, OwnRecipe):
-        changes["trainer"] = recipe.trainer.model_copy(update={"use": own(recipe.trainer.use, ("trainer", "use"))})
-    if (environment := recipe.environment) is not None:
-        changes["environment"] = environment.model_copy(update={"use": own(environment.use, ("environment", "use"))})
-    return recipe.model_copy(update=changes), problems
+        changes["eval"]["rewards"] = made.functions(held.rewards, ("eval", "rewards"))
+    for section in ("rollout", "trainer", "environment"):
+        if (use := getattr(getattr(recipe, section), "use", None)) is not None:
+            changes[section]["use"] = made.use(use, (section, "use"))
+    sections: dict[str, object] = {name: getattr(recipe, name).model_copy(update=new) for name, new in changes.items()}
+    sections["rewards"] = made.functions(recipe.rewards, ("rewards",))
+    sections["tools"] = made.functions(recipe.tools, ("tools",))
+    return recipe.model_copy(update=sections), made.problems
 
 
-def impossible_run_path(recipe: Recipe, places: dict[yaml.Path, str], path: Path) -> list[Problem]:
+def impossible_run_path(recipe: Recipe, where: yaml.Where) -> list[Problem]:
     """Returns a problem if no file system could hold the run's folder: a name that is too long, or ~ of an unknown user."""
-    where = places.get(("run", "dir")) or places.get(("run", "name")) or str(path)
+    position = where(("run", "dir" if is_written(recipe, "run.dir") else "name"))
     said = f"run.dir: {short(recipe.run.dir)} is not a path"
     try:
         place = recipe.run_path
     except RuntimeError as error:
-        return [Problem(where, f"{said}: {error}", "write the path without ~")]
+        return [Problem(position, f"{said}: {error}", "write the path without ~")]
     for part in (str(place), *place.parts):  # each name alone, too: lstat checks none below a missing folder
         try:
             os.lstat(part)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                return [Problem(where, f"{said}: {error.strerror}", "a folder's name has at most 255 characters")]
+                return [Problem(position, f"{said}: {error.strerror}", "a folder's name has at most 255 characters")]
     return []
 
 

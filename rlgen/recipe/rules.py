@@ -87,18 +87,14 @@ def _group_contradictions(recipe: Recipe) -> Iterator[Finding]:
     """Yields settings with which the completions of a group cannot be compared."""
     rollout, trainer = recipe.rollout, recipe.trainer
     if rollout.group_size < 2:
-        yield Finding(
-            "rollout.group_size",
-            f"rollout.group_size is 1, but trainer.kind {trainer.kind} compares completions of one prompt",
-            "set rollout.group_size to 2 or more",
-        )
+        what = f"rollout.group_size is 1, but trainer.kind {trainer.kind} compares completions of one prompt"
+        yield Finding("rollout.group_size", what, "set rollout.group_size to 2 or more")
     if rollout.temperature == 0:
-        yield Finding(
-            "rollout.temperature",
+        what = (
             "rollout.temperature is 0: all completions of a prompt are then equal, and"
-            f" trainer.kind {trainer.kind} learns by comparing them",
-            "set rollout.temperature to 0.01 or more; 1.0 samples the model as it is",
+            f" trainer.kind {trainer.kind} learns by comparing them"
         )
+        yield Finding("rollout.temperature", what, "set rollout.temperature to 0.01 or more; 1.0 samples the model as it is")
 
 
 def _truncation_contradictions(recipe: Recipe) -> Iterator[Finding]:
@@ -140,23 +136,14 @@ def _size_contradictions(recipe: Recipe) -> Iterator[Finding]:
     """Yields numbers that contradict each other: of tokens, written rollouts and steps."""
     longest, adds_up = least_row(recipe)
     if is_written(recipe, "optim.micro_batch_tokens") and recipe.optim.micro_batch_tokens < longest:
-        yield Finding(
-            "optim.micro_batch_tokens",
-            f"optim.micro_batch_tokens is {recipe.optim.micro_batch_tokens}: the longest row would not fit, {adds_up}",
-            f"set optim.micro_batch_tokens to {longest} or more",
-        )
+        what = f"optim.micro_batch_tokens is {recipe.optim.micro_batch_tokens}: the longest row would not fit, {adds_up}"
+        yield Finding("optim.micro_batch_tokens", what, f"set optim.micro_batch_tokens to {longest} or more")
     if recipe.rollouts.keep is not None and not recipe.rollouts.every:
-        yield Finding(
-            "rollouts.keep",
-            f"rollouts.keep is {recipe.rollouts.keep}, but rollouts.every 0 writes none",
-            "remove rollouts.keep, or set rollouts.every to 1 or more",
-        )
+        what = f"rollouts.keep is {recipe.rollouts.keep}, but rollouts.every 0 writes none"
+        yield Finding("rollouts.keep", what, "remove rollouts.keep, or set rollouts.every to 1 or more")
     if recipe.optim.warmup_steps >= recipe.run.steps:
-        yield Finding(
-            "optim.warmup_steps",
-            f"optim.warmup_steps is {recipe.optim.warmup_steps}, but run.steps is {recipe.run.steps}",
-            f"set optim.warmup_steps to {recipe.run.steps - 1} or less",
-        )
+        what = f"optim.warmup_steps is {recipe.optim.warmup_steps}, but run.steps is {recipe.run.steps}"
+        yield Finding("optim.warmup_steps", what, f"set optim.warmup_steps to {recipe.run.steps - 1} or less")
 
 
 def _ahead_contradictions(recipe: Recipe) -> Iterator[Finding]:
@@ -179,11 +166,8 @@ def _ahead_contradictions(recipe: Recipe) -> Iterator[Finding]:
 def _model_contradictions(recipe: Recipe) -> Iterator[Finding]:
     """Yields contradictions within the `model` section."""
     if recipe.model.quantization is not None and recipe.model.lora is None:
-        yield Finding(
-            "model.quantization",
-            f"model.quantization {recipe.model.quantization} freezes all weights: without model.lora nothing is trained",
-            "add `lora: {}` to model, or remove model.quantization",
-        )
+        what = f"model.quantization {recipe.model.quantization} freezes all weights: without model.lora nothing is trained"
+        yield Finding("model.quantization", what, "add `lora: {}` to model, or remove model.quantization")
     engine, model = recipe.engine, recipe.model
     for key, meets in (
         ("optim.packing", recipe.optim.packing is True),
@@ -192,11 +176,8 @@ def _model_contradictions(recipe: Recipe) -> Iterator[Finding]:
     ):
         if model.compile and meets:
             value = {"optim.packing": "true", "processes.strategy": "fsdp"}.get(key, model.quantization)
-            yield Finding(
-                "model.compile",
-                f"model.compile needs whole layers and padded rows, but {key} is {value}",
-                f"remove model.compile, or {key}",
-            )
+            what = f"model.compile needs whole layers and padded rows, but {key} is {value}"
+            yield Finding("model.compile", what, f"remove model.compile, or {key}")
     if isinstance(engine, ServerEngineRecipe) and engine.lora == "adapter":
         for key, differs in (
             ("model.quantization", model.quantization),
@@ -289,17 +270,11 @@ def _trainer_contradictions(trainer: TrainerRecipe) -> Iterator[Finding]:
     correction = trainer.correction
     if isinstance(trainer, PolicyRecipe):
         if trainer.clip_low > trainer.clip_high:
-            yield Finding(
-                "trainer.clip_low",
-                f"trainer.clip_low {trainer.clip_low} is above trainer.clip_high {trainer.clip_high}",
-                f"set trainer.clip_low to {trainer.clip_high} or less",
-            )
+            what = f"trainer.clip_low {trainer.clip_low} is above trainer.clip_high {trainer.clip_high}"
+            yield Finding("trainer.clip_low", what, f"set trainer.clip_low to {trainer.clip_high} or less")
         if trainer.delta is not None and trainer.delta <= 1 + trainer.clip_high:
-            yield Finding(
-                "trainer.delta",
-                f"trainer.delta {trainer.delta} is not above 1 + trainer.clip_high = {1 + trainer.clip_high}",
-                "set it higher; its paper has 4",
-            )
+            what = f"trainer.delta {trainer.delta} is not above 1 + trainer.clip_high = {1 + trainer.clip_high}"
+            yield Finding("trainer.delta", what, "set it higher; its paper has 4")
     if isinstance(trainer, GRPORecipe) and trainer.combine_rewards == "normalize_then_sum" and trainer.kl == "k1_in_reward":
         what = "trainer.kl k1_in_reward changes the sum of the rewards, but trainer.combine_rewards normalises each by itself"
         yield Finding("trainer.kl", what, "set trainer.kl to k3_is, or trainer.combine_rewards to sum")
@@ -308,41 +283,38 @@ def _trainer_contradictions(trainer: TrainerRecipe) -> Iterator[Finding]:
             what = f"trainer.reward_clip {list(trainer.reward_clip)} must have the lowest reward before the highest"
             yield Finding("trainer.reward_clip", what, "swap them")
         if trainer.ratio == "sequence" and correction.mode.startswith(("token", "icepop")):
+            what = (
+                f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode} has"
+                " one weight for each token"
+            )
             yield Finding(
                 "trainer.ratio",
-                f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode} has"
-                " one weight for each token",
+                what,
                 "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token",
             )
     if correction.min is not None and correction.min >= correction.max and correction.mode != "none":
-        yield Finding(
-            "trainer.correction.min",
-            f"trainer.correction.min {correction.min} is not below trainer.correction.max {correction.max}",
-            "lower it, or remove it",
-        )
+        what = f"trainer.correction.min {correction.min} is not below trainer.correction.max {correction.max}"
+        yield Finding("trainer.correction.min", what, "lower it, or remove it")
 
 
 def _engine_contradictions(recipe: Recipe, engine: VllmRecipe) -> Iterator[Finding]:
     """Yields contradictions of a vLLM engine."""
     (longest, adds_up), trainer = least_row(recipe), recipe.trainer
     if engine.max_model_len is not None and engine.max_model_len < longest:
-        yield Finding(
-            "engine.max_model_len",
-            f"engine.max_model_len is {engine.max_model_len}, but {adds_up}",
-            f"set engine.max_model_len to {longest} or more, or remove it",
-        )
+        what = f"engine.max_model_len is {engine.max_model_len}, but {adds_up}"
+        yield Finding("engine.max_model_len", what, f"set engine.max_model_len to {longest} or more, or remove it")
     if engine.kv_cache_gib is not None and engine.gpu_memory_utilization is not None:
-        yield Finding(
-            "engine.gpu_memory_utilization",
-            "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib",
-            "remove one of them",
-        )
+        what = "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib"
+        yield Finding("engine.gpu_memory_utilization", what, "remove one of them")
     structured = isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None
     if structured and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
+        what = (
+            "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, and"
+            " trainer.correction would correct nonsense"
+        )
         yield Finding(
             "engine.structured_regex",
-            "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, and"
-            " trainer.correction would correct nonsense",
+            what,
             "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex",
         )
     for name in sorted(engine.extra):

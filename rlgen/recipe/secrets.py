@@ -10,17 +10,16 @@ from rlgen.redact import CERTAIN, holds_secret, is_secret_name, secrets_of_envir
 INTO_ENVIRONMENT = "put it into an environment variable and read that in the code: a run keeps copies of its recipe"
 
 
-def secrets_in(data: dict[str, Any], places: dict[yaml.Path, str], texts: Mapping[str, str]) -> list[Problem]:
+def secrets_in(data: dict[str, Any], where: yaml.Where, texts: Mapping[str, str]) -> list[Problem]:
     """Returns a problem for each secret in the recipe: under a key whose name says so, in a value, or in a comment.
 
     Args:
-        texts: the text of each file of the recipe by its name, that of the recipe first.
+        texts: the text of each file of the recipe by its name.
     """
     found: dict[str, Problem] = {}
     for leaf in secret_leaves(data):
-        where = yaml.place_of(places, leaf) or next(iter(texts))
-        found[where] = Problem(where, f"{'.'.join(map(str, leaf))} holds a secret", INTO_ENVIRONMENT)
-    lines = {tuple(where.rsplit(":", 2)[:2]) for where in found}
+        found[where(leaf)] = Problem(where(leaf), f"{'.'.join(map(str, leaf))} holds a secret", INTO_ENVIRONMENT)
+    lines = {tuple(place.rsplit(":", 2)[:2]) for place in found}
     known = secrets_of_environment(CERTAIN)
     for file, text in texts.items():
         for number, line in enumerate(text.splitlines(), 1):

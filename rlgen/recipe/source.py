@@ -168,7 +168,7 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
         path: yaml.Path = ()
         try:
             for index, key in enumerate(keys):
-                step: str | int = _index(node, key) if isinstance(node, list) else key
+                step: str | int = range(len(node)).index(int(key)) if isinstance(node, list) else key  # no negative one
                 path = (*path, step)
                 if index == len(keys) - 1:
                     node[step] = parsed.data
@@ -202,13 +202,6 @@ def rename(data: dict[str, Any], places: dict[yaml.Path, str]) -> tuple[list[str
             places[section, new] = where
             notices.append(f"{section}.{old} is called {section}.{new} now: rename it ({where})")
     return notices, problems
-
-
-def _index(node: list[Any], key: str) -> int:
-    """Returns a list index. Raises ValueError or IndexError if `key` is not an index of `node`."""
-    if not 0 <= int(key) < len(node):
-        raise IndexError(key)
-    return int(key)
 
 
 def in_order(problems: list[Problem], files: dict[str, SourceFile]) -> list[Problem]:

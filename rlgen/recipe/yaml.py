@@ -7,6 +7,7 @@ again, within the limits below; `<<` is not supported, since recipes have `exten
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from rlgen.errors import Problem
 
 Path = tuple[str | int, ...]
+Where = Callable[[Path], str]  # the position of a key, or of the nearest one above it; else the recipe's name
 
 BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 NULLS = {"", "~", "null", "Null", "NULL"}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import RECIPE, ROOT
+from helpers.recipes import problems, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -153,10 +154,8 @@ def test_any_input(tmp_path: Path, proof: Proof, check: Callable[[Worst, Path, s
 
 
 def test_a_key_that_text_cannot_hold(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(RECIPE)
-    with pytest.raises(RecipeError, match=r"--set 1: .*: a key must be plain text"):
-        load_recipe(path, ["data.template_args.\0=8"])
+    (said,) = problems(written(tmp_path, RECIPE), "data.template_args.\0=8")
+    assert said.startswith("--set 1: ") and ": a key must be plain text" in said
 
 
 @pytest.mark.slow
@@ -239,8 +238,6 @@ def test_no_input_is_too_large_or_too_deep(tmp_path: Path, proof: Proof, names: 
 
 
 def test_what_is_refused_quotes_little(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(RECIPE + f"? '{'x' * 100_000}'\n: 1\n")
-    with pytest.raises(RecipeError) as error:
-        load_recipe(path, ["run.name=" + "y" * 100_000])
-    assert len(str(error.value)) < 1000 and str(error.value).count("…") == 3
+    path = written(tmp_path, RECIPE + f"? '{'x' * 100_000}'\n: 1\n")
+    said = "\n".join(problems(path, "run.name=" + "y" * 100_000))
+    assert len(said) < 1000 and said.count("…") == 3

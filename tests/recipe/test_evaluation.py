@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers.recipes import problems, written
 
 from rlgen.errors import RecipeError
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
@@ -19,9 +20,7 @@ eval: {source: heldout.jsonl}
 
 
 def load(tmp_path: Path, *overrides: str) -> Recipe:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(OPEN)
-    return load_recipe(path, overrides).recipe
+    return load_recipe(written(tmp_path, OPEN), overrides).recipe
 
 
 def test_what_is_left_out_is_as_in_training(tmp_path: Path) -> None:
@@ -86,9 +85,7 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, changes: list[str], said: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        load(tmp_path, *changes)
-    assert said in str(caught.value)
+    assert any(said in line for line in problems(written(tmp_path, OPEN), *changes))
 
 
 @pytest.mark.parametrize(

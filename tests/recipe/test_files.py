@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import RECIPE
+from helpers.recipes import problems, written
 
-from rlgen.errors import RecipeError
 from rlgen.recipe import LoadedRecipe, dump_recipe, load_recipe
 from rlgen.recipe.hints import RENAMED
 
@@ -16,24 +16,12 @@ Proof = Callable[[str], None]
 KEY = "sk-" + "planted0" * 4
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], Path]:
-    def write_one(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return write_one
-
-
 Write = Callable[[str, str], Path]
 
 
-def problems(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(RecipeError) as error:
-        load_recipe(path, overrides)
-    return str(error.value).splitlines()
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    return lambda name, text: written(tmp_path, text, name)
 
 
 def values(loaded: LoadedRecipe, *keys: str) -> list[object]:

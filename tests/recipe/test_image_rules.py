@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlgen.recipe.images import image_contradictions
+from rlgen.recipe.beside import image_contradictions
 from rlgen.recipe.models import Recipe
 
 RECIPE: dict[str, Any] = {

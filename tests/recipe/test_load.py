@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 import pytest
 import yaml
 from conftest import RECIPE, ROOT
+from helpers.recipes import problems, written
 from pydantic import BaseModel
 
 from rlgen.algorithms.registry import TRAINERS
@@ -22,21 +23,9 @@ from rlgen.recipe.yaml import parse, scalar
 Proof = Callable[[str], None]
 
 
-def problems(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(RecipeError) as error:
-        load_recipe(path, overrides)
-    return [str(problem) for problem in error.value.problems]
-
-
-def write(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "r.yaml"
-    path.write_text(text)
-    return path
-
-
 @pytest.mark.fault(1, 2, 3, 5)
 def test_all_mistakes_at_once_in_line_order(tmp_path: Path, proof: Proof) -> None:
-    path = write(
+    path = written(
         tmp_path,
         """\
 run: {name: demo, steps: 3, steps: 4}
@@ -72,10 +61,10 @@ optim: {learning_rate: .nan}
 @pytest.mark.fault(1)
 def test_an_unknown_key_at_the_top_and_four_levels_down(tmp_path: Path, proof: Proof) -> None:
     deep = RECIPE.replace("rollout:", "trainer: {correction: {geometric: {mix: 0.5}}}\nrolout: {seed: 1}\nrollout:")
-    found = problems(write(tmp_path, deep))
+    found = problems(written(tmp_path, deep))
     places = [":7:36: `mix` is not a key of `trainer.correction.geometric`", ":8:1: `rolout` is not a key of a recipe"]
     for line, place, closest in zip(found, places, ("`min`", "`rollout`"), strict=True):
-        assert line.startswith(f"{tmp_path}/r.yaml{place}") and f"did you mean {closest}?" in line
+        assert line.startswith(f"{tmp_path}/recipe.yaml{place}") and f"did you mean {closest}?" in line
     proof("; ".join(place.partition(": ")[2] for place in places))
 
 
@@ -121,7 +110,7 @@ def test_quotes_make_text() -> None:
     ],
 )
 def test_what_is_no_recipe(tmp_path: Path, text: str, part: str, proof: Proof) -> None:
-    assert part in "\n".join(problems(write(tmp_path, text)))
+    assert part in "\n".join(problems(written(tmp_path, text)))
     proof(f"{text!r}: {part}")
 
 
@@ -132,9 +121,9 @@ def test_what_is_no_recipe(tmp_path: Path, text: str, part: str, proof: Proof) -
 def test_no_tag_constructs_anything(tmp_path: Path, tag: str, proof: Proof) -> None:
     made = tmp_path / "made"
     value = f"{tag if tag.startswith('!') else f'!<{tag}>'} [{made}]"
-    found = problems(write(tmp_path, RECIPE.replace("name: test", f"name: {value}")))
-    assert any(line.startswith(f"{tmp_path}/r.yaml:1:13: ") and "is not allowed" in line for line in found)
-    found = problems(write(tmp_path, RECIPE), f"run.name={value}")
+    found = problems(written(tmp_path, RECIPE.replace("name: test", f"name: {value}")))
+    assert any(line.startswith(f"{tmp_path}/recipe.yaml:1:13: ") and "is not allowed" in line for line in found)
+    found = problems(written(tmp_path, RECIPE), f"run.name={value}")
     assert any(line.startswith("--set 1: ") and "is not allowed" in line for line in found)
     assert not made.exists()
     yaml.unsafe_load(value)
@@ -182,14 +171,10 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("run.steps=8.5", "must be a whole number, not 8.5"),
         ("run.steps='8'", "must be a whole number, not '8'"),
         ("run.steps=true", "must be a whole number, not True"),
-        ("engine.kind=vllm", "'vllm' is not one of colocated, server, transformers"),
         ("data.source=task:srot", "did you mean `sort`?"),
-        ("rewards.0.use=exactmatch", "did you mean `exact_match`?"),
         ("trainer.kind=grop", "trainer.kind: 'grop' is not one of grpo, rloo, online_dpo, own; did you mean `grpo`?"),
         ("optim.schedule=cosin", "optim.schedule: 'cosin' is not one of constant, linear, cosine; did you mean `cosine`?"),
         # two fields and the nearest valid value
-        ("rollout.group_size=1", "set rollout.group_size to 2 or more"),
-        ("rollout.temperature=0", "set rollout.temperature to 0.01 or more"),
         ("rollout.temperature=0.005", "must be 0.01 or more"),
         ("rollout.temperature=-0.5", "greater than or equal to 0"),
         ("optim.micro_batch_tokens=75", "set optim.micro_batch_tokens to 76 or more"),
@@ -200,7 +185,6 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine.structured_regex='[0-9]+'", "set trainer.correction.mode to none"),
         ("engine={extra: {max-logprobs: 3}}", "engine.extra.max-logprobs is set by rlgen"),
         ("engine={extra: {Block: 3}}", "engine.extra.Block is not an argument of vLLM"),
-        ("engine={kind: server}", "neither engine.url nor engine.launch is set"),
         ("engine={kind: server, launch: true, url: 'http://a:1'}", "engine.launch is true: rlgen would start another"),
         ("engine={kind: server, url: 'a:1'}", "is not the address of a server"),
         ("engine={kind: server, url: 'http://me:secret@a:1'}", "environment variable RLGEN_SERVER_TOKEN"),
@@ -308,7 +292,7 @@ def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     assert "nccl to https://10.0.0.7:2 has no token and no encryption" in far.notices[-1]
     assert not any("no token" in note for note in [*there.notices, *gpus.notices])
     for loaded in (there, ours, gpus, far):
-        assert load_recipe(write(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
+        assert load_recipe(written(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
 
 
 def numbers(model: type[BaseModel], prefix: str = "", kind: str = "") -> dict[str, str]:
@@ -381,7 +365,7 @@ def test_zero_is_a_value_or_is_refused_by_name(recipe_file: Path, path: str, pro
 def test_recipes_parse_and_resolving_twice_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     loaded = load_recipe(ROOT / "recipes" / f"{name}.yaml")
     resolved = dump_recipe(loaded.recipe)
-    again = load_recipe(write(tmp_path, resolved))
+    again = load_recipe(written(tmp_path, resolved))
     assert again.recipe == loaded.recipe and dump_recipe(again.recipe) == resolved
     assert loaded.text.startswith("# ") and "# Needs:" in loaded.text and "# Expect:" in loaded.text
 
@@ -389,7 +373,7 @@ def test_recipes_parse_and_resolving_twice_gives_the_same_bytes(name: str, tmp_p
 def test_texts_that_look_like_other_values_survive_the_dump(recipe_file: Path, tmp_path: Path) -> None:
     loaded = load_recipe(recipe_file, ["run.name='2024'", "data.system='1e-6'"])
     assert (loaded.recipe.run.name, loaded.recipe.data.system) == ("2024", "1e-6")
-    assert load_recipe(write(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
+    assert load_recipe(written(tmp_path, dump_recipe(loaded.recipe))).recipe == loaded.recipe
 
 
 def test_inert_fields_are_left_out_of_the_resolved_recipe(recipe_file: Path) -> None:
@@ -401,12 +385,12 @@ def test_inert_fields_are_left_out_of_the_resolved_recipe(recipe_file: Path) -> 
 
 def test_local_paths_start_at_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "model: {path: ./m}\ndata: {source: d/*.jsonl}\nrewards: [{use: 'r.py:f'}, {use: 'pkg.mod:g'}]\n"
-    path = write(tmp_path, text)
+    path = written(tmp_path, text)
     monkeypatch.chdir("/")
     recipe = load_recipe(path).recipe
     assert recipe.model.path == str(tmp_path / "m") and recipe.data.source == str(tmp_path / "d/*.jsonl")
     assert [reward.use for reward in recipe.rewards] == [f"{tmp_path}/r.py:f", "pkg.mod:g"]
-    assert recipe.run.name == "r"
+    assert recipe.run.name == "recipe"
 
 
 def test_the_registry_has_every_trainer_of_the_recipe() -> None:

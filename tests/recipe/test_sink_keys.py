@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from conftest import RECIPE
+from helpers.recipes import problems
 
 from rlgen.cli.docs import page_text
-from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.setup.reopen import MAY_CHANGE, changes
 
@@ -30,17 +30,14 @@ from rlgen.setup.reopen import MAY_CHANGE, changes
     ],
 )
 def test_a_mistake(recipe_file: Path, sinks: str, said: str) -> None:
-    recipe_file.write_text(recipe_file.read_text() + f"sinks: {sinks}\n")
-    with pytest.raises(RecipeError) as error:
-        load_recipe(recipe_file)
-    assert said in str(error.value)
+    recipe_file.write_text(f"{RECIPE}sinks: {sinks}\n")
+    assert any(said in line for line in problems(recipe_file))
 
 
 def test_tables_without_rollouts(recipe_file: Path) -> None:
-    recipe_file.write_text(recipe_file.read_text() + "rollouts: {every: 0}\nsinks: [{kind: wandb}]\n")
+    recipe_file.write_text(f"{RECIPE}rollouts: {{every: 0}}\nsinks: [{{kind: wandb}}]\n")
     assert "samples" not in dump_recipe(load_recipe(recipe_file).recipe)
-    with pytest.raises(RecipeError, match="samples has no effect with"):
-        load_recipe(recipe_file, ["sinks.0.samples=3"])
+    assert "samples has no effect with" in problems(recipe_file, "sinks.0.samples=3")[0]
 
 
 def test_a_resumed_run_may_have_other_sinks() -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers.recipes import written
 
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import RecipeError
@@ -13,9 +14,7 @@ OPEN = "model: {path: org/model}\ndata: {source: rows.jsonl}\nrewards: [{use: ex
 
 
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:
-    path = tmp_path / "open.yaml"
-    path.write_text(OPEN)
-    return load_recipe(path, overrides).recipe
+    return load_recipe(written(tmp_path, OPEN), overrides).recipe
 
 
 def sizes(recipe: Recipe) -> tuple[int | None, int, int, int]:

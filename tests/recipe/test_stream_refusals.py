@@ -2,18 +2,13 @@
 
 from pathlib import Path
 
+import conftest
 import pytest
+from helpers.recipes import problems, written
 
-from rlgen.errors import RecipeError
 from rlgen.recipe import load_recipe
 
-RECIPE = """\
-run: {name: test, steps: 2}
-model: {path: "tiny:qwen3", dtype: float32}
-data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
-rewards: [{use: exact_match}]
-rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12, stream: true}
-"""
+RECIPE = conftest.RECIPE.replace("max_completion_tokens: 12", "max_completion_tokens: 12, stream: true")
 SERVER = "engine={kind: server, launch: true}"
 REFUSED = {
     "engine.kind": (["engine={kind: transformers}"], "samples batch by batch", "set engine.kind to colocated or server"),
@@ -37,21 +32,14 @@ REFUSED = {
 }
 
 
-def load(folder: Path, *overrides: str) -> object:
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE)
-    return load_recipe(path, list(overrides))
-
-
 @pytest.mark.parametrize("path", REFUSED)
 def test_it_is_refused_beside_what_needs_the_whole_batch(tmp_path: Path, path: str) -> None:
     overrides, why, hint = REFUSED[path]
-    with pytest.raises(RecipeError) as refused:
-        load(tmp_path, *overrides)
-    said = " ".join(str(refused.value).split())
+    recipe = written(tmp_path, RECIPE)
+    said = " ".join(problems(recipe, *overrides))
     assert f"{path} cannot be used with rollout.stream, which trains on groups while others are sampled" in said
     assert why in said and hint in said
-    load(tmp_path, *overrides, "rollout.stream=false")
+    load_recipe(recipe, [*overrides, "rollout.stream=false"])
 
 
 @pytest.mark.parametrize(
@@ -66,4 +54,4 @@ def test_it_is_refused_beside_what_needs_the_whole_batch(tmp_path: Path, path: s
     ],
 )
 def test_it_goes_with_what_stays_within_a_group(tmp_path: Path, overrides: list[str]) -> None:
-    load(tmp_path, *overrides)
+    load_recipe(written(tmp_path, RECIPE), overrides)
