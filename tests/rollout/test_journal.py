@@ -22,7 +22,7 @@ from rlgen.engines.plan import EnginePlan
 from rlgen.errors import CheckpointError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import bits
-from rlgen.processes import Processes
+from rlgen.processes import EngineShare, Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.frames import Answer, parse, read_frames
 from rlgen.rollout.journal import Journal
@@ -591,7 +591,12 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
     attempt = SimpleNamespace(recipe=recipe, directory=directory, console=console, processes=Processes.alone())
     facts = replace(FACTS, plan=EnginePlan.of(recipe, "m").digest())
     models, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
-    pair = SimpleNamespace(learner=SimpleNamespace(models=models), engine=open_engine, position=Position())
+    pair = SimpleNamespace(
+        learner=SimpleNamespace(models=models),
+        engine=open_engine,
+        position=Position(),
+        engine_share=EngineShare.of(Processes.alone(), 1),
+    )
     talk = None if tools is None else dialogue(digest=tools)
     code = SimpleNamespace(scorer=SimpleNamespace(rewards=[]), dialogue=talk, custom=None)
     journal = open_journal(attempt, pair, code)  # type: ignore[arg-type]

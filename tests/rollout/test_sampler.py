@@ -22,6 +22,7 @@ from rlgen.engines.server import ServerEngine
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
+from rlgen.rollout.ahead import Ahead
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.frames import append_frames, read_frames
 from rlgen.rollout.journal import Journal
@@ -105,21 +106,23 @@ def sampler(
     in_flight: bool = False,
 ) -> Sampler:
     of = of or journal(Path(mkdtemp()))[0]
+    queue = Ahead(
+        submit_to=engine.submit,
+        prompts_of=prompts_of,
+        steps=ahead,
+        max_staleness=max_staleness,
+        in_flight=in_flight,
+        journal=of,
+    )
     return Sampler(
         engine=engine,  # type: ignore[arg-type]
-        prompts_of=prompts_of,
         sampling=SAMPLING,
         group_size=SIZE,
         run_seed=0,
         tokenizer=byte_tokenizer(),
-        submit_to=engine.submit if ahead else None,
-        ahead=ahead,
-        max_staleness=max_staleness,
-        in_flight=in_flight,
         journal=of,
-        journals=True,
         all_or_none=whole,
-        say=of.say,
+        ahead=queue if ahead else None,
     )
 
 
@@ -127,7 +130,7 @@ def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
     """By step, how old its samples are; the engine takes the weights of each."""
     found = []
     for step in range(1, STEPS + 1):
-        groups, dropped = taken.groups(step)
+        groups, dropped = taken.groups(step, prompts_of(step))
         assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
         assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
         found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
@@ -153,10 +156,10 @@ def test_older_ones_are_dropped_and_counted(proof: Callable[[str], None]) -> Non
     engine = Scripted(age=lambda place: 2 if place == 1 else 0)
     taken = sampler(engine, ahead=1, max_staleness=2)
     engine.version = 3
-    groups, dropped = taken.groups(4)  # trained by version 3: ages 0 and 2
+    groups, dropped = taken.groups(4, prompts_of(4))  # trained by version 3: ages 0 and 2
     assert dropped == 0
     engine.version = 4
-    groups, dropped = taken.groups(5)  # sampled by version 3 and 1, trained by version 4: ages 1 and 3
+    groups, dropped = taken.groups(5, prompts_of(5))  # sampled by version 3 and 1, trained by version 4: ages 1 and 3
     assert dropped == 1
     assert [[sample.sample_index for sample in group.samples] for group in groups] == [[0], [0, 1]]
     assert taken.journal.kept == {5}, "its rollouts do not have the dropped one: the journal must"
@@ -167,14 +170,14 @@ def test_on_policy_an_old_sample_is_a_fault() -> None:
     engine = Scripted(age=lambda place: 1)
     engine.version = 3
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=0).groups(4)
+        sampler(engine, ahead=0).groups(4, prompts_of(4))
     assert caught.value.fault is Fault.STALE_ROLLOUTS
 
 
 def test_newer_than_the_trainer_is_a_fault_ahead_too() -> None:
     engine = Scripted(age=lambda place: -1)
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=1).groups(1)
+        sampler(engine, ahead=1).groups(1, prompts_of(1))
     assert caught.value.fault is Fault.STALE_ROLLOUTS
 
 
@@ -187,11 +190,11 @@ def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> No
         raise EngineError("gone")
 
     engine.generate = failing  # type: ignore[method-assign]
-    taken.submit(2, engine.submit)
+    taken.ahead.submit(2, taken.call)
     engine.generate = generate  # type: ignore[method-assign]
     taken.before_sync()  # waits, and leaves the error to the step
     with pytest.raises(EngineError, match="gone"):
-        taken.groups(2)
+        taken.groups(2, prompts_of(2))
 
 
 @pytest.mark.fault(59)
@@ -221,7 +224,7 @@ def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list
     """The groups of these steps; the engine takes the weights of each."""
     found = []
     for step in range(first, last + 1):
-        found.append(taken.groups(step)[0])
+        found.append(taken.groups(step, prompts_of(step))[0])
         taken.before_sync()
         taken.journal.starts_from(step, f"w{step}")
         engine.version = step
@@ -233,7 +236,7 @@ def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path) -> None:
     before = train_until(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), 1, 2)
     engine.dies_after = 3  # of four answers of step 3
     with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path, 2)[0]).groups(3)
+        sampler(engine, ahead=0, of=journal(tmp_path, 2)[0]).groups(3, prompts_of(3))
     engine.dies_after, engine.version, engine.asked = None, 1, []
     opened, said = journal(tmp_path, 1)  # resumed from the checkpoint of step 1
     after = train_until(engine, sampler(engine, ahead=0, of=opened), 2, 3)
@@ -246,9 +249,9 @@ def test_where_neighbours_change_bits_all_are_asked_again_and_the_journal_wins(t
     engine = Scripted()
     engine.dies_after = 3
     with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
+        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1, prompts_of(1))
     engine.dies_after, engine.asked = None, []
-    groups, _ = sampler(engine, ahead=0, of=journal(tmp_path)[0], whole=True).groups(1)
+    groups, _ = sampler(engine, ahead=0, of=journal(tmp_path)[0], whole=True).groups(1, prompts_of(1))
     assert engine.asked == [(2, 3)]
     logp = [sample.sampler_logp[1] for group in groups for sample in group.samples]
     assert logp == pytest.approx([-0.1, -0.2, -0.3, -0.7])  # the fourth of the second call
@@ -271,7 +274,7 @@ def test_four_steps_ahead_the_queue_is_always_full() -> None:
     taken = sampler(engine, ahead=3, max_staleness=3, in_flight=True)
     found = []
     for step in range(1, STEPS + 1):
-        groups, dropped = taken.groups(step)
+        groups, dropped = taken.groups(step, prompts_of(step))
         assert dropped == 0
         asked.append(len(engine.asked))
         found.append({step - 1 - sample.weight_version for group in groups for sample in group.samples})
@@ -288,7 +291,7 @@ def test_four_steps_ahead_what_is_older_than_the_bound_is_dropped_and_counted() 
     taken = sampler(engine, ahead=3, max_staleness=2, in_flight=True)
     dropped = []
     for step in range(1, STEPS + 1):
-        groups, too_old = taken.groups(step)
+        groups, too_old = taken.groups(step, prompts_of(step))
         dropped.append(too_old)
         assert all(step - 1 - sample.weight_version <= 2 for group in groups for sample in group.samples)
         engine.version = step
@@ -342,7 +345,7 @@ def killed_in_flight(tmp_path: Path) -> tuple[Flying, list[list[Group]], list[li
     whole = train_until(engine, before, 1, 3)
     engine.version = 2  # version 3 was not sent any more
     engine.land()
-    later = [before.answered(before.pending[step], before.pending[step].pending.result(), 3, 0) for step in (4, 5)]  # type: ignore[union-attr]
+    later = [before.answered(call, future.result()) for call, future in before.ahead.pending.values()]
     engine.asked.clear()
     engine.version = 1
     return engine, whole, later
@@ -369,10 +372,10 @@ def test_weights_that_come_out_otherwise_refuse_what_they_sampled_and_nothing_el
     assert train_until(engine, taken, 2, 2)[0] == whole[1], "of versions 0 and 1 alone"
     opened.weights[2] = "other bits"
     engine.version = 2
-    again = taken.groups(3)[0]
+    again = taken.groups(3, prompts_of(3))[0]
     # Not before version 2 was there: until then the answers of the journal might have been of it.
     assert engine.asked[0] == (6, 7) and spans_of(again) == {(Span(0, 2, 2),)}
-    assert "answers of step 3 are sampled again: they are by other weights" in said[0] and {4, 5} == set(taken.pending)
+    assert "answers of step 3 are sampled again: they are by other weights" in said[0] and {4, 5} == set(taken.ahead.pending)
 
 
 @pytest.mark.parametrize("spans", [((0, 1, 0), (1, 2, 3)), ((0, 1, 2), (1, 2, 1))])
@@ -408,17 +411,18 @@ class Waiting(Scripted):
 def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(tmp_path: Path) -> None:
     engine = Waiting()
     taken = sampler(engine, ahead=1, of=journal(tmp_path)[0])
-    taken.submit(1, engine.submit)
+    taken.ahead.submit(1, taken.call)
     engine.answer(0)
-    taken.groups(1)  # asks for step 2
+    taken.groups(1, prompts_of(1))  # asks for step 2
     taken.journal.starts_from(1, "w1")
     engine.version = 1
     interrupted = Future[list[Completion]]()
     interrupted.set_exception(KeyboardInterrupt())  # a stop, while step 2 waits for its answers
-    taken.pending[2], waiting = replace(taken.pending[2], pending=interrupted), taken.pending[2]
+    call, waiting = taken.ahead.pending[2]
+    taken.ahead.pending[2] = call, interrupted
     with pytest.raises(KeyboardInterrupt):
-        taken.groups(2)
-    taken.pending[2] = waiting
+        taken.groups(2, prompts_of(2))
+    taken.ahead.pending[2] = call, waiting
     saved = threading.Thread(target=taken.flush_pending, args=(1,))
     saved.start()
     saved.join(0.2)
@@ -426,7 +430,7 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     engine.answer(1)
     saved.join(HANGS)
     assert not saved.is_alive()
-    taken.groups(2)  # asks for step 3, of the weights of step 1
+    taken.groups(2, prompts_of(2))  # asks for step 3, of the weights of step 1
     saved = threading.Thread(target=taken.flush_pending, args=(1,), daemon=True)
     saved.start()
     saved.join(HANGS)
@@ -439,9 +443,9 @@ def test_in_flight_a_save_waits_for_nothing_and_all_of_the_journal_is_on_disk(
     engine, flushed = Waiting(), list[int]()
     taken = sampler(engine, ahead=3, max_staleness=3, of=journal(tmp_path)[0], in_flight=True)
     monkeypatch.setattr(Journal, "flush", lambda self, step: flushed.append(step))
-    taken.submit(1, engine.submit)
+    taken.ahead.submit(1, taken.call)
     engine.answer(0)
-    taken.groups(1)
+    taken.groups(1, prompts_of(1))
     taken.flush_pending(1)  # returns, though nothing of steps 2 to 4 is there
     assert flushed == [2, 3, 4] and not any(future.done() for future in engine.futures[1:])
     taken.before_sync()  # neither
@@ -451,7 +455,7 @@ def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> 
     engine = Scripted()
     engine.version = 2
     opened, said = journal(tmp_path, 2)
-    sampler(engine, ahead=1, of=opened).groups(3)
+    sampler(engine, ahead=1, of=opened).groups(3, prompts_of(3))
     assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are missing" in said[0]
 
 
@@ -479,7 +483,7 @@ def groups_told(engine: Scripted, ahead: int, of: Journal | None = None) -> tupl
 def test_a_group_is_told_of_when_its_last_answer_is_there() -> None:
     engine = Scripted()
     taken, told = groups_told(engine, ahead=0)
-    groups, _ = taken.groups(1)
+    groups, _ = taken.groups(1, prompts_of(1))
     assert [(step, group.group_id, answers) for step, group, answers in told] == [(1, 2, 2), (1, 3, 4)]
     assert [group for _, group, _ in told] == groups
 
@@ -487,7 +491,7 @@ def test_a_group_is_told_of_when_its_last_answer_is_there() -> None:
 def test_ahead_a_group_is_told_of_with_its_step() -> None:
     engine = Scripted()
     taken, told = groups_told(engine, ahead=1)
-    groups, _ = taken.groups(1)
+    groups, _ = taken.groups(1, prompts_of(1))
     assert [(step, group.group_id) for step, group, _ in told] == [(1, 2), (1, 3), (2, 4), (2, 5)]
     assert [group for step, group, _ in told if step == 1] == groups
 
@@ -497,7 +501,7 @@ def test_a_group_with_an_answer_to_something_else_is_not_told_of() -> None:
     engine.version = 3
     taken, told = groups_told(engine, ahead=0)
     with pytest.raises(SentinelError) as caught:
-        taken.groups(4)
+        taken.groups(4, prompts_of(4))
     assert caught.value.fault is Fault.STALE_ROLLOUTS
     assert [group.group_id for _, group, _ in told] == [9], "the engine answers 8 and 9, and 8 is wrong"
 
@@ -507,14 +511,14 @@ def test_of_a_step_that_the_journal_has_nothing_is_told(tmp_path: Path) -> None:
     engine = Scripted()
     engine.dies_after = 1
     with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
+        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1, prompts_of(1))
     engine.dies_after = None
     taken, told = groups_told(engine, ahead=0, of=journal(tmp_path)[0])
-    taken.groups(1)
+    taken.groups(1, prompts_of(1))
     assert told == []
     taken.journal.starts_from(1, "w1")
     engine.version = 1
-    taken.groups(2)
+    taken.groups(2, prompts_of(2))
     assert [group.group_id for _, group, _ in told] == [4, 5]
 
 
@@ -535,19 +539,19 @@ def test_answers_to_something_else_are_sampled_anew_and_said(tmp_path: Path, cha
     taken.run_seed = change.get("seed", 0)
     taken.sampling = replace(SAMPLING, temperature=change.get("temperature", 1.0))
     engine.version, engine.asked = 0, []
-    after, _ = taken.groups(1)
+    after, _ = taken.groups(1, prompts_of(1))
     assert engine.asked == [(2, 3)] and after != before
     assert len(said) == 1 and f"4 of 4 answers of step 1 are sampled again: they are {why}" in said[0]
 
 
 def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:
     engine = Scripted()
-    sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
+    sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1, prompts_of(1))
     path = tmp_path / "step_000001.bin"
     changed = [structs.replace(record, token_ids=ids_of((7, 8)).tobytes()) for record in read_frames(path).records]
     path.unlink()
     append_frames(path, changed, begun=True)
     # The checksums hold, but an answer is ended by a stop token that is not there.
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
+        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1, prompts_of(1))
     assert caught.value.fault is Fault.DROPPED_STOP_TOKEN
