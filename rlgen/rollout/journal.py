@@ -62,7 +62,7 @@ class Journal:
     files: Mapping[int, Sequence[str]] = field(default_factory=dict)  # earlier attempts' files by step; the same in all ranks
     starts: Sequence[Line] = ()  # start records of earlier attempts: weights, and the weights of the versions before
     versions: int = 1  # how many earlier versions may have sampled for a step: its start record has their digests
-    writes: bool = True  # answers and rewards; else another process writes those of the engine that both use
+    writes: bool = True  # the engine's answers; False: another process writes those of the engine that they share
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
     begun: set[int] = field(default_factory=set)  # steps for which this process has written records
     kept: set[int] = field(default_factory=set)  # steps whose rollouts lack some answers
@@ -95,7 +95,7 @@ class Journal:
             judge: values that decide the rewards.
             beside: values that decide the answers, other than the engine's facts and the trained weights.
             versions: how many versions before the present one may sample for a step (`rollout.async_steps`), at least 1.
-            writes: whether this process writes answers and rewards.
+            writes: whether this process writes its engine's answers.
         """
 
         def look() -> tuple[dict[int, list[str]], list[Line]]:
@@ -145,7 +145,9 @@ class Journal:
                     append_text(path, sealed(start), False)
 
     def answered(self, step: int, group_id: int, sample_index: int, request: Request, sampling: Sampling, c: Completion) -> None:
-        """Writes one answer of the engine to the journal of `step`."""
+        """Writes one answer of the engine to the journal of `step`, unless another process of the same engine does so."""
+        if not self.writes:
+            return
         answer = Answer(
             group_id=group_id,
             sample_index=sample_index,
@@ -294,7 +296,7 @@ class Journal:
     def append(self, step: int, *records: Record) -> None:
         """Appends records to this process's file of `step`; does nothing once the journal is closed. Raises CheckpointError."""
         with self.lock:
-            if self.writes and not self.closed:
+            if not self.closed:
                 append_frames(self.path(step), records, begun=step in self.begun)
                 self.begun.add(step)
 
