@@ -1,7 +1,7 @@
 """Sampling ahead: which weights answer which prompts, what is dropped, when the loop waits, and what a resumed run asks again."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -126,18 +126,35 @@ def sampler(
     )
 
 
-def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
-    """By step, how old its samples are; the engine takes the weights of each."""
-    found = []
-    for step in range(1, STEPS + 1):
-        groups, dropped = taken.groups(step, prompts_of(step))
-        assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
-        assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
-        found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
+def trained(engine: Scripted, taken: Sampler, first: int = 1, last: int = STEPS) -> Iterator[tuple[int, list[Group], int]]:
+    """Each step with its groups, and how many samples were dropped; the engine then takes its weights."""
+    for step in range(first, last + 1):
+        yield step, *taken.groups(step, prompts_of(step))
         taken.before_sync()
         taken.journal.starts_from(step, f"w{step}")
         engine.version = step
+
+
+def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list[list[Group]]:
+    return [groups for _, groups, _ in trained(engine, taken, first, last)]
+
+
+def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
+    """By step, how old its samples are."""
+    found = []
+    for step, groups, dropped in trained(engine, taken):
+        assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
+        assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
+        found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
     return found
+
+
+def killed(engine: Scripted, taken: Sampler, step: int, answers: int) -> None:
+    """The engine dies in `step` after so many answers, and is there again."""
+    engine.dies_after = answers
+    with pytest.raises(EngineError):
+        taken.groups(step, prompts_of(step))
+    engine.dies_after, engine.asked = None, []
 
 
 def test_a_step_ahead_is_one_version_old() -> None:
@@ -166,18 +183,12 @@ def test_older_ones_are_dropped_and_counted(proof: Callable[[str], None]) -> Non
     proof("one of four samples was three versions old, two are allowed")
 
 
-def test_on_policy_an_old_sample_is_a_fault() -> None:
-    engine = Scripted(age=lambda place: 1)
+@pytest.mark.parametrize(("ahead", "age"), [(0, 1), (0, -1), (1, -1)])
+def test_an_old_sample_on_policy_and_a_newer_one_than_the_trainer_are_faults(ahead: int, age: int) -> None:
+    engine = Scripted(age=lambda place: age)
     engine.version = 3
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=0).groups(4, prompts_of(4))
-    assert caught.value.fault is Fault.STALE_ROLLOUTS
-
-
-def test_newer_than_the_trainer_is_a_fault_ahead_too() -> None:
-    engine = Scripted(age=lambda place: -1)
-    with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=1).groups(1, prompts_of(1))
+        sampler(engine, ahead).groups(4, prompts_of(4))
     assert caught.value.fault is Fault.STALE_ROLLOUTS
 
 
@@ -220,24 +231,11 @@ def test_a_step_without_samples_trains_nothing_and_is_counted(
     proof("all 16 samples of step 2 were too old: dropped, nothing trained, the run went on")
 
 
-def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list[list[Group]]:
-    """The groups of these steps; the engine takes the weights of each."""
-    found = []
-    for step in range(first, last + 1):
-        found.append(taken.groups(step, prompts_of(step))[0])
-        taken.before_sync()
-        taken.journal.starts_from(step, f"w{step}")
-        engine.version = step
-    return found
-
-
 def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path) -> None:
     engine = Scripted()
     before = train_until(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), 1, 2)
-    engine.dies_after = 3  # of four answers of step 3
-    with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path, 2)[0]).groups(3, prompts_of(3))
-    engine.dies_after, engine.version, engine.asked = None, 1, []
+    killed(engine, sampler(engine, ahead=0, of=journal(tmp_path, 2)[0]), step=3, answers=3)  # of four
+    engine.version = 1
     opened, said = journal(tmp_path, 1)  # resumed from the checkpoint of step 1
     after = train_until(engine, sampler(engine, ahead=0, of=opened), 2, 3)
     assert after[0] == before[1] and engine.asked == [(7,)]  # of step 3 the last answer of the last prompt; nothing of step 2
@@ -247,10 +245,7 @@ def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path) -> None:
 
 def test_where_neighbours_change_bits_all_are_asked_again_and_the_journal_wins(tmp_path: Path) -> None:
     engine = Scripted()
-    engine.dies_after = 3
-    with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1, prompts_of(1))
-    engine.dies_after, engine.asked = None, []
+    killed(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), step=1, answers=3)
     groups, _ = sampler(engine, ahead=0, of=journal(tmp_path)[0], whole=True).groups(1, prompts_of(1))
     assert engine.asked == [(2, 3)]
     logp = [sample.sampler_logp[1] for group in groups for sample in group.samples]
@@ -271,16 +266,11 @@ def test_ahead_the_answers_of_earlier_weights_come_from_the_journal(tmp_path: Pa
 def test_four_steps_ahead_the_queue_is_always_full() -> None:
     engine = Scripted()
     asked: list[int] = []  # calls that the engine had got when each step was taken
-    taken = sampler(engine, ahead=3, max_staleness=3, in_flight=True)
     found = []
-    for step in range(1, STEPS + 1):
-        groups, dropped = taken.groups(step, prompts_of(step))
+    for step, groups, dropped in trained(engine, sampler(engine, ahead=3, max_staleness=3, in_flight=True)):
         assert dropped == 0
         asked.append(len(engine.asked))
         found.append({step - 1 - sample.weight_version for group in groups for sample in group.samples})
-        taken.before_sync()
-        taken.journal.starts_from(step, f"w{step}")
-        engine.version = step
     assert asked == [4, 5, 5, 5, 5], "three steps beyond the one that trains, as long as there are any"
     assert found == [{0}, {1}, {2}, {3}, {3}]
     assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]
@@ -289,13 +279,11 @@ def test_four_steps_ahead_the_queue_is_always_full() -> None:
 def test_four_steps_ahead_what_is_older_than_the_bound_is_dropped_and_counted() -> None:
     engine = Scripted()
     taken = sampler(engine, ahead=3, max_staleness=2, in_flight=True)
-    dropped = []
-    for step in range(1, STEPS + 1):
-        groups, too_old = taken.groups(step, prompts_of(step))
-        dropped.append(too_old)
+    left_out = []
+    for step, groups, dropped in trained(engine, taken):
+        left_out.append(dropped)
         assert all(step - 1 - sample.weight_version <= 2 for group in groups for sample in group.samples)
-        engine.version = step
-    assert dropped == [0, 0, 0, 4, 4] and taken.journal.kept == {4, 5}
+    assert left_out == [0, 0, 0, 4, 4] and taken.journal.kept == {4, 5}
 
 
 class Flying(Scripted):
@@ -509,10 +497,7 @@ def test_a_group_with_an_answer_to_something_else_is_not_told_of() -> None:
 def test_of_a_step_that_the_journal_has_nothing_is_told(tmp_path: Path) -> None:
     """Its rewards may be there, too."""
     engine = Scripted()
-    engine.dies_after = 1
-    with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1, prompts_of(1))
-    engine.dies_after = None
+    killed(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), step=1, answers=1)
     taken, told = groups_told(engine, ahead=0, of=journal(tmp_path)[0])
     taken.groups(1, prompts_of(1))
     assert told == []
