@@ -62,6 +62,7 @@ class Journal:
     files: Mapping[int, Sequence[str]] = field(default_factory=dict)  # earlier attempts' files by step; the same in all ranks
     starts: Sequence[Line] = ()  # start records of earlier attempts: weights, and the weights of the versions before
     versions: int = 1  # how many earlier versions may have sampled for a step: its start record has their digests
+    writes: bool = True  # the engine's answers; False: another process writes those of the engine that they share
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
     begun: set[int] = field(default_factory=set)  # steps for which this process has written records
     kept: set[int] = field(default_factory=set)  # steps whose rollouts lack some answers
@@ -82,6 +83,7 @@ class Journal:
         say: Callable[[str], None],
         beside: Sequence[object] = (),
         versions: int = 1,
+        writes: bool = True,
     ) -> "Journal":
         """Lists the journal files of steps after `done` and reads the start records, in the main process for all.
 
@@ -93,6 +95,7 @@ class Journal:
             judge: values that decide the rewards.
             beside: values that decide the answers, other than the engine's facts and the trained weights.
             versions: how many versions before the present one may sample for a step (`rollout.async_steps`), at least 1.
+            writes: whether this process writes its engine's answers.
         """
 
         def look() -> tuple[dict[int, list[str]], list[Line]]:
@@ -118,6 +121,7 @@ class Journal:
             files=files,
             starts=starts,
             versions=versions,
+            writes=writes,
         )
 
     def starts_from(self, version: int, weights: str) -> None:
@@ -141,7 +145,9 @@ class Journal:
                     append_text(path, sealed(start), False)
 
     def answered(self, step: int, group_id: int, sample_index: int, request: Request, sampling: Sampling, c: Completion) -> None:
-        """Writes one answer of the engine to the journal of `step`."""
+        """Writes one answer of the engine to the journal of `step`, unless another process of the same engine does so."""
+        if not self.writes:
+            return
         answer = Answer(
             group_id=group_id,
             sample_index=sample_index,

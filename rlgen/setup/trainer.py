@@ -17,6 +17,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rollout.ahead import Ahead
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
@@ -241,7 +242,8 @@ def open_journal(attempt: RunContext, pair: Pair, code: UserCode) -> Journal:
     beside = [pair.learner.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
     beside += [] if code.custom is None else [code.custom.use, code.custom.sha256]
     versions = max(1, attempt.recipe.rollout.async_steps)
-    return Journal.open(folder, pair.position.step, attempt.processes, pair.engine.facts(), judge, say, beside, versions)
+    done, facts, writes = pair.position.step, pair.engine.facts(), pair.engine_share.first
+    return Journal.open(folder, done, attempt.processes, facts, judge, say, beside, versions, writes)
 
 
 def build_sampler(attempt: RunContext, pair: Pair, journal: Journal, early: EarlyScoring, code: UserCode) -> Sampler:
@@ -250,21 +252,25 @@ def build_sampler(attempt: RunContext, pair: Pair, journal: Journal, early: Earl
     abilities = pair.engine.abilities
     # Rewards would only slow down an engine that needs the cores of this machine, unless groups are trained on meanwhile.
     early_pays = (abilities.elsewhere or recipe.rollout.stream) and code.custom is None
+    ahead = None
+    if recipe.rollout.async_steps and abilities.submit is not None:
+        ahead = Ahead(
+            submit_to=abilities.submit,
+            prompts_of=lambda step: pair.engine_share.share(prompts.take((step - 1) * count, count if step <= steps else 0)),
+            steps=recipe.rollout.async_steps,
+            max_staleness=recipe.oldest_sample,
+            in_flight=abilities.in_flight,
+            journal=journal,
+        )
     return Sampler(
         engine=pair.engine,
-        prompts_of=lambda step: pair.engine_share.share(prompts.take((step - 1) * count, count if step <= steps else 0)),
         sampling=pair.sampling,
         group_size=recipe.rollout.group_size,
         run_seed=recipe.run.seed,
         tokenizer=pair.data.tokenizer,
-        submit_to=abilities.submit if recipe.rollout.async_steps else None,
-        ahead=recipe.rollout.async_steps,
-        max_staleness=recipe.oldest_sample,
-        in_flight=abilities.in_flight,
         journal=journal,
-        journals=pair.engine_share.first,
-        all_or_none=abilities.whole_step,
-        say=attempt.console.say,
+        all_or_none=abilities.whole_step or code.custom is not None,
+        ahead=ahead,
         group_finished=early.add if early_pays and pair.engine_share.first else None,
         dialogue=code.dialogue,
         custom=code.custom,

@@ -1,6 +1,5 @@
 """The cache of rows and prompts: a second start computes nothing and says the same; nothing stale or damaged is taken."""
 
-import json
 import os
 import time
 from array import array
@@ -15,7 +14,7 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
-from test_prompts_left_out import TEMPLATE, byte_tokenizer
+from helpers.rows import TEMPLATE, byte_tokenizer, prompts_of, write_lines
 
 from rlgen.data import build_prompts, cache, load_rows, readers, source, tokens
 from rlgen.data.prompts import PromptStream, order
@@ -64,14 +63,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     return done
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def start(path: Path, tokenizer: Any = None, seed: int = 0, **settings: Any) -> PromptStream:
-    data = DataRecipe.model_validate({"source": str(path), **settings})
-    return build_prompts(data, load_rows(data, seed), tokenizer or byte_tokenizer(), seed)
+def start(path: Path, tokenizer: Any = None, **settings: Any) -> PromptStream:
+    return prompts_of(path, tokenizer or byte_tokenizer(), **settings)
 
 
 def many_rows() -> list[dict[str, Any]]:

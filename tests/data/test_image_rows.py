@@ -1,7 +1,6 @@
 """Rows with images: where they are read from, where they stand in a prompt, and what each mistake says."""
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 from helpers.pictures import MODEL, picture, vision
+from helpers.rows import write_lines
 
 from rlgen.data import Placeholder, PromptStream, build_prompts, load_rows, overlap
 from rlgen.errors import DataError
@@ -20,7 +20,7 @@ TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 def stream(source: Path, rows: Sequence[Mapping[str, Any]] | None = None, **changes: Any) -> PromptStream:
     if rows is not None:
-        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(source, rows)
     said = {"source": str(source), "columns": {"images": "images"}, "chat": True, "shuffle": False, **changes}
     data, seen = DataRecipe.model_validate(said), vision()
     tokenizer = load_tokenizer(locate(MODEL), None)

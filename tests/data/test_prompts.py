@@ -1,26 +1,26 @@
-"""Rows to prompts: the template once, order by position, counts, bad rows."""
+"""Rows to prompts: the template once, order by position, counts, bad rows, odd answers."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.rows import byte_tokenizer as templated
+from helpers.rows import prompts_of, write_lines
 
-from rlgen.data import build_prompts, load_rows
+from rlgen.data import prompts
 from rlgen.data.prompts import PromptStream
-from rlgen.data.tasks import generate
 from rlgen.errors import DataError
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.recipe.data import TASKS, ColumnsRecipe, DataRecipe
+from rlgen.recipe.data import ColumnsRecipe
 
 TOKENIZER = byte_tokenizer()
+USER = {"role": "user", "content": "hi"}
+Proof = Callable[[str], None]
 
 
-def stream(rows: list[dict[str, Any]], tmp_path: Path, seed: int = 0, **settings: Any) -> PromptStream:
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataRecipe(source=str(path), **settings)
-    return build_prompts(data, load_rows(data, seed), TOKENIZER, seed)
+def stream(rows: list[dict[str, Any]], folder: Path, tokenizer: Any = None, seed: int = 0, **settings: Any) -> PromptStream:
+    return prompts_of(write_lines(folder / "rows.jsonl", rows), tokenizer, seed, **settings)
 
 
 def test_text_is_used_as_it_is(tmp_path: Path) -> None:
@@ -33,13 +33,13 @@ def test_text_is_used_as_it_is(tmp_path: Path) -> None:
     "prompt, settings",
     [
         ("hi", {"system": "be"}),
-        ([{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}], {}),
-        ([{"role": "user", "content": "hi"}], {"system": "be"}),
+        ([{"role": "system", "content": "be"}, USER], {}),
+        ([USER], {"system": "be"}),
     ],
 )
 def test_chats_are_templated_once(tmp_path: Path, prompt: Any, settings: dict[str, Any]) -> None:
     made = stream([{"prompt": prompt}], tmp_path, **settings).take(0, 1)[0]
-    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    messages = [{"role": "system", "content": "be"}, USER]
     whole = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert list(made.prompt_ids) == whole
     assert made.text == "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -59,74 +59,139 @@ def test_a_position_is_one_integer(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(21, 24)
-def test_over_long_prompts_are_counted_or_refused(tmp_path: Path, proof: Any) -> None:
+def test_over_long_prompts_are_counted_or_refused(tmp_path: Path, proof: Proof) -> None:
     rows = [{"prompt": "ab"}, {"prompt": "abcdef"}, {"prompt": "ab"}]
-    made = stream(rows, tmp_path, max_prompt_tokens=4)
-    assert dict(made.counts) == {
-        "read": 3,
-        "empty": 0,
-        "no_answer": 0,
-        "odd_answer": 0,
-        "over_long": 1,
-        "duplicates": 1,
-        "used": 2,
-    }
+    counts = {"read": 3, "empty": 0, "no_answer": 0, "odd_answer": 0, "over_long": 1, "duplicates": 1, "used": 2}
+    assert stream(rows, tmp_path, max_prompt_tokens=4).counts == counts
     with pytest.raises(DataError, match=r"row 1: 6 tokens, but data.max_prompt_tokens is 4"):
         stream(rows, tmp_path, max_prompt_tokens=4, overlong="error")
-    with pytest.raises(DataError, match=r"no row is left: .*3 over_long"):
-        stream(rows, tmp_path, max_prompt_tokens=1)
-    proof("3 of 3 rows too long; 1 duplicate counted")
+    every = "no row is left: 4 read, 1 empty, 0 no_answer, 0 odd_answer, 3 over_long, 0 duplicates, 0 used"
+    with pytest.raises(DataError, match=every):
+        stream([*rows, {"prompt": ""}], tmp_path, max_prompt_tokens=1)
+    proof("3 of 4 rows too long, one empty; 1 duplicate counted")
+
+
+def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path: Path) -> None:
+    built = stream([{"prompt": value} for value in ("a", " \n", None, [], "b")], tmp_path, shuffle=False)
+    counts = {"read": 5, "empty": 3, "no_answer": 0, "odd_answer": 0, "over_long": 0, "duplicates": 0, "used": 2}
+    assert built.counts == counts
+    assert [(p.row, p.text) for p in built.take(0, 2)] == [(0, "a"), (1, "b")]
 
 
 @pytest.mark.fault(22)
 @pytest.mark.parametrize(
-    "prompt, part",
+    ("value", "said"),
     [
-        ([{"role": "wizard", "content": "x"}], "row 0: a message must have one of the roles"),
+        ([{"role": "wizard", "content": "x"}], "a message must have one of the roles"),
         ([{"role": "user"}], "the message of the user has no text"),
-        (
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
-            "the last message is the assistant's",
-        ),
+        ([{"role": "user", "content": " "}], "the message of the user has no text"),
+        ([USER, {"role": "assistant", "content": "y"}], "the last message is the assistant's"),
+        ([USER, {"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]}, USER], "calls tools"),
+        ([{"role": "developer", "content": "x"}, USER], "no developers here"),
         (7, "the prompt is int"),
-        ("", "no row is left: 1 read, 1 empty"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, prompt: Any, part: str, proof: Any) -> None:
-    with pytest.raises(DataError, match=part):
-        stream([{"prompt": prompt}], tmp_path)
-    proof(part)
+def test_bad_rows_are_named(tmp_path: Path, value: Any, said: str, proof: Proof) -> None:
+    with pytest.raises(DataError) as caught:
+        stream([{"prompt": "fine"}, {"prompt": value}], tmp_path, templated())
+    assert "rows.jsonl, row 1" in str(caught.value) and said in str(caught.value)
+    proof(said)
+
+
+def test_two_system_messages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"row 0.*beside data\.system"):
+        stream([{"prompt": [{"role": "system", "content": "a"}, USER]}], tmp_path, system="b")
+
+
+def test_template_args_need_a_chat(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.template_args: no prompt is a chat"):
+        stream([{"prompt": "a"}], tmp_path, template_args={"think": True})
+
+
+def test_a_tokenizer_that_goes_round_its_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    render = tokenizer.apply_chat_template
+
+    def other_ids(messages: Any, tokenize: bool, **settings: Any) -> Any:
+        return [1, 2, 3] if tokenize else render(messages, tokenize=False, **settings)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", other_ids)
+    with pytest.raises(DataError, match="other ids than the text of its template"):
+        stream([{"prompt": [USER]}], tmp_path, tokenizer)
+
+
+def test_an_epoch_is_shuffled_once_however_many_prompts_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = stream([{"prompt": f"p{index}"} for index in range(11)], tmp_path, seed=123)
+    shuffles = []
+
+    class CountingRandom(prompts.Random):
+        def shuffle(self, x: Any) -> None:
+            shuffles.append(len(x))
+            super().shuffle(x)
+
+    monkeypatch.setattr(prompts, "Random", CountingRandom)
+    prompts.order.cache_clear()
+    built.take(0, 22)
+    assert shuffles == [11, 11]
 
 
 def test_columns(tmp_path: Path) -> None:
     rows = [{"question": "q", "solution": "a"}]
     made = stream(rows, tmp_path, columns=ColumnsRecipe(prompt="question", answer="solution"))
     assert made.take(0, 1)[0].columns == {"question": "q", "solution": "a", "answer": "a"}
-    with pytest.raises(DataError, match="no column `questoin`; did you mean `question`"):
-        stream(rows, tmp_path, columns=ColumnsRecipe(prompt="questoin"))
 
 
-def test_files(tmp_path: Path) -> None:
-    import datasets
-
-    rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
-    (tmp_path / "x.csv").write_text("prompt,n\na,07\n")
-    (tmp_path / "x.json").write_text(json.dumps(rows))
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "x.parquet"))
-    assert list(load_rows(DataRecipe(source=str(tmp_path / "x.csv")), 0).rows) == [{"prompt": "a", "n": "07"}]
-    for name in ("x.json", "x.parquet"):
-        assert list(load_rows(DataRecipe(source=str(tmp_path / name)), 0).rows) == rows
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
-    with pytest.raises(DataError, match=r"bad.jsonl:2: the line is not JSON"):
-        load_rows(DataRecipe(source=str(tmp_path / "bad.jsonl")), 0)
-    with pytest.raises(DataError, match="there is no such file"):
-        load_rows(DataRecipe(source=str(tmp_path / "*.jsonl.gone.jsonl")), 0)
+def answered(tmp_path: Path, answers: list[Any]) -> PromptStream:
+    rows = [{"prompt": f"p{place}", "answer": answer} for place, answer in enumerate(answers)]
+    return stream(rows, tmp_path, columns={"answer": "answer"})
 
 
-@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"gym"}))  # of another package
-def test_tasks_follow_from_seed_and_index(name: str) -> None:
-    options = TASKS[name](size=60)
-    rows = generate(name, options, 1)
-    assert rows == generate(name, options, 1) != generate(name, options, 2)
-    assert rows[:20] == generate(name, TASKS[name](size=20), 1)
-    assert len({(row["prompt"], *row.get("images", ())) for row in rows}) == 60
+@pytest.mark.fault(26)
+def test_a_few_rows_without_an_answer_are_left_out_and_more_are_an_error(tmp_path: Path, proof: Proof) -> None:
+    answers = [None if place == 50 else "1" for place in range(100)]
+    built = answered(tmp_path, answers)
+    assert (built.counts["no_answer"], built.counts["used"]) == (1, 99)
+    assert all(prompt.columns["answer"] == "1" for prompt in built.take(0, 99))
+    answers[7] = None
+    with pytest.raises(DataError, match="`answer` is empty in 2 of 100 rows"):
+        answered(tmp_path, answers)
+    proof("1 of 100 without an answer is counted, 2 are refused")
+
+
+@pytest.mark.fault(26)
+@pytest.mark.parametrize(
+    "usual, odd, kind",
+    [
+        ("7", 7, "a text"),
+        (7, "7", "a number"),
+        ("7", ["7"], "a text"),
+        (["7"], "7", "a list"),
+        ("7", True, "a text"),
+        ("7", {"a": 1}, "a text"),
+        ("so\n#### 7", "no final one", "a text that ends in #### and the final answer"),
+    ],
+)
+def test_one_odd_answer_in_a_hundred_is_counted_and_two_are_refused(
+    tmp_path: Path, usual: Any, odd: Any, kind: str, proof: Proof
+) -> None:
+    built = answered(tmp_path, [usual] * 99 + [odd])
+    assert (built.counts["odd_answer"], built.counts["used"]) == (1, 99)
+    assert all(prompt.columns["answer"] == usual for prompt in built.take(0, 99))
+    with pytest.raises(DataError) as error:
+        answered(tmp_path, [usual] * 98 + [odd] * 2)
+    assert f"`answer` is {kind} in most rows, but not in 2 of 100" in str(error.value) and error.value.exit_code == 4
+    proof(f"{odd!r} among {usual!r}")
+
+
+@pytest.mark.fault(26)
+def test_no_answer_is_none_whatever_it_looks_like(tmp_path: Path, proof: Proof) -> None:
+    built = answered(tmp_path, ["7"] * 298 + [None, " "])
+    assert (built.counts["no_answer"], built.counts["odd_answer"], built.counts["used"]) == (2, 0, 298)
+    with pytest.raises(DataError, match="is empty in 4 of 4 rows"):
+        answered(tmp_path, [None, "", float("nan"), None])
+    proof("None, a blank text, NaN")
+
+
+@pytest.mark.parametrize("answers", [["#### 7", "8"] * 5, ["7", "-8.5"], [1, 2.5], [[1], [2, 3]], ["a #### heading\nx", "b"]])
+def test_answers_that_are_alike_are_all_used(tmp_path: Path, answers: list[Any]) -> None:
+    assert answered(tmp_path, answers).counts["used"] == len(answers)

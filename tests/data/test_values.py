@@ -10,13 +10,12 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from helpers.rows import prompts_of, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlgen.data import build_prompts, load_rows, source, tokens
+from rlgen.data import source, tokens
 from rlgen.errors import DataError
-from rlgen.models.tiny import byte_tokenizer
-from rlgen.recipe.data import DataRecipe
 
 ODD: list[Any] = [
     *(None, True, 1, 1.0, -0.0, "1", "", 2**63, 2**64, -(10**40), 0.1, 1e300, float("inf"), float("-inf")),
@@ -43,8 +42,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 def columns(path: Path, **recipe: Any) -> list[Any]:
     """What rewards get of each row, in the order of the file."""
-    data = DataRecipe.model_validate({"source": str(path), "shuffle": False, **recipe})
-    prompts = build_prompts(data, load_rows(data, 0), byte_tokenizer(), 0)
+    prompts = prompts_of(path, shuffle=False, **recipe)
     return [prompts.at(position).columns for position in range(len(prompts))]
 
 
@@ -57,15 +55,17 @@ def exactly(value: Any) -> str:
 def test_json_values_of_any_type_in_one_column(tmp_path: Path, place: None, suffix: str) -> None:
     rows = [{"prompt": f"p{n}", "x": value} for n, value in enumerate([*ODD, float("nan")])]
     path = tmp_path / f"rows{suffix}"
-    path.write_text(json.dumps(rows) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows))
+    if suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        write_lines(path, rows)
     for _ in range(2):
         assert exactly(columns(path)) == exactly(rows)
 
 
 def test_missing_keys_are_none_and_columns_have_one_order(tmp_path: Path, place: None) -> None:
     rows = [{"prompt": "a"}, {"z": 1, "prompt": "b"}, {"y": None, "prompt": "c"}, {"prompt": "d", "prompt ": 2}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_lines(tmp_path / "rows.jsonl", rows)
     empty = {"prompt": None, "z": None, "y": None, "prompt ": None}
     for _ in range(2):
         assert [list(row.items()) for row in columns(path)] == [list({**empty, **row}.items()) for row in rows]
@@ -83,15 +83,14 @@ JSON = st.recursive(
 @given(st.lists(st.dictionaries(st.text(max_size=3), JSON, max_size=4), min_size=1, max_size=6))
 def test_every_json_value_comes_back(tmp_path_factory: pytest.TempPathFactory, some: list[dict[str, Any]]) -> None:
     rows = [{"prompt": "p", **{name: value for name, value in row.items() if name != "prompt"}} for row in some]
-    path = tmp_path_factory.mktemp("values") / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_lines(tmp_path_factory.mktemp("values") / "rows.jsonl", rows)
     names = dict.fromkeys(name for row in rows for name in row)
     assert exactly(columns(path)) == exactly([{name: row.get(name) for name in names} for row in rows])
 
 
 def test_csv_is_text(tmp_path: Path, place: None) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text('prompt,x\na,007\nb,\nc,"1\n2"\r\nd,"\u2028"\ne,NA\n', encoding="utf-8")
+    path.write_text('\ufeffprompt,x\na,007\nb,\nc,"1\n2"\r\nd,"\u2028"\ne,NA\n', encoding="utf-8")
     expected = [("a", "007"), ("b", ""), ("c", "1\n2"), ("d", "\u2028"), ("e", "NA")]
     for _ in range(2):
         assert columns(path) == [{"prompt": prompt, "x": x} for prompt, x in expected]

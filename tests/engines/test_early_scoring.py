@@ -47,9 +47,9 @@ def trained(
     answered: dict[int, float] = {}
     real = Sampler.answered
 
-    def noting(self: Sampler, call: Any, answers: Sequence[Completion], version: int, oldest: int) -> list[Group]:
-        answered[version + 1] = time.monotonic()
-        return real(self, call, answers, version, oldest)
+    def noting(self: Sampler, call: Any, answers: Sequence[Completion]) -> list[Group]:
+        answered[call.step] = time.monotonic()
+        return real(self, call, answers)
 
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "answered", noting)

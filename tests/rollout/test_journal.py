@@ -5,7 +5,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from helpers import samples
 from helpers.scripted import dialogue
 
 from rlgen.engines.base import EngineCapabilities, EngineInfo, Settings
@@ -22,7 +23,7 @@ from rlgen.engines.plan import EnginePlan
 from rlgen.errors import CheckpointError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import bits
-from rlgen.processes import Processes
+from rlgen.processes import EngineShare, Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.frames import Answer, parse, read_frames
 from rlgen.rollout.journal import Journal
@@ -38,13 +39,11 @@ from rlgen.types import (
     Prompt,
     Ragged,
     Request,
-    Sample,
     Samples,
     Sampling,
     Span,
     ids_of,
     logp_of,
-    one_span,
 )
 
 SAMPLING = Sampling(max_tokens=64, temperature=0.7, stop_ids=(257,))
@@ -56,24 +55,28 @@ FACTS = EngineInfo(
 ABILITIES = EngineCapabilities(sleeps=False, submit=None, whole_step=False, elsewhere=False, in_flight=False)
 
 
+def attempt(folder: Path, done: int = 0, say: Callable[[str], None] = print, judge: str = "judge", facts: Any = FACTS) -> Journal:
+    """Of a run that goes on after step `done`."""
+    return Journal.open(folder, done, Processes.alone(), facts, [judge], say)
+
+
 def opened(folder: Path, rank: int = 0, judge: str = "judge", done: int = 0, say: Callable[[str], None] = print) -> Journal:
     """Of a run that begins."""
-    journal = Journal.open(folder, done, Processes.alone(), FACTS, [judge], say)
+    journal = attempt(folder, done, say, judge)
     journal.rank = rank
     journal.starts_from(0, "w0")
     return journal
 
 
 def completion(logp: Any, spans: tuple[Span, ...] | None = None) -> Completion:
-    values = logp_of(logp)
-    return Completion(
-        token_ids=ids_of(range(len(values))),
-        logp=values,
-        finish_reason="length",
-        spans=one_span(len(values), 0) if spans is None else spans,
-        prompt_ids=ids_of((1, 2)),
-        cached_tokens=3,
-    )
+    made = samples.completion(range(len(logp)), logp, (1, 2), 0, "length", cached_tokens=3)
+    return made if spans is None else replace(made, spans=spans)
+
+
+def answer_each(journal: Journal, step: int, groups: Iterable[int] = (0,), logp: float = -1.0) -> None:
+    """Writes an answer of one token for each of these groups."""
+    for group in groups:
+        journal.answered(step, group, 0, REQUEST, SAMPLING, completion((logp,)))
 
 
 def found(journal: Journal, group: int = 0, step: int = 1, request: Request = REQUEST) -> dict[int, Completion]:
@@ -97,8 +100,7 @@ def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
 def test_half_a_record_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, proof: Callable[[str], None]) -> None:
     said: list[str] = []
     journal = opened(tmp_path)
-    for group in range(3):
-        journal.answered(2, group, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    answer_each(journal, 2, range(3))
     path = tmp_path / "step_000002.bin"
     whole = path.read_bytes()
     last = whole.rindex(b"\xa7rlj")
@@ -116,8 +118,7 @@ def test_half_a_record_is_left_out_and_the_next_one_stands_alone(tmp_path: Path,
 @pytest.mark.fault(65)
 def test_a_changed_bit_costs_its_record_and_is_said(tmp_path: Path, proof: Callable[[str], None]) -> None:
     journal = opened(tmp_path)
-    for group in range(3):
-        journal.answered(2, group, 0, REQUEST, SAMPLING, completion((-1.5,)))
+    answer_each(journal, 2, range(3), -1.5)
     path = tmp_path / "step_000002.bin"
     whole = path.read_bytes()
     begins, ends = whole.index(b"\xa7rlj", 1), whole.rindex(b"\xa7rlj")
@@ -164,7 +165,7 @@ def test_a_journal_that_cannot_be_written_or_is_a_link_is_an_error_of_the_disk(t
     outside.write_text("somebody's")
     (tmp_path / "a" / "step_000002.bin").symlink_to(outside)
     with pytest.raises(CheckpointError, match="is a link"):
-        journal.answered(2, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+        answer_each(journal, 2)
     with pytest.raises(CheckpointError, match="is a link"):
         opened(tmp_path / "a")
     assert outside.read_text() == "somebody's"
@@ -203,7 +204,7 @@ def test_another_number_of_processes_finds_all_by_group(tmp_path: Path) -> None:
 def test_nothing_of_a_step_is_read_before_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = opened(tmp_path)
     for step in (1, 2, 3):
-        journal.answered(step, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+        answer_each(journal, step)
     read: list[str] = []
     module = Journal.records.__globals__
     real = module["read_frames"]
@@ -217,7 +218,7 @@ def test_nothing_of_a_step_is_read_before_it_is_asked_for(tmp_path: Path, monkey
 def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     for step in range(1, 8):
-        journal.answered(step, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+        answer_each(journal, step)
         journal.starts_from(step - 1, f"w{step - 1}")
     (tmp_path / "notes.txt").write_text("somebody's")
     (tmp_path / "step_000003.parquet").mkdir()
@@ -227,7 +228,7 @@ def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *left]
     journal.close()
     journal.invalidate(6)  # the sentinel has caught the engine in step 6
-    journal.answered(7, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))  # one that was under way
+    answer_each(journal, 7)  # one that was under way
     left = ["start_000005.jsonl", "start_000007.jsonl", "step_000005.bin"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *left]
 
@@ -236,9 +237,9 @@ def test_the_start_of_a_step_outlives_what_the_sentinel_has_caught_in_it(tmp_pat
     journal = opened(tmp_path)
     journal.starts_from(1, "w1")
     journal.starts_from(2, "w2")
-    journal.answered(3, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    answer_each(journal, 3)
     journal.invalidate(3)
-    resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
+    resumed = attempt(tmp_path, 2)
     resumed.starts_from(2, "w2")
     assert resumed.weights == {1: "w1", 2: "w2"}
     assert not found(resumed, step=3)
@@ -259,11 +260,11 @@ def test_a_torn_start_is_left_out_and_a_damaged_one_is_said(tmp_path: Path) -> N
     path = tmp_path / "start_000002.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    again = Journal.open(tmp_path, 1, Processes.alone(), FACTS, ["judge"], said.append)
+    again = attempt(tmp_path, 1, said.append)
     again.starts_from(1, "w1")
     assert again.weights == {1: "w1"} and said == []
     path.write_bytes(whole.replace(b"w0", b"w9") + whole)
-    again = Journal.open(tmp_path, 1, Processes.alone(), FACTS, ["judge"], said.append)
+    again = attempt(tmp_path, 1, said.append)
     again.starts_from(1, "w1")
     assert again.weights == {0: "w0", 1: "w1"} and "1 lines of start_000002.jsonl are ignored" in said[0]
 
@@ -292,7 +293,7 @@ def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path:
         sampler = SimpleNamespace(journal=current)
         Saver.invalidate_samples(SimpleNamespace(processes=Both, sampler=sampler, finish=lambda wait: None), 3)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.glob("*_000003*")] == ["start_000003.jsonl"]
-    assert [start["weights"] for start in Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print).starts] == ["w2"]
+    assert [start["weights"] for start in attempt(tmp_path, 2).starts] == ["w2"]
 
 
 def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: Path) -> None:
@@ -300,30 +301,20 @@ def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: P
     journal.starts_from(1, "w1")
     journal.starts_from(2, "w2")
     for weights, known in (("w2", {1: "w1", 2: "w2"}), ("other", {2: "other"})):
-        resumed = Journal.open(tmp_path, 2, Processes.alone(), FACTS, ["judge"], print)
+        resumed = attempt(tmp_path, 2)
         resumed.starts_from(2, weights)
         assert resumed.weights == known
 
 
 def group_of(*ids: int, answer: str = "7") -> Group:
     prompt = Prompt(position=3, row=3, text="", prompt_ids=ids_of((5, 6)), columns={"answer": answer})
-    samples = tuple(
-        Sample(
-            group_id=3,
-            sample_index=at,
-            prompt_ids=ids_of((5, 6)),
-            completion_ids=ids_of((one, 259)),
-            sampler_logp=logp_of((-0.5, -1.0)),
-            spans=one_span(2, 0),
-            finish_reason="stop",
-            seed=at,
-            completion="x",
-            rewards={},
-            reward=None,
+    made = tuple(
+        samples.make_sample(
+            group_id=3, sample_index=at, completion_ids=(one, 259), sampler_logp=(-0.5, -1.0), seed=at, completion="x"
         )
         for at, one in enumerate(ids)
     )
-    return Group(group_id=3, prompt=prompt, samples=samples)
+    return Group(group_id=3, prompt=prompt, samples=made)
 
 
 def rewarded(groups: list[Group]) -> list[Group]:
@@ -374,7 +365,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.folder = tmp_path / "gone"
     with pytest.raises(CheckpointError, match=r"gone/step_000001.bin cannot be written: .*free space or change run.dir"):
-        journal.answered(1, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+        answer_each(journal, 1)
 
 
 def test_a_digest_of_weights_sees_the_last_bit() -> None:
@@ -402,25 +393,16 @@ def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
     directory = folder / "rollouts"
     journals = [opened(folder / "journal", rank=rank) for rank in range(world)]
     group = group_of(7, 8)
-    for at, sample in enumerate(group.samples):
-        request = Request(prompt_ids=sample.prompt_ids, seed=sample.seed)
-        answer = Completion(
-            token_ids=sample.completion_ids,
-            logp=logp_of((-0.1, float("nan"))),
-            finish_reason="stop",
-            spans=(Span(0, 1, 0),),
-            prompt_ids=sample.prompt_ids,
-            cached_tokens=2,
-        )
-        journals[at % world].answered(1, 3, at, request, SAMPLING, answer)
+    sampled: dict[str, Any] = {"spans": (Span(0, 1, 0),), "cached_tokens": 2}
+    logp = logp_of((-0.1, float("nan")))
+    for at, (sample, request) in enumerate(zip(group.samples, requests(), strict=True)):
+        given = samples.completion(sample.completion_ids.tolist(), logp.tolist(), sample.prompt_ids.tolist())
+        journals[at % world].answered(1, 3, at, request, SAMPLING, replace(given, **sampled))
     scored = journals[0].score(1, [group], rewarded)[0]
     if kept:
         journals[-1].keep(1)
     for rank, journal in enumerate(journals):
-        rows = [
-            replace(s, sampler_logp=logp_of((-0.1, float("nan"))), spans=(Span(0, 1, 0),), cached_tokens=2)
-            for s in scored.samples
-        ]
+        rows = [replace(sample, sampler_logp=logp, **sampled) for sample in scored.samples]
         writer = RolloutWriter(
             folder=directory,
             rank=rank,
@@ -434,13 +416,13 @@ def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
             stamp=lambda rollout, journal=journal: journal.stamp(rollout, SAMPLING),
             on_disk=journal.retire,
         )
-        samples = Samples.of(rows[rank::world], ["a", "b"])
-        count = len(samples)
+        own = Samples.of(rows[rank::world], ["a", "b"])
+        count = len(own)
         writer.write(
             Rollout(
                 step=1,
-                samples=samples,
-                policy_logp=Ragged.of([s.sampler_logp for s in samples], np.float32),
+                samples=own,
+                policy_logp=Ragged.of([sample.sampler_logp for sample in own], np.float32),
                 advantage=np.zeros(count),
                 trained=np.ones(count, dtype=bool),
             )
@@ -512,7 +494,7 @@ def test_rollouts_that_are_no_answer_are_refused_in_the_same_words(tmp_path: Pat
     resumed(tmp_path)
     said: list[str] = []
     facts = replace(FACTS, engine=change.get("engine", "e 1"))
-    again = Journal.open(tmp_path / "journal", 0, Processes.alone(), facts, ["judge"], said.append)
+    again = attempt(tmp_path / "journal", 0, said.append, facts=facts)
     again.starts_from(0, change.get("weights", "w0"))
     asked = [replace(one, seed=change.get("seed", one.seed)) for one in requests()]
     sampling = replace(SAMPLING, temperature=change.get("temperature", 0.7))
@@ -591,7 +573,12 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
     attempt = SimpleNamespace(recipe=recipe, directory=directory, console=console, processes=Processes.alone())
     facts = replace(FACTS, plan=EnginePlan.of(recipe, "m").digest())
     models, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
-    pair = SimpleNamespace(learner=SimpleNamespace(models=models), engine=open_engine, position=Position())
+    pair = SimpleNamespace(
+        learner=SimpleNamespace(models=models),
+        engine=open_engine,
+        position=Position(),
+        engine_share=EngineShare.of(Processes.alone(), 1),
+    )
     talk = None if tools is None else dialogue(digest=tools)
     code = SimpleNamespace(scorer=SimpleNamespace(rewards=[]), dialogue=talk, custom=None)
     journal = open_journal(attempt, pair, code)  # type: ignore[arg-type]

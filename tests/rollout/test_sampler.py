@@ -1,7 +1,7 @@
 """Sampling ahead: which weights answer which prompts, what is dropped, when the loop waits, and what a resumed run asks again."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from rlgen.engines.server import ServerEngine
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
+from rlgen.rollout.ahead import Ahead
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.frames import append_frames, read_frames
 from rlgen.rollout.journal import Journal
@@ -105,36 +106,55 @@ def sampler(
     in_flight: bool = False,
 ) -> Sampler:
     of = of or journal(Path(mkdtemp()))[0]
+    queue = Ahead(
+        submit_to=engine.submit,
+        prompts_of=prompts_of,
+        steps=ahead,
+        max_staleness=max_staleness,
+        in_flight=in_flight,
+        journal=of,
+    )
     return Sampler(
         engine=engine,  # type: ignore[arg-type]
-        prompts_of=prompts_of,
         sampling=SAMPLING,
         group_size=SIZE,
         run_seed=0,
         tokenizer=byte_tokenizer(),
-        submit_to=engine.submit if ahead else None,
-        ahead=ahead,
-        max_staleness=max_staleness,
-        in_flight=in_flight,
         journal=of,
-        journals=True,
         all_or_none=whole,
-        say=of.say,
+        ahead=queue if ahead else None,
     )
 
 
-def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
-    """By step, how old its samples are; the engine takes the weights of each."""
-    found = []
-    for step in range(1, STEPS + 1):
-        groups, dropped = taken.groups(step)
-        assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
-        assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
-        found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
+def trained(engine: Scripted, taken: Sampler, first: int = 1, last: int = STEPS) -> Iterator[tuple[int, list[Group], int]]:
+    """Each step with its groups, and how many samples were dropped; the engine then takes its weights."""
+    for step in range(first, last + 1):
+        yield step, *taken.groups(step, prompts_of(step))
         taken.before_sync()
         taken.journal.starts_from(step, f"w{step}")
         engine.version = step
+
+
+def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list[list[Group]]:
+    return [groups for _, groups, _ in trained(engine, taken, first, last)]
+
+
+def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
+    """By step, how old its samples are."""
+    found = []
+    for step, groups, dropped in trained(engine, taken):
+        assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
+        assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
+        found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
     return found
+
+
+def killed(engine: Scripted, taken: Sampler, step: int, answers: int) -> None:
+    """The engine dies in `step` after so many answers, and is there again."""
+    engine.dies_after = answers
+    with pytest.raises(EngineError):
+        taken.groups(step, prompts_of(step))
+    engine.dies_after, engine.asked = None, []
 
 
 def test_a_step_ahead_is_one_version_old() -> None:
@@ -153,28 +173,22 @@ def test_older_ones_are_dropped_and_counted(proof: Callable[[str], None]) -> Non
     engine = Scripted(age=lambda place: 2 if place == 1 else 0)
     taken = sampler(engine, ahead=1, max_staleness=2)
     engine.version = 3
-    groups, dropped = taken.groups(4)  # trained by version 3: ages 0 and 2
+    groups, dropped = taken.groups(4, prompts_of(4))  # trained by version 3: ages 0 and 2
     assert dropped == 0
     engine.version = 4
-    groups, dropped = taken.groups(5)  # sampled by version 3 and 1, trained by version 4: ages 1 and 3
+    groups, dropped = taken.groups(5, prompts_of(5))  # sampled by version 3 and 1, trained by version 4: ages 1 and 3
     assert dropped == 1
     assert [[sample.sample_index for sample in group.samples] for group in groups] == [[0], [0, 1]]
     assert taken.journal.kept == {5}, "its rollouts do not have the dropped one: the journal must"
     proof("one of four samples was three versions old, two are allowed")
 
 
-def test_on_policy_an_old_sample_is_a_fault() -> None:
-    engine = Scripted(age=lambda place: 1)
+@pytest.mark.parametrize(("ahead", "age"), [(0, 1), (0, -1), (1, -1)])
+def test_an_old_sample_on_policy_and_a_newer_one_than_the_trainer_are_faults(ahead: int, age: int) -> None:
+    engine = Scripted(age=lambda place: age)
     engine.version = 3
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=0).groups(4)
-    assert caught.value.fault is Fault.STALE_ROLLOUTS
-
-
-def test_newer_than_the_trainer_is_a_fault_ahead_too() -> None:
-    engine = Scripted(age=lambda place: -1)
-    with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=1).groups(1)
+        sampler(engine, ahead).groups(4, prompts_of(4))
     assert caught.value.fault is Fault.STALE_ROLLOUTS
 
 
@@ -187,11 +201,11 @@ def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> No
         raise EngineError("gone")
 
     engine.generate = failing  # type: ignore[method-assign]
-    taken.submit(2, engine.submit)
+    taken.ahead.submit(2, taken.call)
     engine.generate = generate  # type: ignore[method-assign]
     taken.before_sync()  # waits, and leaves the error to the step
     with pytest.raises(EngineError, match="gone"):
-        taken.groups(2)
+        taken.groups(2, prompts_of(2))
 
 
 @pytest.mark.fault(59)
@@ -217,24 +231,11 @@ def test_a_step_without_samples_trains_nothing_and_is_counted(
     proof("all 16 samples of step 2 were too old: dropped, nothing trained, the run went on")
 
 
-def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list[list[Group]]:
-    """The groups of these steps; the engine takes the weights of each."""
-    found = []
-    for step in range(first, last + 1):
-        found.append(taken.groups(step)[0])
-        taken.before_sync()
-        taken.journal.starts_from(step, f"w{step}")
-        engine.version = step
-    return found
-
-
 def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path) -> None:
     engine = Scripted()
     before = train_until(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), 1, 2)
-    engine.dies_after = 3  # of four answers of step 3
-    with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path, 2)[0]).groups(3)
-    engine.dies_after, engine.version, engine.asked = None, 1, []
+    killed(engine, sampler(engine, ahead=0, of=journal(tmp_path, 2)[0]), step=3, answers=3)  # of four
+    engine.version = 1
     opened, said = journal(tmp_path, 1)  # resumed from the checkpoint of step 1
     after = train_until(engine, sampler(engine, ahead=0, of=opened), 2, 3)
     assert after[0] == before[1] and engine.asked == [(7,)]  # of step 3 the last answer of the last prompt; nothing of step 2
@@ -244,11 +245,8 @@ def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path) -> None:
 
 def test_where_neighbours_change_bits_all_are_asked_again_and_the_journal_wins(tmp_path: Path) -> None:
     engine = Scripted()
-    engine.dies_after = 3
-    with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
-    engine.dies_after, engine.asked = None, []
-    groups, _ = sampler(engine, ahead=0, of=journal(tmp_path)[0], whole=True).groups(1)
+    killed(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), step=1, answers=3)
+    groups, _ = sampler(engine, ahead=0, of=journal(tmp_path)[0], whole=True).groups(1, prompts_of(1))
     assert engine.asked == [(2, 3)]
     logp = [sample.sampler_logp[1] for group in groups for sample in group.samples]
     assert logp == pytest.approx([-0.1, -0.2, -0.3, -0.7])  # the fourth of the second call
@@ -268,16 +266,11 @@ def test_ahead_the_answers_of_earlier_weights_come_from_the_journal(tmp_path: Pa
 def test_four_steps_ahead_the_queue_is_always_full() -> None:
     engine = Scripted()
     asked: list[int] = []  # calls that the engine had got when each step was taken
-    taken = sampler(engine, ahead=3, max_staleness=3, in_flight=True)
     found = []
-    for step in range(1, STEPS + 1):
-        groups, dropped = taken.groups(step)
+    for step, groups, dropped in trained(engine, sampler(engine, ahead=3, max_staleness=3, in_flight=True)):
         assert dropped == 0
         asked.append(len(engine.asked))
         found.append({step - 1 - sample.weight_version for group in groups for sample in group.samples})
-        taken.before_sync()
-        taken.journal.starts_from(step, f"w{step}")
-        engine.version = step
     assert asked == [4, 5, 5, 5, 5], "three steps beyond the one that trains, as long as there are any"
     assert found == [{0}, {1}, {2}, {3}, {3}]
     assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]
@@ -286,13 +279,11 @@ def test_four_steps_ahead_the_queue_is_always_full() -> None:
 def test_four_steps_ahead_what_is_older_than_the_bound_is_dropped_and_counted() -> None:
     engine = Scripted()
     taken = sampler(engine, ahead=3, max_staleness=2, in_flight=True)
-    dropped = []
-    for step in range(1, STEPS + 1):
-        groups, too_old = taken.groups(step)
-        dropped.append(too_old)
+    left_out = []
+    for step, groups, dropped in trained(engine, taken):
+        left_out.append(dropped)
         assert all(step - 1 - sample.weight_version <= 2 for group in groups for sample in group.samples)
-        engine.version = step
-    assert dropped == [0, 0, 0, 4, 4] and taken.journal.kept == {4, 5}
+    assert left_out == [0, 0, 0, 4, 4] and taken.journal.kept == {4, 5}
 
 
 class Flying(Scripted):
@@ -342,7 +333,7 @@ def killed_in_flight(tmp_path: Path) -> tuple[Flying, list[list[Group]], list[li
     whole = train_until(engine, before, 1, 3)
     engine.version = 2  # version 3 was not sent any more
     engine.land()
-    later = [before.answered(before.pending[step], before.pending[step].pending.result(), 3, 0) for step in (4, 5)]  # type: ignore[union-attr]
+    later = [before.answered(call, future.result()) for call, future in before.ahead.pending.values()]
     engine.asked.clear()
     engine.version = 1
     return engine, whole, later
@@ -369,10 +360,10 @@ def test_weights_that_come_out_otherwise_refuse_what_they_sampled_and_nothing_el
     assert train_until(engine, taken, 2, 2)[0] == whole[1], "of versions 0 and 1 alone"
     opened.weights[2] = "other bits"
     engine.version = 2
-    again = taken.groups(3)[0]
+    again = taken.groups(3, prompts_of(3))[0]
     # Not before version 2 was there: until then the answers of the journal might have been of it.
     assert engine.asked[0] == (6, 7) and spans_of(again) == {(Span(0, 2, 2),)}
-    assert "answers of step 3 are sampled again: they are by other weights" in said[0] and {4, 5} == set(taken.pending)
+    assert "answers of step 3 are sampled again: they are by other weights" in said[0] and {4, 5} == set(taken.ahead.pending)
 
 
 @pytest.mark.parametrize("spans", [((0, 1, 0), (1, 2, 3)), ((0, 1, 2), (1, 2, 1))])
@@ -408,17 +399,18 @@ class Waiting(Scripted):
 def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(tmp_path: Path) -> None:
     engine = Waiting()
     taken = sampler(engine, ahead=1, of=journal(tmp_path)[0])
-    taken.submit(1, engine.submit)
+    taken.ahead.submit(1, taken.call)
     engine.answer(0)
-    taken.groups(1)  # asks for step 2
+    taken.groups(1, prompts_of(1))  # asks for step 2
     taken.journal.starts_from(1, "w1")
     engine.version = 1
     interrupted = Future[list[Completion]]()
     interrupted.set_exception(KeyboardInterrupt())  # a stop, while step 2 waits for its answers
-    taken.pending[2], waiting = replace(taken.pending[2], pending=interrupted), taken.pending[2]
+    call, waiting = taken.ahead.pending[2]
+    taken.ahead.pending[2] = call, interrupted
     with pytest.raises(KeyboardInterrupt):
-        taken.groups(2)
-    taken.pending[2] = waiting
+        taken.groups(2, prompts_of(2))
+    taken.ahead.pending[2] = call, waiting
     saved = threading.Thread(target=taken.flush_pending, args=(1,))
     saved.start()
     saved.join(0.2)
@@ -426,7 +418,7 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     engine.answer(1)
     saved.join(HANGS)
     assert not saved.is_alive()
-    taken.groups(2)  # asks for step 3, of the weights of step 1
+    taken.groups(2, prompts_of(2))  # asks for step 3, of the weights of step 1
     saved = threading.Thread(target=taken.flush_pending, args=(1,), daemon=True)
     saved.start()
     saved.join(HANGS)
@@ -439,9 +431,9 @@ def test_in_flight_a_save_waits_for_nothing_and_all_of_the_journal_is_on_disk(
     engine, flushed = Waiting(), list[int]()
     taken = sampler(engine, ahead=3, max_staleness=3, of=journal(tmp_path)[0], in_flight=True)
     monkeypatch.setattr(Journal, "flush", lambda self, step: flushed.append(step))
-    taken.submit(1, engine.submit)
+    taken.ahead.submit(1, taken.call)
     engine.answer(0)
-    taken.groups(1)
+    taken.groups(1, prompts_of(1))
     taken.flush_pending(1)  # returns, though nothing of steps 2 to 4 is there
     assert flushed == [2, 3, 4] and not any(future.done() for future in engine.futures[1:])
     taken.before_sync()  # neither
@@ -451,7 +443,7 @@ def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> 
     engine = Scripted()
     engine.version = 2
     opened, said = journal(tmp_path, 2)
-    sampler(engine, ahead=1, of=opened).groups(3)
+    sampler(engine, ahead=1, of=opened).groups(3, prompts_of(3))
     assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are missing" in said[0]
 
 
@@ -479,7 +471,7 @@ def groups_told(engine: Scripted, ahead: int, of: Journal | None = None) -> tupl
 def test_a_group_is_told_of_when_its_last_answer_is_there() -> None:
     engine = Scripted()
     taken, told = groups_told(engine, ahead=0)
-    groups, _ = taken.groups(1)
+    groups, _ = taken.groups(1, prompts_of(1))
     assert [(step, group.group_id, answers) for step, group, answers in told] == [(1, 2, 2), (1, 3, 4)]
     assert [group for _, group, _ in told] == groups
 
@@ -487,7 +479,7 @@ def test_a_group_is_told_of_when_its_last_answer_is_there() -> None:
 def test_ahead_a_group_is_told_of_with_its_step() -> None:
     engine = Scripted()
     taken, told = groups_told(engine, ahead=1)
-    groups, _ = taken.groups(1)
+    groups, _ = taken.groups(1, prompts_of(1))
     assert [(step, group.group_id) for step, group, _ in told] == [(1, 2), (1, 3), (2, 4), (2, 5)]
     assert [group for step, group, _ in told if step == 1] == groups
 
@@ -497,7 +489,7 @@ def test_a_group_with_an_answer_to_something_else_is_not_told_of() -> None:
     engine.version = 3
     taken, told = groups_told(engine, ahead=0)
     with pytest.raises(SentinelError) as caught:
-        taken.groups(4)
+        taken.groups(4, prompts_of(4))
     assert caught.value.fault is Fault.STALE_ROLLOUTS
     assert [group.group_id for _, group, _ in told] == [9], "the engine answers 8 and 9, and 8 is wrong"
 
@@ -505,16 +497,13 @@ def test_a_group_with_an_answer_to_something_else_is_not_told_of() -> None:
 def test_of_a_step_that_the_journal_has_nothing_is_told(tmp_path: Path) -> None:
     """Its rewards may be there, too."""
     engine = Scripted()
-    engine.dies_after = 1
-    with pytest.raises(EngineError):
-        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
-    engine.dies_after = None
+    killed(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), step=1, answers=1)
     taken, told = groups_told(engine, ahead=0, of=journal(tmp_path)[0])
-    taken.groups(1)
+    taken.groups(1, prompts_of(1))
     assert told == []
     taken.journal.starts_from(1, "w1")
     engine.version = 1
-    taken.groups(2)
+    taken.groups(2, prompts_of(2))
     assert [group.group_id for _, group, _ in told] == [4, 5]
 
 
@@ -535,19 +524,19 @@ def test_answers_to_something_else_are_sampled_anew_and_said(tmp_path: Path, cha
     taken.run_seed = change.get("seed", 0)
     taken.sampling = replace(SAMPLING, temperature=change.get("temperature", 1.0))
     engine.version, engine.asked = 0, []
-    after, _ = taken.groups(1)
+    after, _ = taken.groups(1, prompts_of(1))
     assert engine.asked == [(2, 3)] and after != before
     assert len(said) == 1 and f"4 of 4 answers of step 1 are sampled again: they are {why}" in said[0]
 
 
 def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:
     engine = Scripted()
-    sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
+    sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1, prompts_of(1))
     path = tmp_path / "step_000001.bin"
     changed = [structs.replace(record, token_ids=ids_of((7, 8)).tobytes()) for record in read_frames(path).records]
     path.unlink()
     append_frames(path, changed, begun=True)
     # The checksums hold, but an answer is ended by a stop token that is not there.
     with pytest.raises(SentinelError) as caught:
-        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1)
+        sampler(engine, ahead=0, of=journal(tmp_path)[0]).groups(1, prompts_of(1))
     assert caught.value.fault is Fault.DROPPED_STOP_TOKEN

@@ -39,19 +39,12 @@ def collector(engine: Any, scorer: Scorer, folder: Path, early_pays: bool = True
     journal.starts_from(0, "w0")
     sampler = Sampler(
         engine=engine,
-        prompts_of=lambda step: prompts.take((step - 1) * PROMPTS, PROMPTS),
         sampling=Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,)),
         group_size=SIZE,
         run_seed=0,
         tokenizer=byte_tokenizer(),
-        submit_to=None,
-        max_staleness=1,
-        ahead=0,
-        in_flight=False,
         journal=journal,
-        journals=True,
         all_or_none=False,
-        say=print,
         group_finished=early.add if early_pays else None,
         interruptible=streams,
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from collecting import collector
+from collecting import PROMPTS, collector
 from helpers.samples import completion
 from helpers.waiting import until
 
@@ -109,7 +109,8 @@ def test_a_step_that_is_given_up_ends_the_calls_of_its_rewards(scorer: Scorer, t
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     engine.before_last, engine.version = lambda: None, 1
     collect.sampler.journal.starts_from(1, "w1")
-    later, _ = collect.sampler.groups(2)  # a thread that has not heard of it hands these over, too
+    # A thread that has not heard of it hands these over, too.
+    later, _ = collect.sampler.groups(2, collect.prompts.take(PROMPTS, PROMPTS))
     assert not scorer.pool._busy
     (tmp_path / "hang").unlink()
     assert [sample.reward for group in scorer.score(later, 2) for sample in group.samples] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
