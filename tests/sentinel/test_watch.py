@@ -35,7 +35,7 @@ Proof = Callable[[str], None]
 
 ROWS = 32  # of a rollout in this file; probes ask for fewer
 TRANSFORMERS = "engine={kind: transformers}"
-Event = Callable[[pytest.MonkeyPatch], None]
+Event = Callable[[pytest.MonkeyPatch], object]
 
 
 def run(recipe: Path, *overrides: str, resume: bool = False) -> Path:
@@ -78,20 +78,8 @@ def one_sync_that_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_weights, "load_weights", load)
 
 
-def a_skipped_sync_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    p.sync_skipped(monkeypatch)
-
-
-def a_tensor_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    p.received(p.without("model.norm.weight"))(monkeypatch)
-
-
-def a_tensor_cut_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    p.received(lambda arrived: [(n, t.bfloat16() if "norm" in n else t) for n, t in arrived])(monkeypatch)
-
-
-def a_stale_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_weights, "repack_heads", lambda model: 0)
+def cut_to_bfloat16(arrived: p.Named) -> p.Named:
+    return [(name, tensor.bfloat16() if "norm" in name else tensor) for name, tensor in arrived]
 
 
 def buffers_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +147,10 @@ def older(engine: Any, answer: Completion) -> Completion:
 EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
     "no sync arrives": (syncs_that_reach_nothing, 2, Fault.STALE_WEIGHTS, "reached none", []),
     "one sync does not arrive": (one_sync_that_reaches_nothing, 2, Fault.STALE_WEIGHTS, "once version 1 is sent again", []),
-    "a sync is skipped and told": (a_skipped_sync_that_is_told, 2, Fault.STALE_WEIGHTS, "weight sync to version 1", []),
-    "a tensor is lost": (a_tensor_that_is_lost, 2, Fault.INCOMPLETE_SYNC, "model.norm.weight", []),
-    "a tensor loses bits": (a_tensor_cut_to_bfloat16, 2, Fault.STALE_TENSOR, "received bfloat16", []),
-    "the head goes stale": (a_stale_head, 2, Fault.DRIFT, "batch of step 2", []),
+    "a sync is skipped and told": (p.sync_skipped, 2, Fault.STALE_WEIGHTS, "weight sync to version 1", []),
+    "a tensor is lost": (p.received(p.without("model.norm.weight")), 2, Fault.INCOMPLETE_SYNC, "model.norm.weight", []),
+    "a tensor loses bits": (p.received(cut_to_bfloat16), 2, Fault.STALE_TENSOR, "received bfloat16", []),
+    "the head goes stale": (p.tied_head_stale, 2, Fault.DRIFT, "batch of step 2", []),
     "sleep drops buffers": (buffers_that_do_not_come_back, 2, Fault.DRIFT, "not even after the weights were sent", []),
     "older rollouts, told": (
         in_rollouts(older, 2),
