@@ -54,7 +54,7 @@ from rlgen.run.state import (
     set_random,
     stored_tensors,
 )
-from rlgen.run.writing import Snapshot, Writer, random_name, written_as
+from rlgen.run.writing import Writer, random_name, written_as
 from rlgen.types import Position
 
 LOOK = 0.1  # seconds between two looks whether all processes have written their part
@@ -162,8 +162,10 @@ class Checkpoints:
         moments = optimizer_tensors(model, optimizer)
         draws = processes.gather([random_tensors()])
         processes.on_main(partial(self._begin, at.step))
-        snapshot = processes.run_all(
-            lambda: Snapshot(
+        self._writer = processes.run_all(
+            lambda: Writer(
+                checkpoints=self,
+                model=model,
                 at=at,
                 schedule=deepcopy(schedule.state_dict()),
                 facts={
@@ -179,12 +181,13 @@ class Checkpoints:
                 sharded=is_sharded(model) and not is_adapted(model),
                 weights=self._room.weights(model, processes.is_main),
                 moments=self._room.moments(moments, processes.is_main),
+                settle=settle,
+                clock=clock,
             )
         )
         if self.tokenizer is None:
             self.tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
             self.processor = deepcopy(processor)
-        self._writer = Writer(checkpoints=self, model=model, snapshot=snapshot, settle=settle, clock=clock)
         self._writer.start()
         return self._writer.final
 
@@ -241,7 +244,7 @@ class Checkpoints:
         try:
             writer.result()
         except Exception as error:
-            return f"the checkpoint of step {writer.snapshot.at.step} was not written: {error}"
+            return f"the checkpoint of step {writer.at.step} was not written: {error}"
         return None
 
     @staticmethod

@@ -215,12 +215,9 @@ class Room:
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
-    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies tensors into contiguous CPU buffers; of sharded tensors, the local shard. The next save overwrites them."""
-        return {name: self._copy(name, tensor) for name, tensor in tensors.items()}
-
     @torch.no_grad()
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Copies a tensor into a contiguous CPU buffer; of a sharded one, the local shard. The next save overwrites it."""
         held = self._held.get(name)
         if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
             if isinstance(tensor, DTensor):
@@ -235,14 +232,15 @@ class Room:
 
         Sharded weights are gathered one tensor at a time, a collective in which all processes take part.
         """
-        if is_adapted(model) or not is_sharded(model):  # an adapter is whole in each process
-            return self.copies(adapter_tensors(model) if is_adapted(model) else own_tensors(model)) if is_main else {}
-        tensors = ((name, whole(tensor)) for name, tensor in own_tensors(model).items())
+        trained = adapter_tensors(model) if is_adapted(model) else own_tensors(model)
+        tensors = ((name, whole(tensor)) for name, tensor in trained.items())
         with gone_through(tensors):
             return {name: self._copy(name, tensor) for name, tensor in tensors} if is_main else {}
 
     def moments(self, moments: Mapping[str, Tensor], is_main: bool) -> dict[str, Tensor]:
         """Returns copies of what this process writes: shards that no earlier process holds; whole tensors in the main one."""
-        sharded = {name for name, tensor in moments.items() if isinstance(tensor, DTensor)}
-        writes = {name: first_copy(tensor) if name in sharded else is_main for name, tensor in moments.items()}
-        return self.copies({name: tensor for name, tensor in moments.items() if writes[name]})
+
+        def writes(tensor: Tensor) -> bool:
+            return first_copy(tensor) if isinstance(tensor, DTensor) else is_main
+
+        return {name: self._copy(name, tensor) for name, tensor in moments.items() if writes(tensor)}

@@ -1,4 +1,4 @@
-"""Writes a checkpoint from a snapshot, in a thread beside the loop. Uses no collectives, so that it never blocks the loop's.
+"""Writes a checkpoint in a thread beside the loop. Uses no collectives, so that it never blocks the loop's.
 
 Each process writes its part and then a list of its files, `part_1.json`. When all lists are there, the main process writes the
 manifest and renames the folder. A folder without its final name is no checkpoint. Nothing here needs torchrun's store, which may
@@ -40,10 +40,15 @@ class GivenUpError(Exception):
     """Raised in the writing thread when the checkpoint that is being written is no longer wanted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The part of a checkpoint that one process writes: Snapshot(at=Position(step=20, ...), schedule={...}, ...)."""
+@dataclass(slots=True, kw_only=True)
+class Writer:
+    """Writes what one process has of one checkpoint, in a thread beside the loop, and stores how that ended.
 
+    `schedule` to `moments` are the snapshot: copies of what the loop goes on to change.
+    """
+
+    checkpoints: "Checkpoints"
+    model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
     at: Position
     schedule: Mapping[str, Any]
     facts: Mapping[str, Any]  # facts for the manifest
@@ -52,15 +57,6 @@ class Snapshot:
     sharded: bool  # each process writes shards of the optimizer's state
     weights: dict[str, Tensor]  # unsharded, in the main process; {} in others
     moments: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
-
-
-@dataclass(slots=True, kw_only=True)
-class Writer:
-    """Writes what one process has of one checkpoint, in a thread beside the loop, and stores how that ended."""
-
-    checkpoints: "Checkpoints"
-    model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
-    snapshot: Snapshot
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
     clock: Clock  # runs since the save began
     error: BaseException | None = None
@@ -72,7 +68,7 @@ class Writer:
     def start(self) -> None:
         """Starts the thread. A process that has nothing to write has ended at once."""
         if self.processes.is_main or self.of_all:
-            Thread(target=self._run, name=f"save-{self.snapshot.at.step}").start()
+            Thread(target=self._run, name=f"save-{self.at.step}").start()
         else:
             self._ended.set()
 
@@ -94,16 +90,16 @@ class Writer:
 
     @property
     def final(self) -> Path:
-        return self.checkpoints.folder.path(self.snapshot.at.step)
+        return self.checkpoints.folder.path(self.at.step)
 
     @property
     def aside(self) -> Path:
-        return self.checkpoints.folder.unfinished(self.snapshot.at.step)
+        return self.checkpoints.folder.unfinished(self.at.step)
 
     @property
     def of_all(self) -> bool:
         """Returns whether every process writes a part; otherwise the main process writes alone."""
-        return self.processes.world > 1 and (self.snapshot.sharded or self.snapshot.adapted)
+        return self.processes.world > 1 and (self.sharded or self.adapted)
 
     @property
     def ended(self) -> bool:
@@ -157,8 +153,8 @@ class Writer:
         self._checked()
         shards: list[str] = []
         with written_as(self.final):
-            if self.snapshot.sharded:
-                shards = save_shards(self.snapshot.moments, self.aside / "state" / "optimizer", self.processes.rank)
+            if self.sharded:
+                shards = save_shards(self.moments, self.aside / "state" / "optimizer", self.processes.rank)
             write_json(self._list_of(self.processes.rank), shards)
 
     def _list_of(self, rank: int) -> Path:
@@ -170,9 +166,9 @@ class Writer:
 
         A checkpoint that fails here could never be resumed from. Returns the digest of an adapter's base; "" without an adapter.
         """
-        if name := non_finite([*self.snapshot.weights.items(), *self.snapshot.moments.items()]):
+        if name := non_finite([*self.weights.items(), *self.moments.items()]):
             raise DivergedError(f"{name} has values that are not finite; nothing was saved, and the last checkpoint is intact")
-        if not self.snapshot.adapted:
+        if not self.adapted:
             return ""
         now, held = base_digest(self.model, gather=False), self.checkpoints.held
         if held is not None and now != held:
@@ -188,26 +184,26 @@ class Writer:
         """Writes the files of the main process, and returns the names of its optimizer shards; [] if the state is not sharded."""
         state, shards = self.aside / "state", []
         with written_as(self.final):
-            if self.snapshot.adapted:
-                save_adapter(self.model, self.snapshot.weights, self.aside, base)
+            if self.adapted:
+                save_adapter(self.model, self.weights, self.aside, base)
             else:
-                self.model.save_pretrained(self.aside, state_dict=dict(self.snapshot.weights))
+                self.model.save_pretrained(self.aside, state_dict=dict(self.weights))
             self._goes_on()
-            if self.snapshot.sharded:
-                shards = save_shards(self.snapshot.moments, state / "optimizer", 0)
+            if self.sharded:
+                shards = save_shards(self.moments, state / "optimizer", 0)
             else:
-                save_file(self.snapshot.moments, state / "optimizer.safetensors")
+                save_file(self.moments, state / "optimizer.safetensors")
             self._goes_on()
             if self.checkpoints.processor is not None:
                 self.checkpoints.processor.save_pretrained(self.aside)
             assert self.checkpoints.tokenizer is not None
             # After the processor: the recipe may set another chat template.
             self.checkpoints.tokenizer.save_pretrained(self.aside)
-            for rank, draw in enumerate(self.snapshot.draws):
+            for rank, draw in enumerate(self.draws):
                 save_file(draw, state / random_name(rank))
-            at = self.snapshot.at
+            at = self.at
             progress = {"step": at.step, "position": at.prompts, "weight_version": at.step}  # the version is the step
-            write_json(state / "state.json", {**progress, "schedule": self.snapshot.schedule, "nonfinite": at.nonfinite})
+            write_json(state / "state.json", {**progress, "schedule": self.schedule, "nonfinite": at.nonfinite})
         return shards
 
     def _part_of(self, rank: int) -> list[str]:
@@ -234,7 +230,7 @@ class Writer:
             for shard in (self.aside / "state" / "optimizer" / name for name in shards):
                 if not appears(shard):  # with a manifest that lacks it, this would count as complete
                     raise CheckpointError(f"{shard} of another process is not visible here; set run.dir to shared storage")
-            seal(self.aside, self.snapshot.facts)
+            seal(self.aside, self.facts)
             self._goes_on()
             if self.final.exists():  # it is damaged: a step with a complete checkpoint is not saved again
                 self.checkpoints.folder.set_aside(self.final)
