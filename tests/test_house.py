@@ -72,14 +72,11 @@ def test_vllm_is_imported_in_engines_only() -> None:
 def test_no_file_and_no_function_of_the_product_is_too_long() -> None:
     """But for tables, and what was longer before this was checked: the lists may only become shorter."""
     assert {line.partition(":")[0] for line in house.long_files(PACKAGE)} <= {"rlgen/types.py"}
-    long = {line.split()[1].rstrip(":") for line in house.long_functions(PACKAGE)}
-    assert long <= {"_decode", "absolute_paths", "build_trainer"}
+    assert house.long_functions(PACKAGE) == []
 
 
-def test_modules_import_each_other_in_two_places_only() -> None:
-    """The live view is a console; a tracker is opened by the worker that knows its base."""
-    known = {"rlgen.run.console", "rlgen.run.live", *(f"rlgen.run.sinks.{name}" for name in ("mlflow", "tensorboard", "trackio"))}
-    assert set(" ".join(house.circles()).split()) <= known | {"rlgen.run.sinks.wandb", "rlgen.run.sinks.worker"}
+def test_no_modules_import_each_other() -> None:
+    assert house.circles() == []
     uses = {"a": ["b"], "b": ["c"], "c": ["b"]}
     assert house.reachable("b", uses) == {"b", "c"} and "a" not in house.reachable("a", uses)
 

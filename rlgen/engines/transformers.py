@@ -137,13 +137,7 @@ class TransformersEngine:
     def _decode(self, requests: list[Request], sampling: Sampling, ended: Finished) -> None:
         """Decodes one batch, and calls `ended` with each row's completion as soon as it is finished."""
         device = self._model.device
-        width = max(len(request.prompt_ids) for request in requests)
-        left = [width - len(request.prompt_ids) for request in requests]
-        ids = torch.zeros(len(requests), width, dtype=torch.long)
-        for row, request in enumerate(requests):
-            ids[row, left[row] :] = torch.from_numpy(request.prompt_ids)
-        ids = ids.to(device)
-        attended = (torch.arange(width) >= torch.tensor(left)[:, None]).long().to(device)
+        left, ids, attended = padded_on_the_left(requests, device)
         ends = [sampling.limit_of(request) for request in requests]
         longest, limits, some_end = max(ends), torch.tensor(ends, device=device), set(ends)
         uniforms = torch.stack([_uniforms(request.seed, sampling.max_tokens) for request in requests]).to(device)
@@ -240,6 +234,17 @@ class TransformersEngine:
 
     def close(self) -> None:
         del self._model, self._head
+
+
+def padded_on_the_left(requests: Sequence[Request], device: torch.device) -> tuple[list[int], Tensor, Tensor]:
+    """Returns the padding before each prompt, the padded ids [N, S], and which of them are a prompt's, as 0 and 1 [N, S]."""
+    width = max(len(request.prompt_ids) for request in requests)
+    left = [width - len(request.prompt_ids) for request in requests]
+    ids = torch.zeros(len(requests), width, dtype=torch.long)
+    for row, request in enumerate(requests):
+        ids[row, left[row] :] = torch.from_numpy(request.prompt_ids)
+    attended = (torch.arange(width) >= torch.tensor(left)[:, None]).long()
+    return left, ids.to(device), attended.to(device)
 
 
 def _uniforms(seed: int, count: int) -> Tensor:

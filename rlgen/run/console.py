@@ -1,6 +1,7 @@
-"""Prints the progress of a run: plain lines, or one JSON object a step. The live view is in `rlgen.run.live`. Opens the log.
+"""Prints the progress of a run: plain lines, or one JSON object a step. Opens the log.
 
-The loop knows `Console` alone: `step`, `evaluation`, `say`, `answer`, `close`.
+The live view, and the choice of a console, are in `rlgen.run.live`. The loop knows `Console` alone: `step`, `evaluation`, `say`,
+`answer`, `close`.
 """
 
 import logging
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
+from typing import IO, Any, Literal, TextIO, TypeAlias
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleDimensions
@@ -22,9 +23,6 @@ from rlgen.files import LogFile
 from rlgen.metrics import Family, Metric
 from rlgen.redact import printable, redacted
 from rlgen.run.clock import as_clock, remaining
-
-if TYPE_CHECKING:
-    from rlgen.recipe import Recipe
 
 WIDTH = 80  # most characters of a step's line
 OUTPUTS = (1, 2)  # descriptors of standard output and standard error
@@ -171,18 +169,6 @@ class JsonConsole(Console):
 
     def step(self, record: Record, examples: Examples) -> None:
         self.evaluation(record)
-
-
-def open_console(progress: Progress, recipe: "Recipe", quiet: bool) -> Console:
-    """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere."""
-    steps, screen = recipe.run.steps, apart(sys.stdout)
-    if progress == "json":
-        return JsonConsole(steps, quiet, screen, apart(sys.stderr))
-    if quiet or progress == "plain" or not takes_live_view(screen):
-        return Console(steps, quiet, screen)
-    from rlgen.run.live import LiveConsole
-
-    return LiveConsole(recipe, screen)
 
 
 def check_progress(progress: Progress) -> None:

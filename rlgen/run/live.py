@@ -3,6 +3,7 @@
 Messages and evaluations scroll above the view. Control characters in what a model wrote are escaped.
 """
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +20,21 @@ from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe
 from rlgen.redact import printable
 from rlgen.run.clock import as_clock
-from rlgen.run.console import Console, Example, Examples, Record, evaluation_line, in_notebook, in_thousands, number, speed
+from rlgen.run.console import (
+    Console,
+    Example,
+    Examples,
+    JsonConsole,
+    Progress,
+    Record,
+    apart,
+    evaluation_line,
+    in_notebook,
+    in_thousands,
+    number,
+    speed,
+    takes_live_view,
+)
 from rlgen.run.health import BEYOND, Measured, Rule, clipped, ref_kl, rules_of
 
 REFRESHES = 2  # a second
@@ -258,3 +273,13 @@ class LiveConsole(Console):
     def answer(self, text: str) -> None:
         """Shows the answer to a signal at the next refresh, which another thread draws: the handler may interrupt a print."""
         self.view.notice = text
+
+
+def open_console(progress: Progress, recipe: Recipe, quiet: bool) -> Console:
+    """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere."""
+    steps, screen = recipe.run.steps, apart(sys.stdout)
+    if progress == "json":
+        return JsonConsole(steps, quiet, screen, apart(sys.stderr))
+    if quiet or progress == "plain" or not takes_live_view(screen):
+        return Console(steps, quiet, screen)
+    return LiveConsole(recipe, screen)

@@ -22,9 +22,10 @@ from rlgen.heap import importing, keep_freed_memory
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
-from rlgen.run.console import OUTPUTS, Console, check_progress, log_to, open_console
+from rlgen.run.console import OUTPUTS, Console, check_progress, log_to
 from rlgen.run.directory import RunDirectory, ended_as
 from rlgen.run.launch import Launch, check_launch, parents
+from rlgen.run.live import open_console
 from rlgen.run.signals import Deadline, StopNow, StopRequest
 from rlgen.run.sinks.open import check_libraries
 from rlgen.setup.reopen import TrainOptions, after_restart, not_a_file, open_directory

@@ -225,7 +225,8 @@ SHOW = """
 import sys
 from pathlib import Path
 from rlgen.recipe import load_recipe
-from rlgen.run.console import Example, apart, open_console
+from rlgen.run.console import Example, apart
+from rlgen.run.live import open_console
 from rlgen.run.directory import read_records
 
 run, mode = Path(sys.argv[1]), sys.argv[2]

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from rlgen.run.sinks import worker
-from rlgen.run.sinks.worker import Opening, Tracker
+from rlgen.run.sinks.tracker import Opening, Tracker
 
 # What of the library a tracker calls for a record of metrics.
 CALLS = {

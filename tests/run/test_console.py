@@ -15,11 +15,10 @@ from rlgen.run.console import (
     JsonConsole,
     check_progress,
     in_thousands,
-    open_console,
     step_line,
     takes_live_view,
 )
-from rlgen.run.live import LiveConsole
+from rlgen.run.live import LiveConsole, open_console
 
 RECORD = {
     "step": 12,

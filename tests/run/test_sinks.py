@@ -24,7 +24,8 @@ from rlgen.recipe.sinks import MlflowSink, TensorboardSink
 from rlgen.run.compare import first_difference
 from rlgen.run.sinks import open as opening
 from rlgen.run.sinks.open import ROOM, Sink, Sinks, numbers_of
-from rlgen.run.sinks.worker import LONGEST_TEXT, Opening, Table, read_table
+from rlgen.run.sinks.tracker import Opening, Table
+from rlgen.run.sinks.worker import LONGEST_TEXT, read_table
 from rlgen.setup.attempt import train
 from rlgen.setup.reopen import TrainOptions
 

@@ -11,7 +11,7 @@ from mlflow.entities import Metric, Param, RunTag
 
 from rlgen.recipe.sinks import MlflowSink
 from rlgen.recipe.yaml import by_key
-from rlgen.run.sinks.worker import Numbers, Opening, Table
+from rlgen.run.sinks.tracker import Numbers, Opening, Table
 
 AT_ONCE = 100  # parameters and metrics of one request; a server takes 100 parameters and 1000 metrics
 LONGEST = 500  # characters of a parameter; older servers take no more

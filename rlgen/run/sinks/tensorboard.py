@@ -14,7 +14,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rlgen.recipe.sinks import TensorboardSink
-from rlgen.run.sinks.worker import Numbers, Opening, Table
+from rlgen.run.sinks.tracker import Numbers, Opening, Table
 
 
 class TensorboardTracker:

@@ -7,7 +7,7 @@ from typing import Any
 import trackio
 
 from rlgen.recipe.sinks import TrackioSink
-from rlgen.run.sinks.worker import Numbers, Opening, Table
+from rlgen.run.sinks.tracker import Numbers, Opening, Table
 
 LEVELS = {"done": trackio.AlertLevel.INFO, "stopped": trackio.AlertLevel.WARN, "failed": trackio.AlertLevel.ERROR}
 

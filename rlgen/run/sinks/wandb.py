@@ -5,7 +5,7 @@ import uuid
 import wandb
 
 from rlgen.recipe.sinks import WandbSink
-from rlgen.run.sinks.worker import Numbers, Opening, Table
+from rlgen.run.sinks.tracker import Numbers, Opening, Table
 
 
 class WandbTracker:

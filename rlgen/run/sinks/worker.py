@@ -7,10 +7,8 @@ killed when it hangs. torch is not imported.
 import json
 import os
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 from pydantic import TypeAdapter
@@ -18,46 +16,11 @@ from pydantic import TypeAdapter
 from rlgen.errors import CheckpointError
 from rlgen.recipe.sinks import MlflowSink, SinkRecipe, TensorboardSink, TrackioSink
 from rlgen.rollout.read import read_rollouts
+from rlgen.run.sinks.tracker import Opening, Table, Tracker
 
 INTERRUPTED = 70  # exit code that a tracker gets if the run was killed
 LONGEST_TEXT = 10_000  # characters of a prompt or a completion that are sent
 COLUMNS = ("prompt", "completion", "finish_reason", "rewards", "reward", "advantage")
-
-Numbers = Mapping[str, float | int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """The first record that a tracker gets. Opening(name="demo", folder="runs/demo/sinks", id=None, step=0, config={…})"""
-
-    name: str  # of the run in the tracker
-    folder: str  # in the run's folder, for files of trackers
-    id: str | None  # given by the tracker to an earlier attempt of the run; None: there was none
-    step: int  # after which this attempt starts
-    config: dict[str, Any]  # {"recipe": …, "provenance": …}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Some samples of a step, as cells of texts and numbers. Table(columns=["prompt", …], rows=[["1 + 1", …], …])"""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str | float | None]]
-
-
-class Tracker(Protocol):
-    """One run in a tracker. Every method may raise whatever the library raises."""
-
-    id: str  # what the tracker needs to resume this run
-
-    def metrics(self, step: int, numbers: Numbers) -> None:
-        """Sends the metrics of a step."""
-
-    def samples(self, step: int, table: Table) -> None:
-        """Sends samples of a step."""
-
-    def end(self, state: str, exit_code: int) -> None:
-        """Ends the run in the tracker, and returns when everything is sent. `state`: done, stopped or failed."""
 
 
 def read_table(path: Path, most: int) -> Table | None:
