@@ -158,5 +158,5 @@ def test_a_response_that_is_no_answer_ends_with_its_cause(name: str) -> None:
 
 def test_a_server_that_is_too_slow_ends_with_its_cause() -> None:
     with pytest.raises(RlgenError, match="has answered none for") as found:
-        collected((200, json.dumps(answer_to(PROMPTS[1])).encode()), slow=5.0)
+        collected((200, json.dumps(answer_to(PROMPTS[1])).encode()), slow=0.6)
     assert found.value.exit_code == 6
