@@ -288,7 +288,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 FILLED: dict[str, tuple[Any, str, Callable[..., int], int, str]] = {
     "journal": (Sampler, "groups", lambda sampler, step, prompts: step, 0, r"journal/step_000003\.bin"),
     "rollouts": (  # written at the same time as the journal of the next step
-        *(RolloutWriter, "write", lambda writer, rollout, always: rollout.step, 0),
+        *(RolloutWriter, "write", lambda writer, rollout: rollout.step, 0),
         r"(rollouts/step_000003\.parquet|start_000004\.jsonl)",
     ),
     # half of a checkpoint
