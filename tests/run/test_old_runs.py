@@ -9,8 +9,8 @@ from conftest import read_jsonl
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
-from rlgen.run.directory import read_records
 from rlgen.rollout.read import rollout_steps
+from rlgen.run.directory import read_records
 
 TRAINED_AT = "/tmp/oldrun"  # its recipe says ./model
 
