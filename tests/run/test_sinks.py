@@ -221,10 +221,10 @@ def test_a_tracker_that_breaks_in_mid_run_changes_nothing(
     proof(f"each tracker {how} at its third record: one warning each, metrics, rollouts and checkpoints as without")
 
 
-def sink(folder: Path, say: Callable[[str], None], **settings: int) -> Outlet:
+def sink(folder: Path, say: Callable[[str], None], every: int = 1, samples: int = 0) -> Outlet:
     opening = {"name": "demo", "folder": str(folder), "step": 0, "config": {"recipe": {}, "provenance": {}}}
     asked = {"what": "open", "settings": {"kind": "tensorboard"}, "opening": opening}
-    return Outlet(kind="tensorboard", opening=asked, memory=folder / "id.json", say=say, **settings)
+    return Outlet(kind="tensorboard", opening=asked, memory=folder / "id.json", say=say, every=every, samples=samples)
 
 
 def test_a_library_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
