@@ -381,11 +381,9 @@ def test_a_digest_of_weights_sees_the_last_bit() -> None:
 # --- rollouts in the place of a step's records -------------------------------------------------------------------------------
 
 
-class OnePrompt:
+def one_prompt(position: int) -> Prompt:
     """Of the group in `group_of`."""
-
-    def at(self, position: int) -> Prompt:
-        return replace(group_of(7).prompt, position=position)
+    return replace(group_of(7).prompt, position=position)
 
 
 def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
@@ -407,7 +405,7 @@ def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
             folder=directory,
             rank=rank,
             world=world,
-            prompts=OnePrompt(),
+            prompt_at=one_prompt,
             tokenizer=byte_tokenizer(),
             stop_ids=(259,),
             every=1,
