@@ -28,7 +28,7 @@ from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import turn_seed
 from rlgen.types import Completion, Ids, Prompt, Request, Sampling, Span, ids_of
 from rlgen.worker_pool.failures import described, user_line
-from rlgen.worker_pool.find import find
+from rlgen.worker_pool.find import find_function
 from rlgen.worker_pool.source import Trade
 
 ROLLOUT = Trade("rollout.use", "rollout", ToolError)
@@ -184,7 +184,7 @@ class CustomRollout:
     @classmethod
     def load(cls, use: str) -> "CustomRollout":
         """Imports the function. Raises ToolError if there is none, or its import fails."""
-        function, sha256 = find(use, ROLLOUT)
+        function, sha256 = find_function(use, ROLLOUT)
         return cls(use=use, function=function, sha256=sha256)
 
     def __call__(

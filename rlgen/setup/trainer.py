@@ -110,7 +110,7 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
     console.say(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, {recipe.model.dtype}")
     seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint restores its own random states later
     console.say(f"data: reading {recipe.data.source} …")
-    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
+    processes.on_main(lambda: check_model_files(Path(recipe.model.path)), keepalive=True)
     data = processes.main_first(lambda: open_data(recipe))
     for notice in data.notices:
         console.say(notice)
@@ -118,7 +118,7 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
     scorer = processes.run_all(lambda: build_scorer(data.recipe, data.rows, attempt.directory, processes.rank))
     for reward in scorer.rewards:
         if reward.sha256 is not None:
-            console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
+            console.say(f"reward {reward.label}: {reward.entry.use} (sha256 {reward.sha256[:12]})")
     console.say(f"data: {listed({name: count for name, count in data.prompts.counts.items() if count})}")
     for warning in data.warnings:
         console.say(f"warning: {warning}")
@@ -236,7 +236,7 @@ def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe)
 
 def open_journal(attempt: RunContext, pair: Pair, code: UserCode) -> Journal:
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
-    judge = [(reward.label, reward.sha256, reward.weight) for reward in code.scorer.rewards]
+    judge = [(reward.label, reward.sha256, reward.entry.weight) for reward in code.scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [pair.learner.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
     beside += [] if code.custom is None else [code.custom.use, code.custom.sha256]
