@@ -17,10 +17,9 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
-from rlgen.rollout.ahead import Ahead
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.run.checkpoint import Checkpoints, little_space, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import Best, RunDirectory
