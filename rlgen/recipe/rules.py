@@ -51,6 +51,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
         *_reward_contradictions(recipe.rewards, "rewards"),
         *_eval_contradictions(recipe),
         *_process_contradictions(recipe),
+        *_cluster_contradictions(recipe),
         *_sink_contradictions(recipe),
         *_variables(recipe),
         *_task_contradictions(recipe),
@@ -58,7 +59,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     if isinstance(engine, VllmRecipe):
         found += _engine_contradictions(recipe, engine)
     if isinstance(engine, ServerEngineRecipe):
-        found += _server_contradictions(engine)
+        found += _server_contradictions(engine, of_cluster=recipe.cluster is not None and recipe.cluster.servers > 0)
     return found
 
 
@@ -265,6 +266,28 @@ def _process_contradictions(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("engine.tensor_parallel_size", what, f"set processes.count to {size}")
 
 
+def _cluster_contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Yields settings of processes and servers that a cluster starts differently."""
+    cluster, engine, count = recipe.cluster, recipe.engine, recipe.processes.count
+    if cluster is None:
+        return
+    if count is not None and count != cluster.trainers:
+        what = f"processes.count is {count}, but cluster.trainers is {cluster.trainers}"
+        yield Finding("processes.count", what, "remove processes.count")
+    if cluster.address.startswith("ray://"):
+        what = "cluster.address is that of a Ray client, which passes no output and no Ctrl-C on"
+        yield Finding("cluster.address", what, "start the run on a node of the cluster, with cluster.address auto")
+    if isinstance(engine, ServerEngineRecipe) and engine.launch:
+        what = "engine.launch starts servers on the machine of rank 0, which the cluster does not know of"
+        yield Finding("engine.launch", what, "remove engine.launch, and set cluster.servers")
+    if cluster.servers and not isinstance(engine, ServerEngineRecipe):
+        what = f"cluster.servers is {cluster.servers}, but engine.kind is {engine.kind}"
+        yield Finding("cluster.servers", what, "set engine.kind to server, or remove cluster.servers")
+    elif cluster.servers and isinstance(engine, ServerEngineRecipe) and engine.url is not None:
+        what = "engine.url names running servers, but cluster.servers would start others"
+        yield Finding("cluster.servers", what, "remove one of them")
+
+
 def _trainer_contradictions(trainer: TrainerRecipe) -> Iterator[Finding]:
     """Yields contradictions within the `trainer` section."""
     correction = trainer.correction
@@ -329,10 +352,10 @@ def _engine_contradictions(recipe: Recipe, engine: VllmRecipe) -> Iterator[Findi
             yield Finding(path, f"{path} is not an argument of vLLM", "write it as vLLM does in Python: lower_case")
 
 
-def _server_contradictions(engine: ServerEngineRecipe) -> Iterator[Finding]:
-    """Yields contradictions within the settings of servers."""
+def _server_contradictions(engine: ServerEngineRecipe, of_cluster: bool) -> Iterator[Finding]:
+    """Yields contradictions within the settings of servers. `of_cluster`: the cluster starts them."""
     urls = servers(engine)
-    if not urls and not engine.launch:
+    if not urls and not engine.launch and not of_cluster:
         what = "engine.kind is server, but neither engine.url nor engine.launch is set"
         yield Finding("engine.kind", what, "set engine.url to what `rlgen serve` printed, or engine.launch to true")
     if urls and engine.launch:
