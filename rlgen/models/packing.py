@@ -15,9 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
-from rlgen.models.half import HALF
+from rlgen.models.half import HALF, WIDER, computed_in
 from rlgen.models.memory import keeps_states
-from rlgen.models.other_dtype import WIDER, computed_in
 from rlgen.models.packed_attention import NAME, Rows
 from rlgen.out_of_memory import is_out_of_memory, one_line
 

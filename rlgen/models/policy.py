@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,8 @@ from rlgen.errors import SetupError
 from rlgen.losses.inputs import onto
 from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores, softmax_errors
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
-from rlgen.models.half import HALF, compute_in_half
+from rlgen.models.half import FP8, HALF, compute_in_half, computed_in, round_to
 from rlgen.models.lora import without_adapter
-from rlgen.models.other_dtype import FP8, computed_in, round_to
 from rlgen.models.packed_attention import Rows
 from rlgen.models.packing import pack, packed_states
 from rlgen.models.vision import Vision, round_pixels
@@ -54,29 +53,19 @@ class Head:
         return weight
 
     @property
-    def bias(self) -> Tensor | None:
-        bias: Tensor | None = self.model.get_output_embeddings().bias
-        return bias
+    def options(self) -> dict[str, Any]:
+        """Returns what the functions of `losses.logp` take besides the weight."""
+        return {"bias": self.model.get_output_embeddings().bias, "softcap": self.softcap, "scale": self.scale}
 
     def logits(self, hidden: Tensor, fp32: bool) -> Tensor:
         """Computes logits: [N, H] -> [N, V] float32. Only for few positions, because [N, V] is large."""
-        return head_logits(hidden, self.weight, bias=self.bias, softcap=self.softcap, scale=self.scale, fp32=fp32)
+        return head_logits(hidden, self.weight, fp32=fp32, **self.options)
 
     def scores(
         self, hidden: Tensor, ids: Tensor, distributions: Sequence[Distribution], entropy: EntropyUse, fp32: bool
     ) -> HeadScores:
         """Computes log-probs of `ids` [N] and entropies from hidden states [N, H], without holding all of [N, V]."""
-        return head_scores(
-            hidden,
-            self.weight,
-            ids,
-            distributions,
-            entropy=entropy,
-            bias=self.bias,
-            softcap=self.softcap,
-            scale=self.scale,
-            fp32=fp32,
-        )
+        return head_scores(hidden, self.weight, ids, distributions, entropy=entropy, fp32=fp32, **self.options)
 
 
 @torch.no_grad()
@@ -206,15 +195,8 @@ class Policy(nn.Module):
         with self.computing_in(held, dtype):
             hidden_NH, rows, columns = self.hidden(batch)
             weight = round_to(self.head.weight, HALF if held == FP8 else held).to(dtype)
-            found = softmax_errors(
-                hidden_NH,
-                weight,
-                batch.completion_ids[rows, columns],
-                distributions,
-                bias=self.head.bias,
-                softcap=self.head.softcap,
-                scale=self.head.scale,
-            )
+            ids_N = batch.completion_ids[rows, columns]
+            found = softmax_errors(hidden_NH, weight, ids_N, distributions, **self.head.options)
         scores = found.new_zeros(2, len(distributions), *batch.mask.shape)
         scores[:, :, rows, columns] = found
         return scores

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from rlgen.errors import Fault
 from rlgen.models.lora import adapted_layers, is_adapted, without_adapter
 from rlgen.processes import Processes
-from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.bounds import Bounds, Gap, between, sampler_logp
 from rlgen.sentinel.change import Change, earlier_head
-from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import TrainerSide
 from rlgen.types import WHOLE, Distribution, Sample
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.models.lora import packing, without_adapter
-from rlgen.sentinel.bounds import POWER
+from rlgen.models.lora import quantization_of, without_adapter
+from rlgen.sentinel.bounds import POWER, Gap, between, sampler_logp
 from rlgen.sentinel.change import Change, changed_adapter, changed_weights
 from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
-from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.types import WHOLE, Prompt, Sample
@@ -139,7 +138,7 @@ def changed_sync(probe: Probe) -> Rung:
     The engine is left with the weights of the run.
     """
     name, whole, trainer = "changed weights", probe.whole, probe.trainer
-    if packing(probe.policy.model):
+    if quantization_of(probe.policy.model):
         sentence = "Weights that are held in few bits cannot be changed a little. Rung 1 compared what the engine holds of them."
         return Rung(number=3, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
     before = probe.sample(whole, FEWER_TOKENS)
@@ -279,7 +278,7 @@ def prefix_cache(probe: Probe) -> Rung:
     if not all(sample.cached_tokens for sample in again):
         sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be checked."
         return skipped(verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
-    with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy) as change:
+    with (changed_adapter if quantization_of(probe.policy.model) else changed_weights)(probe.policy) as change:
         power, probe = enough(probe, change, first)
         probe.sync(whole=True)
         after = probe.sample(whole, tokens, [prompt])

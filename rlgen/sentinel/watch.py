@@ -11,8 +11,8 @@ from torch import Tensor
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.metrics import Metric
 from rlgen.rollout.sample import turns_apart
+from rlgen.sentinel.bounds import Gap, compare
 from rlgen.sentinel.diagnose import Cause, explain
-from rlgen.sentinel.gap import Gap, compare
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
 from rlgen.sentinel.sync import send_weights

@@ -29,7 +29,7 @@ from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import groups_of, rollout
 from rlgen.rollout.score import score, sure_of
-from rlgen.sentinel.gap import compare
+from rlgen.sentinel.bounds import compare
 from rlgen.types import WHOLE, Completion, Distribution, Prompt, Request, Sampling, ids_of
 
 STOPS = (257, 259)

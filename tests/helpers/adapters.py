@@ -14,7 +14,7 @@ from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
-from rlgen.sentinel.gap import compare
+from rlgen.sentinel.bounds import compare
 from rlgen.types import WHOLE, Sample, Samples, Sampling
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))

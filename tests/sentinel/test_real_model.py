@@ -4,24 +4,17 @@ Bounds follow from the rounding of this model. What the toys' tests prove of eac
 """
 
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from conftest import read_jsonl
-from test_ladder import LONG, PLANTED, TRANSFORMERS, WARM
+from test_ladder import LONG, PLANTED, TRANSFORMERS, WARM, checks_of
 
 from rlgen import rollouts
 from rlgen.cli.train import train_command
 from rlgen.metrics import Metric
-from rlgen.processes import Processes
-from rlgen.recipe import load_recipe
 from rlgen.sentinel.bounds import POWER
-from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
-from rlgen.setup.data import open_data
-from rlgen.setup.pair import open_pair
-from rlgen.setup.probe import probe_of, toy_gradient
 
 pytestmark = pytest.mark.real
 
@@ -68,14 +61,10 @@ optim: {{learning_rate: 5.0e-6}}
 
 
 def ladder(recipe: Path, *overrides: str) -> tuple[list[Rung], bool]:
-    """The checks of doctor, and whether rows are packed."""
-    loaded = load_recipe(recipe, list(overrides)).recipe
-    with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as pair:
-        probe = probe_of(loaded, pair)
-        rungs = list(climb(probe, toy_gradient(loaded, pair, probe)))
-        for rung in rungs:
-            print(rung.number, rung.name, rung.verdict, dict(rung.measured), dict(rung.bounds), rung.power, rung.noise)
-        return rungs, pair.learner.policy.packed
+    rungs, packed = checks_of(recipe, list(overrides))
+    for rung in rungs:
+        print(rung.number, rung.name, rung.verdict, dict(rung.measured), dict(rung.bounds), rung.power, rung.noise)
+    return rungs, packed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
