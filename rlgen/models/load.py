@@ -57,15 +57,15 @@ def locate(path: str) -> str:
 
 def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Loads the tokenizer. Raises SetupError if there is none or it cannot be loaded."""
-    return opened(AutoTokenizer, "tokenizer", location, revision)
+    return from_files(AutoTokenizer, "tokenizer", location, revision)
 
 
 def load_config(location: str, revision: str | None) -> PreTrainedConfig:
     """Loads the config. Raises SetupError if there is none, or if it needs the repository's own code."""
-    return opened(AutoConfig, "config", location, revision)
+    return from_files(AutoConfig, "config", location, revision)
 
 
-def opened(kind: Any, what: str, location: str, revision: str | None) -> Any:
+def from_files(kind: Any, what: str, location: str, revision: str | None) -> Any:
     try:
         return kind.from_pretrained(location, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -42,7 +42,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """The settings of a recipe and the properties of a device that decide the memory need."""
 
     rows: int  # per micro-batch
@@ -222,7 +222,7 @@ def of_a_parameter(node: Any) -> bool:
     return node is not None and type(node).__name__ == "AccumulateGrad"
 
 
-def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
+def needs(counts: Counts, plan: MemoryPlan) -> dict[str, Parts]:
     """Returns the peak bytes on one device, by phase of a step and by part."""
     shards = (plan.shard or plan.processes) if plan.sharded else 1
     adapters = counts.sides * (plan.adapter_rank or 0)
@@ -261,7 +261,7 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
     return {phase: parts | {"overhead": OVERHEAD} for phase, parts in found.items()}
 
 
-def engine_parts(counts: Counts, plan: Plan) -> Parts:
+def engine_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes of an engine that is awake on this device; empty if the engine is elsewhere."""
     if plan.engine == "elsewhere":
         return {}
@@ -276,7 +276,7 @@ def engine_parts(counts: Counts, plan: Plan) -> Parts:
     return {"engine weights": weights, "KV cache": max(0, int(plan.share * plan.device) - weights)}
 
 
-def cache_needed(counts: Counts, plan: Plan) -> int:
+def cache_needed(counts: Counts, plan: MemoryPlan) -> int:
     """Returns the bytes of a KV cache for `plan.sequences` sequences of `plan.model_len` tokens."""
     return plan.engine_bytes * counts.cache_token * plan.sequences * plan.model_len // plan.tensor_parallel
 
@@ -289,20 +289,20 @@ def passing_bytes(counts: Counts) -> int:
     return counts.kept // counts.layers * 3 // 4
 
 
-def rounded_layer(counts: Counts, plan: Plan) -> Parts:
+def rounded_layer(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes of a layer's matrices, rounded while it runs; empty if it computes in float32."""
     if plan.trainer_bytes == FLOAT32:
         return {}
     return {"bfloat16 weights": plan.trainer_bytes * counts.matrices // counts.layers}
 
 
-def forward_parts(counts: Counts, plan: Plan) -> Parts:
+def forward_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes at the end of a forward pass."""
     kept = counts.kept_checkpointed + passing_bytes(counts) if plan.checkpointing else counts.kept
     return {"activations": kept} | rounded_layer(counts, plan) | head_parts(counts, plan)
 
 
-def backward_parts(counts: Counts, plan: Plan) -> Parts:
+def backward_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes in the backward pass of the last layer, which runs first.
 
     Hardly any activation is freed by then, and gradients are added.
@@ -317,13 +317,13 @@ def backward_parts(counts: Counts, plan: Plan) -> Parts:
     }
 
 
-def reference_parts(counts: Counts, plan: Plan) -> Parts:
+def reference_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes of a forward pass without gradient, which keeps no layer's tensors: in its layers or in its head."""
     layer, head = {"activations": passing_bytes(counts)} | rounded_layer(counts, plan), head_parts(counts, plan)
     return max(layer, head, key=lambda parts: sum(parts.values()))
 
 
-def head_parts(counts: Counts, plan: Plan) -> Parts:
+def head_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes of the chunked head (`losses.logp`): its inputs and one chunk of logits."""
     width = FLOAT32 if plan.fp32_head else plan.trainer_bytes
     tokens = plan.rows * plan.length  # an upper bound: counts prompt tokens too
@@ -353,7 +353,7 @@ class Hint:
     of_phase: int  # bytes in the phase that is the peak now
 
 
-def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[str]) -> list[Hint]:
+def hints(counts: Counts, smaller: Counts | None, plan: MemoryPlan, offers: frozenset[str]) -> list[Hint]:
     """Returns settings that would lower the memory need, ordered by how much they lower the peak, largest first.
 
     Args:
@@ -364,7 +364,7 @@ def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[
     phase, most = peak(now)
     found: list[Hint] = []
 
-    def hint(setting: str, why: str, changed: Plan, of: Counts = counts) -> None:
+    def hint(setting: str, why: str, changed: MemoryPlan, of: Counts = counts) -> None:
         after = needs(of, changed)
         in_phase = sum(now[phase].values()) - sum(after.get(phase, {}).values())
         found.append(Hint(setting, why, most - peak(after)[1], in_phase))

@@ -29,7 +29,7 @@ def memory_for(what: str, helps: Sequence[str], told: type[RlgenError]) -> Itera
         raise told(reason(error, what, helps)) from error
 
 
-def what_helps(recipe: Recipe, phase: Phase) -> list[str]:
+def memory_advice(recipe: Recipe, phase: Phase) -> list[str]:
     """Returns the two settings that save most of the memory that a phase of the trainer needs."""
     of_a_micro_batch = phase in ("forward", "backward")
     return (for_a_micro_batch(recipe) if of_a_micro_batch else for_what_is_held(recipe, phase))[:2]

@@ -18,8 +18,8 @@ from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores, 
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import FP8, HALF, compute_in_half, computed_in, round_to
 from rlgen.models.lora import without_adapter
-from rlgen.models.packed_attention import Rows
-from rlgen.models.packing import pack, packed_states
+from rlgen.models.packed_attention import PackedRows
+from rlgen.models.packing import make_packed, packed_states
 from rlgen.models.vision import Vision, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Batch, Distribution
@@ -30,7 +30,7 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LmHead:
     """The layer that turns hidden states into logits: softcap(scale * (hidden @ weight.T + bias))."""
 
     model: PreTrainedModel
@@ -38,7 +38,7 @@ class Head:
     softcap: float | None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Head":
+    def of(cls, model: PreTrainedModel) -> "LmHead":
         """Returns the head of a model as its config describes it, see `check_head`."""
         config = model.config.get_text_config()
         scale = prod(getattr(config, name, None) or 1.0 for name in MULTIPLIERS)
@@ -69,7 +69,7 @@ class Head:
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel, head: Head) -> None:
+def check_head(model: PreTrainedModel, head: LmHead) -> None:
     """Compares the logits of `head` with the model's own on eight ids, and their hidden states with those of the first five.
 
     Raises:
@@ -131,7 +131,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool, vision: Vision | None = None) -> None:
         super().__init__()
         self.model = model
-        self.head = Head.of(model)
+        self.head = LmHead.of(model)
         self.dtype = dtype
         self.fp32_head = fp32_head
         self.vision = vision
@@ -154,7 +154,7 @@ class Policy(nn.Module):
         Args:
             prompts: ids of texts of the run, on which the model is tried.
         """
-        self.unpacked = pack(self.model, prompts, self.dtype)
+        self.unpacked = make_packed(self.model, prompts, self.dtype)
         self.packed = self.unpacked is None
         return self.unpacked
 
@@ -225,7 +225,7 @@ class Policy(nn.Module):
         with one_sequence_a_row():
             decoder, (rows, columns) = decoder_of(self.model), batch.places
             if self.packed:
-                packed = Rows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
+                packed = PackedRows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
                 states_NH = packed_states(decoder, batch.input_ids, packed)[packed.places(rows, columns)]
             else:
                 # The logits at a position predict the next id.

@@ -61,7 +61,7 @@ def sampler_logp(samples: Sequence[Sample]) -> list[Tensor]:
     return [torch.from_numpy(sample.sampler_logp).double() for sample in samples]
 
 
-def compare(samples: Sequence[Sample], logp: Sequence[Tensor], sure: Sequence[Tensor] | None = None) -> Gap:
+def engine_gap(samples: Sequence[Sample], logp: Sequence[Tensor], sure: Sequence[Tensor] | None = None) -> Gap:
     """Returns the gap between what the engine reported and `logp`, one [L] tensor per sample, at the tokens `sure`; None: all."""
     return between(logp, sampler_logp(samples), sure)
 

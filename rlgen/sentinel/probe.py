@@ -16,7 +16,7 @@ from rlgen.processes import EngineShare, Processes
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score, score_at, score_in, sure_of
-from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Gap, Noise, compare, where
+from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Gap, Noise, engine_gap, where
 from rlgen.sentinel.sync import send_weights
 from rlgen.types import Distribution, Prompt, Sample, Samples, Sampling
 
@@ -51,7 +51,7 @@ class TrainerSide:
 
         Tokens at the edge of a truncation are left out: see `Truncation.sure`.
         """
-        return compare(samples, self.logp(samples, distribution), self.sure(samples, distribution))
+        return engine_gap(samples, self.logp(samples, distribution), self.sure(samples, distribution))
 
     def sure(self, samples: Sequence[Sample], distribution: Distribution) -> list[Tensor] | None:
         """Returns `Truncation.sure` of the tokens of each sample, [L] bool; None if the distribution is not truncated."""

@@ -27,7 +27,7 @@ from rlgen.models.memory import (
     OVERHEAD,
     SERVING,
     Counts,
-    Plan,
+    MemoryPlan,
     backward_parts,
     cache_elements,
     count,
@@ -201,7 +201,7 @@ COUNTS = Counts(
     kept=8000,
     kept_checkpointed=1000,
 )
-PLAN = Plan(
+PLAN = MemoryPlan(
     rows=2,
     length=10,
     trainer_bytes=2,

@@ -18,8 +18,8 @@ from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.bounds import Bounds, Gap
-from rlgen.sentinel.ladder import climb, summary
-from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.ladder import agreement, climb
+from rlgen.sentinel.verdict import Outcome, Rung
 from rlgen.setup.data import open_data
 from rlgen.setup.pair import open_pair
 from rlgen.setup.probe import probe_of, toy_gradient
@@ -159,8 +159,8 @@ def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyP
     fired = plant(monkeypatch)
     rungs = ladder(recipe_file, overrides)
     assert fired, "the fault did not happen"
-    assert [rung.verdict for rung in rungs[:-1] if rung.verdict is Verdict.FAILED] == []
-    assert (rungs[-1].number, rungs[-1].verdict, rungs[-1].fault) == (number, Verdict.FAILED, fault), rungs[-1]
+    assert [rung.verdict for rung in rungs[:-1] if rung.verdict is Outcome.FAILED] == []
+    assert (rungs[-1].number, rungs[-1].verdict, rungs[-1].fault) == (number, Outcome.FAILED, fault), rungs[-1]
     assert words in rungs[-1].sentence
     error = rungs[-1].error()
     assert error.exit_code == 6 and error.fault is fault and fault.value in str(error)
@@ -172,7 +172,7 @@ def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyP
 def test_without_a_fault_nothing_is_named(recipe_file: Path, engine: str, dtype: str) -> None:
     rungs = ladder(recipe_file, [engine, WARM, f"model.dtype={dtype}"])
     assert [rung.number for rung in rungs] == list(range(7))
-    expected = {Verdict.OK} if engine == LONG else {Verdict.OK, Verdict.NOT_NEEDED}
+    expected = {Outcome.OK} if engine == LONG else {Outcome.OK, Outcome.NOT_NEEDED}
     assert {rung.verdict for rung in rungs} == expected
     assert all(rung.power > 5 * rung.bound for rung in rungs if rung.power is not None and rung.bound is not None)
 
@@ -180,8 +180,8 @@ def test_without_a_fault_nothing_is_named(recipe_file: Path, engine: str, dtype:
 def test_greedy_is_compared_at_temperature_1(recipe_file: Path) -> None:
     rungs = ladder(recipe_file, [TRANSFORMERS], greedy=True)
     assert [rung.number for rung in rungs] == list(range(7))
-    assert {rung.verdict for rung in rungs} == {Verdict.OK, Verdict.NOT_NEEDED}
-    assert rungs[2].verdict is Verdict.OK and "the same distribution: temperature 1" in rungs[2].sentence
+    assert {rung.verdict for rung in rungs} == {Outcome.OK, Outcome.NOT_NEEDED}
+    assert rungs[2].verdict is Outcome.OK and "the same distribution: temperature 1" in rungs[2].sentence
     assert rungs[2].power is not None and rungs[2].power > 1  # were the choice reported as a sure one, with log-probs of 0
 
 
@@ -193,7 +193,7 @@ def test_greedy_log_probs_of_a_sure_choice_are_seen(recipe_file: Path, monkeypat
 
     p.instead(TransformersEngine, "generate", sure)(monkeypatch)
     rungs = ladder(recipe_file, [TRANSFORMERS], greedy=True)
-    assert (rungs[-1].number, rungs[-1].verdict) == (2, Verdict.FAILED), rungs[-1]
+    assert (rungs[-1].number, rungs[-1].verdict) == (2, Outcome.FAILED), rungs[-1]
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_without_a_fault_an_adapter_has_one_effect(recipe_file: Path, dtype: str
     rungs = ladder(recipe_file, [LONG, WARM, LORA, f"model.dtype={dtype}"])
     assert [(rung.number, rung.name) for rung in rungs][3:5] == [(3, "changed weights"), (3, "adapter")]
     assert [rung.number for rung in rungs] == [0, 1, 2, 3, 3, 4, 5, 6]
-    assert {rung.verdict for rung in rungs} == {Verdict.OK}
+    assert {rung.verdict for rung in rungs} == {Outcome.OK}
     effects = rungs[4].measured
     assert effects["effect"] > 5 * (rungs[4].bound or 0) and effects["effect_in_engine"] == pytest.approx(
         effects["effect"], rel=0.1
@@ -223,9 +223,9 @@ def test_every_fault_is_planted_somewhere() -> None:
 def test_the_summary_says_what_was_not_measurable_after_what_was() -> None:
     blind = "This check is blind: this fault would move log-probs by 0.05 nats, which is less than 5 times the bound."
     rungs = [
-        Rung(number=1, name="same weights", verdict=Verdict.OK, sentence="", measured={"mean_delta": 0.028}, bound=0.098),
-        Rung(number=2, name="policy", verdict=Verdict.NOT_MEASURABLE, sentence=blind, measured={"mean_delta": 0.01}, bound=0.098),
-        Rung(number=3, name="sync", verdict=Verdict.OK, sentence="", measured={"mean_delta": 0.066}, bound=0.2, power=3.7),
+        Rung(number=1, name="same weights", verdict=Outcome.OK, sentence="", measured={"mean_delta": 0.028}, bound=0.098),
+        Rung(number=2, name="policy", verdict=Outcome.NOT_MEASURABLE, sentence=blind, measured={"mean_delta": 0.01}, bound=0.098),
+        Rung(number=3, name="sync", verdict=Outcome.OK, sentence="", measured={"mean_delta": 0.066}, bound=0.2, power=3.7),
     ]
     measured = "same weights 2.8e-02 of 9.8e-02, policy 1.0e-02 of 9.8e-02, sync 6.6e-02 of 2.0e-01 (3.7 without a sync)"
-    assert summary(rungs) == f"engine and trainer agree: {measured}. Not measurable: policy. {blind[:-1]}"
+    assert agreement(rungs) == f"engine and trainer agree: {measured}. Not measurable: policy. {blind[:-1]}"
