@@ -12,12 +12,14 @@ import secrets
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rlgen.cluster.member import Member
 from rlgen.engines.launch import new_token
@@ -36,6 +38,7 @@ KILLED, INTERRUPTED = 128, 130  # exit codes above KILLED are of processes that 
 ENDING = 30.0  # seconds for the others to end by themselves when one process of the run has ended
 TAIL = 4000  # bytes of its last output that are kept of each process
 TICK = 0.2  # seconds
+RAY_THREAD = "ray_listen_error_messages"
 
 
 @dataclass(slots=True)
@@ -67,11 +70,23 @@ def train_on_cluster(loaded: LoadedRecipe, options: TrainOptions, say: Callable[
         EngineError: a server ended before it was ready.
         RlgenError: with the exit code of rank 0, which has printed why; Stopped if the run was asked to stop.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise SetupError("cluster: Ray is not installed; run `pip install 'rlgen[ray]'`, on all nodes") from error
+    if find_spec("ray") is None:
+        raise SetupError("cluster: Ray is not installed; run `pip install 'rlgen[ray]'` on all nodes")
     recipe = loaded.recipe
+    with redirect_stdout(WithoutRay(sys.stdout)):  # type: ignore[type-var]
+        code = on_ray(recipe, loaded.path, options, say, stop)
+    if code:
+        said = f"rank 0 ended with exit code {code}"
+        ended = Stopped(said, recipe.run_path) if code == Stopped.exit_code else RlgenError(said)
+        ended.exit_code, ended.told = code, True
+        raise ended
+    return recipe.run_path
+
+
+def on_ray(recipe: Recipe, path: Path, options: TrainOptions, say: Callable[[str], None], stop: StopRequest) -> int:
+    """Connects to the cluster, and returns the exit code of rank 0."""
+    import ray
+
     assert recipe.cluster is not None
     try:
         ray.init(address=recipe.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -81,15 +96,22 @@ def train_on_cluster(loaded: LoadedRecipe, options: TrainOptions, say: Callable[
             " `ray start --address=HOST:6379` on the others, and start the run on one of them"
         ) from error
     try:
-        code = Attempts(recipe, loaded.path, options, say, stop).run()
+        return Attempts(recipe, path, options, say, stop).run()
     finally:
         ray.shutdown()
-    if code:
-        said = f"rank 0 ended with exit code {code}"
-        error_ = Stopped(said, recipe.run_path) if code == Stopped.exit_code else RlgenError(said)
-        error_.exit_code, error_.told = code, True
-        raise error_
-    return recipe.run_path
+
+
+class WithoutRay:
+    """A stream without what Ray's own thread prints: a dump of state when a node is lost, for which `Attempts` has a sentence."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.current_thread().name == RAY_THREAD else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @dataclass(slots=True)
