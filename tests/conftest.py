@@ -47,24 +47,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONG = ("test_recipes", "test_learning", "test_processes", "test_process_faults", "test_server_faults", "test_resume")
 LONG += ("test_prove_resume", "test_signals", "test_parity", "test_ladder", "test_watch", "test_lora_runs")
 LONG += ("test_golden", "test_serve", "test_numbers", "test_paths", "test_sharded")
-    "test_recipes",
-    "test_learning",
-    "test_processes",
-    "test_process_faults",
-    "test_server_faults",
-    "test_resume",
-    "test_prove_resume",
-    "test_signals",
-    "test_parity",
-    "test_ladder",
-    "test_watch",
-    "test_lora_runs",
-    "test_golden",
-    "test_serve",
-    "test_numbers",
-    "test_paths",
-    "test_sharded",
-]
 
 RECIPE = """\
 run: {name: test, steps: 2}
