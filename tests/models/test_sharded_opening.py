@@ -175,8 +175,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     It is saved in bfloat16, so that what is read is not a view of the file. It is deep and narrow, as large models are beside
     their shards: the forward pass that checks the head gathers embedding and layers, and gloo does that through two buffers.
     """
-    sizes = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 60, "head_dim": 64}
-    config = Qwen3Config(**sizes, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=1)
+    shape = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 60, "head_dim": 64}
+    config = Qwen3Config(**shape, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=1)
     model, folder = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("large")
     model.save_pretrained(folder)
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
