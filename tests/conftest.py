@@ -44,9 +44,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Long files with few tests: begun first, so that no core waits for the other at the end (`make test`).
-LONG = ("test_recipes", "test_learning", "test_processes", "test_process_faults", "test_server_faults", "test_resume")
-LONG += ("test_prove_resume", "test_signals", "test_parity", "test_ladder", "test_watch", "test_lora_runs")
-LONG += ("test_golden", "test_serve", "test_numbers", "test_paths", "test_sharded")
+LONG: list[str] = ["test_recipes", "test_learning", "test_processes", "test_process_faults", "test_server_faults", "test_resume"]
+LONG += ["test_prove_resume", "test_signals", "test_parity", "test_ladder", "test_watch", "test_lora_runs"]
+LONG += ["test_make", "test_serve", "test_numbers", "test_paths", "test_sharded"]
 
 RECIPE = """\
 run: {name: test, steps: 2}
