@@ -17,10 +17,9 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
-from rlgen.rollout.ahead import Ahead
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.run.checkpoint import Checkpoints, little_space, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import Best, RunDirectory
@@ -119,7 +118,7 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
     scorer = processes.run_all(lambda: build_scorer(data.recipe, data.rows, attempt.directory, processes.rank))
     for reward in scorer.rewards:
         if reward.sha256 is not None:
-            console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
+            console.say(f"reward {reward.label}: {reward.entry.use} (sha256 {reward.sha256[:12]})")
     console.say(f"data: {listed({name: count for name, count in data.prompts.counts.items() if count})}")
     for warning in data.warnings:
         console.say(f"warning: {warning}")
@@ -237,7 +236,7 @@ def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe)
 
 def open_journal(attempt: RunContext, pair: Pair, code: UserCode) -> Journal:
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
-    judge = [(reward.label, reward.sha256, reward.weight) for reward in code.scorer.rewards]
+    judge = [(reward.label, reward.sha256, reward.entry.weight) for reward in code.scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [pair.learner.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
     beside += [] if code.custom is None else [code.custom.use, code.custom.sha256]
