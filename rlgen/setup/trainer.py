@@ -305,7 +305,7 @@ def build_writer(
         folder=attempt.directory.rollouts,
         rank=processes.rank,
         world=processes.world,
-        prompts=pair.data.prompts,
+        prompt_at=pair.data.prompts.at,
         tokenizer=pair.data.tokenizer,
         stop_ids=pair.sampling.stop_ids,
         every=recipe.rollouts.every,
