@@ -1,6 +1,6 @@
 """Changes weights temporarily, because only a sync of changed weights shows that weights arrive."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class Change:
             part(parameter).add_(part_like(noise.to(parameter.device, parameter.dtype), parameter))
         self.noise *= 2
 
-    def put_back(self, *names: str) -> AbstractContextManager[None]:
+    def put_back(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Restores the original values of the tensors `names` inside the block."""
         return overwritten(self.parameters, {name: self.saved[name] for name in names})
 

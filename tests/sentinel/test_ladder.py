@@ -18,8 +18,8 @@ from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.bounds import Bounds, Gap
-from rlgen.sentinel.ladder import agreement, climb
-from rlgen.sentinel.verdict import Outcome, Rung
+from rlgen.sentinel.rungs import climb
+from rlgen.sentinel.verdict import Outcome, Rung, agreement
 from rlgen.setup.data import open_data
 from rlgen.setup.pair import open_pair
 from rlgen.setup.probe import probe_of, toy_gradient
