@@ -27,13 +27,13 @@ from rlgen.run.console import (
     JsonConsole,
     Progress,
     Record,
-    apart,
     evaluation_line,
     in_notebook,
     in_thousands,
-    number,
-    speed,
+    number_text,
+    own_stream,
     takes_live_view,
+    tokens_per_second,
 )
 from rlgen.run.health import Measured, Rule, clipped, ref_kl, rules_of
 
@@ -87,7 +87,7 @@ GROUPS: dict[str, tuple[Cell, ...]] = {
         Cell("effective samples", Metric.IS_ESS_RAW, ".1%", "ess"),
     ),
     "throughput": (
-        Cell("tokens/s", speed, "k"),
+        Cell("tokens/s", tokens_per_second, "k"),
         Cell("s/step", Metric.TIME_STEP, ".2f"),
         Cell("sample", share_of_step(Metric.TIME_GENERATE), ".0%"),
         Cell("train", share_of_step(Metric.TIME_TRAIN), ".0%"),
@@ -139,7 +139,8 @@ class View:
             drawn.append(titled("evaluation", self.evaluated, width))
         if height >= SAMPLES:
             for example in self.examples:
-                drawn.append(titled(f"sample {number(example.reward, '+.2f')}", " ".join(example.prompt.split()), width, DIM))
+                reward = number_text(example.reward, "+.2f")
+                drawn.append(titled(f"sample {reward}", " ".join(example.prompt.split()), width, DIM))
                 drawn.append(titled("", f"→ {' '.join(example.completion.split())}", width))
         if self.notice:
             drawn.append(cropped(Text(self.notice, style=BAD), width))
@@ -169,7 +170,7 @@ class View:
         """Returns a number with its label, and its style: bad if its rule is broken, doubtful if only this step is beyond it."""
         value, rule = cell.value(self.last), self.rules.get(cell.rule)
         assert value is not None
-        text = f"{cell.label} {in_thousands(value) if cell.form == 'k' else number(value, cell.form)}"
+        text = f"{cell.label} {in_thousands(value) if cell.form == 'k' else number_text(value, cell.form)}"
         if self.last.get(Family.HEALTH.of(cell.rule)):
             return f"! {text}", BAD
         measured = None if rule is None else rule.value(self.last)
@@ -272,9 +273,9 @@ class LiveConsole(Console):
 
 def open_console(progress: Progress, recipe: Recipe, quiet: bool) -> Console:
     """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere."""
-    steps, screen = recipe.run.steps, apart(sys.stdout)
+    steps, screen = recipe.run.steps, own_stream(sys.stdout)
     if progress == "json":
-        return JsonConsole(steps, quiet, screen, apart(sys.stderr))
+        return JsonConsole(steps, quiet, screen, own_stream(sys.stderr))
     if quiet or progress == "plain" or not takes_live_view(screen):
         return Console(steps, quiet, screen)
     return LiveConsole(recipe, screen)

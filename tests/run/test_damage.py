@@ -27,7 +27,7 @@ from rlgen.recipe.models import LoraRecipe
 from rlgen.run import writing
 from rlgen.run.checkpoint import Checkpoints, check_fit, little_space, load_checkpoint
 from rlgen.run.checkpoint_folder import CheckpointFolder
-from rlgen.run.manifest import FORMAT, check_files, check_model_files, digest, read_manifest, seal
+from rlgen.run.manifest import FORMAT, check_files, check_model_files, manifest_digest, read_manifest, seal
 from rlgen.run.state import optimizer_tensors, save_shards
 
 HERE = Path(__file__).parent
@@ -306,7 +306,7 @@ def test_other_formats_are_named(folder: Path, proof: Proof) -> None:
     content = json.loads(manifest.read_text())
     content.pop("sha256")
     content["format"] = FORMAT + 1
-    manifest.write_text(json.dumps({**content, "sha256": digest(content)}))
+    manifest.write_text(json.dumps({**content, "sha256": manifest_digest(content)}))
     with pytest.raises(CheckpointError, match=f"is of checkpoint format {FORMAT + 1}, but this rlgen reads {FORMAT}") as caught:
         Checkpoints(folder, 2, ALONE).choose()
     assert caught.value.exit_code == 8 and not isinstance(caught.value, DamagedCheckpoint)

@@ -9,7 +9,7 @@ from helpers.samples import make_sample
 
 from rlgen.processes import Processes
 from rlgen.rollout.table import RowTable
-from rlgen.run.estimates import Estimate, mean_of_prompts, pass_at_k, student
+from rlgen.run.estimates import MeanEstimate, mean_of_prompts, pass_at_k, student
 from rlgen.run.records import evaluation_metrics
 from rlgen.types import Samples
 
@@ -27,8 +27,8 @@ def test_an_interval_by_hand() -> None:
     found = mean_of_prompts([0.0, 1.0, 1.0, 0.0])
     assert found.mean == 0.5 and found.high == pytest.approx(0.5 + 3.1824 * math.sqrt(1 / 12), abs=2e-3)
     assert found.low == pytest.approx(1 - found.high)
-    assert mean_of_prompts([0.25]) == Estimate(0.25, None, None) and mean_of_prompts([]) == Estimate(None, None, None)
-    assert mean_of_prompts([0.3] * 5) == Estimate(0.3, 0.3, 0.3)
+    assert mean_of_prompts([0.25]) == MeanEstimate(0.25, None, None) and mean_of_prompts([]) == MeanEstimate(None, None, None)
+    assert mean_of_prompts([0.3] * 5) == MeanEstimate(0.3, 0.3, 0.3)
     values = [0.1 * i for i in range(30)]
     assert mean_of_prompts(values) == mean_of_prompts(values[::-1]), "the order of processes does not matter"
 
