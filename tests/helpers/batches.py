@@ -6,10 +6,10 @@ import torch
 
 from helpers.samples import make_sample
 from rlgen.rollout.batch import collate
-from rlgen.types import Batch, Samples
+from rlgen.types import MicroBatch, Samples
 
 
-def random_batch(prompt: int, completions: Sequence[int]) -> Batch:
+def random_batch(prompt: int, completions: Sequence[int]) -> MicroBatch:
     """Rows of `prompt` ids that no other row has, each with a completion of its own length."""
     draw = torch.Generator().manual_seed(0)
     rows = []

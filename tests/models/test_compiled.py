@@ -21,7 +21,7 @@ from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import checkpoint_activations
-from rlgen.types import WHOLE, Batch, Distribution, Samples
+from rlgen.types import WHOLE, Distribution, MicroBatch, Samples
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_compiler")]
 
@@ -42,7 +42,7 @@ def no_code_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-def batch_of(rows: int, longest: int) -> Batch:
+def batch_of(rows: int, longest: int) -> MicroBatch:
     made = []
     for row in range(rows):
         completion = max(1, longest - 4 - row)
@@ -58,7 +58,7 @@ def batch_of(rows: int, longest: int) -> Batch:
     return collate(Samples.of(made, ()), range(rows), CPU)
 
 
-def gradients(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+def gradients(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probs [B, T], and the gradient of their sum as one vector."""
     policy.zero_grad()
     logp = policy(batch, (Distribution(temperature=0.9),), "value").logp[0]

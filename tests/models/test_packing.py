@@ -19,7 +19,7 @@ from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import build_policy, checkpoint_activations
-from rlgen.types import WHOLE, Batch, Distribution, Samples
+from rlgen.types import WHOLE, Distribution, MicroBatch, Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +30,7 @@ LENGTHS = ((1, 20, 30), (0, 1, 1), (2, 7, 12), (1, 20, 1), (2, 7, 19), (1, 20, 9
 COMPUTED = (20 + 1 + 7) + sum(completion - 1 for _, _, completion in LENGTHS)
 
 
-def batch_of(changed: int = -1) -> Batch:
+def batch_of(changed: int = -1) -> MicroBatch:
     """Seven rows of other ids; those of the group `changed` begin with another one."""
     rows = []
     for row, (group, prompt, completion) in enumerate(LENGTHS):
@@ -55,7 +55,7 @@ def packed_and_padded(name: str) -> tuple[Policy, Policy]:
     return packed, padded
 
 
-def gradients(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+def gradients(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probs [B, T], and the gradient of a sum of them that weighs every token differently, as one vector."""
     logp = policy(batch, (Distribution(temperature=0.9),), "value").logp[0]
     (logp * torch.linspace(0.5, 1.5, logp.numel()).view_as(logp)).sum().backward()

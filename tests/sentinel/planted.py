@@ -26,7 +26,7 @@ from rlgen.models.load import load_model
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.sentinel import contract, sync
-from rlgen.setup import pair
+from rlgen.setup import trainer_and_engine
 from rlgen.types import Completion, Request, Sampling, one_span
 
 Plant = Callable[[pytest.MonkeyPatch], list[str]]
@@ -200,7 +200,9 @@ class Wrapped:
 def answers(change: Callable[[Sequence[Request], Answers], Answers]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired: list[str] = []
-        monkeypatch.setattr(pair, "build_engine", lambda *arguments: Wrapped(build_engine(*arguments), change, fired))
+        monkeypatch.setattr(
+            trainer_and_engine, "build_engine", lambda *arguments: Wrapped(build_engine(*arguments), change, fired)
+        )
         return fired
 
     return plant

@@ -20,8 +20,8 @@ from rlgen.sentinel.gap import Gap
 from rlgen.sentinel.ladder import climb, summary
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.setup.data import open_data
-from rlgen.setup.pair import open_pair
 from rlgen.setup.probe import probe_of, toy_gradient
+from rlgen.setup.trainer_and_engine import open_trainer_and_engine
 from rlgen.types import Completion, Request, Sampling
 
 Proof = Callable[[str], None]
@@ -141,9 +141,9 @@ def ladder(recipe: Path, overrides: list[str], greedy: bool = False) -> list[Run
     loaded = load_recipe(recipe, ["rollout.max_completion_tokens=24", *overrides]).recipe
     if greedy:  # refused in a recipe
         loaded = loaded.model_copy(update={"rollout": loaded.rollout.model_copy(update={"temperature": 0.0})})
-    with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as pair:
-        probe = probe_of(loaded, pair)
-        return list(climb(probe, toy_gradient(loaded, pair, probe)))
+    with closing(open_trainer_and_engine(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as both:
+        probe = probe_of(loaded, both)
+        return list(climb(probe, toy_gradient(loaded, both, probe)))
 
 
 @pytest.mark.parametrize(

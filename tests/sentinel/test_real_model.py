@@ -20,8 +20,8 @@ from rlgen.sentinel.bounds import POWER
 from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.verdict import Rung, Verdict
 from rlgen.setup.data import open_data
-from rlgen.setup.pair import open_pair
 from rlgen.setup.probe import probe_of, toy_gradient
+from rlgen.setup.trainer_and_engine import open_trainer_and_engine
 
 pytestmark = pytest.mark.real
 
@@ -70,12 +70,12 @@ optim: {{learning_rate: 5.0e-6}}
 def ladder(recipe: Path, *overrides: str) -> tuple[list[Rung], bool]:
     """The checks of doctor, and whether rows are packed."""
     loaded = load_recipe(recipe, list(overrides)).recipe
-    with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as pair:
-        probe = probe_of(loaded, pair)
-        rungs = list(climb(probe, toy_gradient(loaded, pair, probe)))
+    with closing(open_trainer_and_engine(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as both:
+        probe = probe_of(loaded, both)
+        rungs = list(climb(probe, toy_gradient(loaded, both, probe)))
         for rung in rungs:
             print(rung.number, rung.name, rung.verdict, dict(rung.measured), dict(rung.bounds), rung.power, rung.noise)
-        return rungs, pair.learner.policy.packed
+        return rungs, both.state.policy.packed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
