@@ -204,10 +204,6 @@ class Processes:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
 
-    def patiently(self, work: Callable[[], T]) -> T:
-        """Runs `work` in the main process as `on_main` does, for work that may take longer than `timeout`."""
-        return self.on_main(work, keepalive=True)
-
     @contextmanager
     def _heard_of(self) -> Iterator[None]:
         """Exchanges keep-alive messages, four in each `timeout`, from a thread while the block runs in the calling one.

@@ -88,7 +88,7 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
     from rlgen.setup.probe import probe_of, toy_gradient
     from rlgen.setup.trainer_and_engine import open_trainer_and_engine
 
-    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
+    processes.on_main(lambda: check_model_files(Path(recipe.model.path)), keepalive=True)
     data = processes.main_first(lambda: open_data(recipe))
     recipe = data.recipe
     for notice in (*data.notices, *(f"warning: {warning}" for warning in data.warnings)):

@@ -10,8 +10,8 @@ import yaml
 
 from rlgen.callbacks import Callback
 from rlgen.errors import RlgenError, UsageError
-from rlgen.files import read_text, write_text
-from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe
+from rlgen.files import write_text
+from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.sizes import FOLLOWING
 from rlgen.run.console import Progress
 from rlgen.run.directory import RunDirectory
@@ -100,7 +100,8 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     """Opens the directory of an earlier attempt of the same run."""
     directory = RunDirectory.reopen(path)
     try:
-        before = yaml.safe_load(read_text(directory.resolved))
+        # Read as a recipe: an older rlgen wrote keys that have another name today, and lacked keys that were added since.
+        before = yaml.safe_load(dump_recipe(load_recipe(directory.resolved, resolved=True).recipe))
         free = may_change(before, loaded.recipe)
         if changed := changes(before, yaml.safe_load(resolved), free):
             raise UsageError(

@@ -18,7 +18,7 @@ from rlgen.models.memory_errors import memory_for, what_helps
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import load_checkpoint
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
 from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
@@ -90,7 +90,8 @@ def restore(recipe: Recipe, state: TrainState, checkpoint: Path | None, processe
     if checkpoint is None:
         return Position()
     with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
-        return Checkpoints.load(checkpoint, state.policy.model, state.optimizer, state.schedule, processes, state.models.base)
+        parts = state.policy.model, state.optimizer, state.schedule
+        return processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, state.models.base))
 
 
 def build_learning(

@@ -113,7 +113,7 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
     console.say(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, {recipe.model.dtype}")
     seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint restores its own random states later
     console.say(f"data: reading {recipe.data.source} …")
-    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
+    processes.on_main(lambda: check_model_files(Path(recipe.model.path)), keepalive=True)
     data = processes.main_first(lambda: open_data(recipe))
     for notice in data.notices:
         console.say(notice)

@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -172,6 +172,10 @@ def by_holder(table: RowTable, world: int) -> NDArray[np.int64]:
     return np.concatenate([(table.holder == rank).nonzero()[0] for rank in range(world)])
 
 
+# The train batch of a step, the advantages of its rows, and the metrics that were measured on the way.
+Planned: TypeAlias = tuple[TrainBatch, Advantages, dict[str, Any]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatchBuilder:
     """Runs rewards -> train batch: advantages, and log-probs of the reference policy if the algorithm needs them."""
@@ -184,15 +188,12 @@ class TrainBatchBuilder:
     budget: int  # tokens of a micro-batch
     packed: bool = False  # whether the policy computes the rows of a micro-batch without padding
 
-    def build(self, table: RowTable, held: Samples, epoch: float) -> tuple[TrainBatch, Advantages, dict[str, Any]]:
-        """Returns the train batch of a step, the advantages of its rows, and the metrics that were measured on the way."""
+    def build(self, table: RowTable, held: Samples, epoch: float) -> Planned:
         planned = self.plan(table, held, epoch, self.kl(table, held))
         self.add_reference(planned[0])
         return planned
 
-    def plan(
-        self, table: RowTable, held: Samples, epoch: float, kl: Tensor | None
-    ) -> tuple[TrainBatch, Advantages, dict[str, Any]]:
+    def plan(self, table: RowTable, held: Samples, epoch: float, kl: Tensor | None) -> Planned:
         """Does what `build` does, but runs no model: `kl` is known, and the log-probs of the reference are left out."""
         advantages = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage

@@ -32,7 +32,7 @@ from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors,
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.setup.policy import checkpoint_activations
 from rlgen.types import WHOLE, Position, Samples
 
@@ -279,7 +279,7 @@ def test_going_on_from_an_adapter_equals_never_stopping(tmp_path: Path) -> None:
     assert not (path / "model.safetensors").exists()
     learn(*whole, 2)
     again = parts()
-    assert Checkpoints.load(path, *again, Processes.alone()).step == 3
+    assert load_checkpoint(path, *again).step == 3
     learn(*again, 2)
     ours, theirs = adapter_tensors(again[0]), adapter_tensors(whole[0])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and any(t.any() for t in ours.values())
@@ -293,10 +293,10 @@ def test_one_kind_of_checkpoint_is_not_taken_for_the_other(tmp_path: Path) -> No
     plain = tiny_model("qwen3")
     full = torch.optim.AdamW(plain.parameters())
     with pytest.raises(CheckpointError):
-        Checkpoints.load(adapter, plain, full, schedule, Processes.alone())
+        load_checkpoint(adapter, plain, full, schedule)
     whole = save(Checkpoints(tmp_path / "b", 2, Processes.alone()), Position(1, 8), plain, byte_tokenizer(), full, schedule)
     with pytest.raises(CheckpointError, match="holds no adapter"):
-        Checkpoints.load(whole, model, optimizer, schedule, Processes.alone())
+        load_checkpoint(whole, model, optimizer, schedule)
 
 
 def test_a_changed_base_is_not_saved_over(tmp_path: Path) -> None:

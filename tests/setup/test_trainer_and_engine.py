@@ -33,7 +33,7 @@ def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: 
     monkeypatch.setattr(trainer_and_engine, "build_engine", named("engine", build))
     monkeypatch.setattr(policy, "copy", SimpleNamespace(deepcopy=named("reference", copied)))
     monkeypatch.setattr(policy, "check_fit", lambda *_: None)
-    monkeypatch.setattr(train_state.Checkpoints, "load", loaded)
+    monkeypatch.setattr(train_state, "load_checkpoint", loaded)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}", "trainer={kind: grpo, beta: 0.1}"]).recipe
     with pytest.raises(Loaded):
         trainer_and_engine.open_trainer_and_engine(
