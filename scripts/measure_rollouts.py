@@ -89,7 +89,7 @@ def made(tokens: int, noise: float) -> Rollout:
         prompt_ids=Ragged(np.tile(np.arange(50, dtype=np.int32), rows), np.arange(0, 50 * rows + 1, 50)),
         completion_ids=Ragged(ids, offsets),
         sampler_logp=Ragged(sampler, offsets),
-        spans=np.column_stack([numbers, np.zeros(rows), np.full(rows, ROW), np.full(rows, 3)]).astype(np.int64),
+        spans=Ragged(np.tile([0, ROW, 3], (rows, 1)), np.arange(rows + 1)),
         truncated=np.zeros(rows, dtype=bool),
         seed=rng.integers(0, 2**62, rows),
         cached_tokens=np.zeros(rows, dtype=np.int64),

@@ -22,7 +22,7 @@ from rlgen.data.source import load_rows
 from rlgen.models.load import load_tokenizer, locate
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.data import DataRecipe
-from rlgen.recipe.evaluation import data_of, rewards_of, seed_of
+from rlgen.recipe.evaluation import data_of, eval_rewards, seed_of
 from rlgen.recipe.models import RewardRecipe
 from rlgen.rewards.score import open_scorer
 from rlgen.types import Group
@@ -162,7 +162,7 @@ def test_rows_of_the_hubs_form_are_prompts_and_are_scored(path: Path, tmp_path: 
     (tmp_path / "test.jsonl").write_text(json.dumps(held_out) + "\n")
     recipe = load_recipe(path).recipe
     assert recipe.eval is not None
-    sections = {"train": (recipe.data, recipe.rewards), "test": (data_of(recipe, recipe.eval), rewards_of(recipe, recipe.eval))}
+    sections = {"train": (recipe.data, recipe.rewards), "test": (data_of(recipe, recipe.eval), eval_rewards(recipe, recipe.eval))}
     for name, (data, rewards) in sections.items():
         local = data.model_copy(update={"source": f"{tmp_path}/{name}.jsonl"})  # `--set` would refuse it beside subset and split
         label = rewards[0].label

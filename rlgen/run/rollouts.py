@@ -21,9 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError
 from rlgen.files import flush, written
-from rlgen.rollout.columns import DataColumns
 from rlgen.rollout.frames import columns_digest
-from rlgen.rollout.parquet import FIXED, OF_TURNS, Rollout, Stamp, parts_of, write_part
+from rlgen.rollout.parquet import FIXED, OF_TURNS, DataColumns, Rollout, Stamp, parts_of, write_part
 from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.rollout.sample import last_turn
 from rlgen.types import Ids, Prompt, Sample, Samples, whole_conversation

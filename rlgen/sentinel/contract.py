@@ -11,7 +11,7 @@ from rlgen.models.load import load_tokenizer
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import sample_seed
 from rlgen.sentinel.probe import Probe
-from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.verdict import Outcome, Rung
 from rlgen.types import WHOLE, Request
 
 PROMPTS, SAMPLES, TOKENS = 3, 2, 8
@@ -52,7 +52,7 @@ def contract(probe: Probe) -> Rung:
             "ids that had just been sampled were made stop ids, but no completion ended at them: the engine ignores stop ids or"
             " seeds",
         )
-    return Rung(number=0, name="contract", verdict=Verdict.OK, sentence="Engine and trainer see the same tokens.")
+    return Rung(number=0, name="contract", verdict=Outcome.OK, sentence="Engine and trainer see the same tokens.")
 
 
 def compare_settings(theirs: Settings, ours: Settings) -> None:

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from rlgen.errors import Fault
 from rlgen.models.lora import adapted_layers, is_adapted, without_adapter
 from rlgen.processes import Processes
-from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.bounds import Bounds, Gap, between, sampler_logp
 from rlgen.sentinel.change import Change, earlier_head
-from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import TrainerSide
 from rlgen.types import WHOLE, Distribution, Sample
 
@@ -59,7 +58,7 @@ def rivals(trainer: TrainerSide, samples: Sequence[Sample], distribution: Distri
     for k, other in enumerate(others):
         yield distribution_cause(trainer, samples, distribution, other), between([logp[k] for logp in at_others], reported)
     # The main process decides for all: if only some processes found a rule, their collectives would no longer match.
-    if found := trainer.processes.gather([truncation(trainer, samples, reported, distribution.whole)])[0]:
+    if found := trainer.processes.gather([truncation_rule(trainer, samples, reported, distribution.whole)])[0]:
         rule, gap = found
         remedy = f"have it sample with {distribution}" if distribution.truncated else "switch that off"
         sentence = f"the engine samples from a truncated distribution ({rule}) and reports its log-probs; {remedy}"
@@ -106,7 +105,7 @@ def surprise(trainer: TrainerSide, samples: Sequence[Sample], distribution: Dist
     return abs(torch.cat(gaps).mean().item())
 
 
-def truncation(
+def truncation_rule(
     trainer: TrainerSide, samples: Sequence[Sample], reported: list[Tensor], distribution: Distribution
 ) -> tuple[str, Gap] | None:
     """Returns a top-k, top-p or min-p that explains the reported log-probs, with the gap that remains; None if there is none.

@@ -11,7 +11,7 @@ from rlgen.sentinel import rungs
 from rlgen.sentinel.bounds import Noise
 from rlgen.sentinel.contract import contract
 from rlgen.sentinel.probe import Probe
-from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.verdict import Outcome, Rung
 
 
 def climb(probe: Probe, gradient: rungs.Gradient | None = None) -> Iterator[Rung]:
@@ -21,7 +21,7 @@ def climb(probe: Probe, gradient: rungs.Gradient | None = None) -> Iterator[Rung
     """
     for step in steps(probe, gradient):
         yield step
-        if step.verdict is Verdict.FAILED:
+        if step.verdict is Outcome.FAILED:
             return
 
 
@@ -51,7 +51,7 @@ def after_check_1(probe: Probe, rungs: Sequence[Rung]) -> Probe:
     return probe
 
 
-def summary(rungs: Sequence[Rung]) -> str:
+def agreement(rungs: Sequence[Rung]) -> str:
     """Returns each measured value with its bound, and at check 3 also the value that a sync of no weights would have given:
 
     `engine and trainer agree: same weights 4.8e-07 of 1.9e-06, changed weights 5.3e-07 of 2.1e-06 (0.84 without a sync)`
@@ -63,6 +63,6 @@ def summary(rungs: Sequence[Rung]) -> str:
         power = f" ({rung.power:.2g} without a sync)" if rung.number == 3 and rung.power is not None else ""
         if rung.measured:
             parts.append(f"{rung.name} {next(iter(rung.measured.values())):.1e} of {rung.bound:.1e}{power}")
-        if rung.verdict is Verdict.NOT_MEASURABLE:
+        if rung.verdict is Outcome.NOT_MEASURABLE:
             blind += f". Not measurable: {rung.name}. {rung.sentence.rstrip('.')}"
     return "engine and trainer agree: " + ", ".join(parts) + blind

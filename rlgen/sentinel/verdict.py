@@ -9,7 +9,7 @@ from rlgen.errors import Fault, SentinelError
 from rlgen.sentinel.bounds import Noise
 
 
-class Verdict(StrEnum):
+class Outcome(StrEnum):
     OK = "ok"
     FAILED = "failed"
     NOT_MEASURABLE = "not measurable"  # the check could not have detected the fault
@@ -20,12 +20,12 @@ class Verdict(StrEnum):
 class Rung:
     """The result of one check of engine and trainer.
 
-    Rung(number=3, name="changed sync", verdict=Verdict.OK, measured={"mean_delta": 5e-7}, bound=1.5e-6, power=0.8, sentence="…")
+    Rung(number=3, name="changed sync", verdict=Outcome.OK, measured={"mean_delta": 5e-7}, bound=1.5e-6, power=0.8, sentence="…")
     """
 
     number: int
     name: str
-    verdict: Verdict
+    verdict: Outcome
     sentence: str
     measured: Mapping[str, float] = field(default_factory=dict)
     bound: float | None = None  # bound of the first measured value
@@ -45,4 +45,4 @@ class Rung:
 
 def failed(rungs: Sequence[Rung]) -> Rung | None:
     """Returns the check that failed; None if none did."""
-    return next((rung for rung in rungs if rung.verdict is Verdict.FAILED), None)
+    return next((rung for rung in rungs if rung.verdict is Outcome.FAILED), None)

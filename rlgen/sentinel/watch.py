@@ -11,12 +11,12 @@ from torch import Tensor
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.metrics import Metric
 from rlgen.rollout.sample import turns_apart
+from rlgen.sentinel.bounds import Gap, engine_gap
 from rlgen.sentinel.diagnose import Cause, explain
-from rlgen.sentinel.gap import Gap, compare
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
 from rlgen.sentinel.sync import send_weights
-from rlgen.sentinel.verdict import Verdict
+from rlgen.sentinel.verdict import Outcome
 from rlgen.types import Distribution, Sample, Samples, Sampling
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
@@ -88,7 +88,7 @@ class Watch:
         probe = replace(self.probe, version=step)
         samples = probe.sample(probe.whole, FEWER_TOKENS)
         logp = probe.trainer.logp(samples, probe.whole)
-        gap = compare(samples, logp)
+        gap = engine_gap(samples, logp)
         drifted = self.drifted(gap, lambda: worst(samples, logp), probe.whole, step + 1, f"weight sync of step {step}")
         return {Metric.SENTINEL_PROBE_DELTA: gap.max_delta, Metric.SENTINEL_DRIFT: drifted} if due else {}
 
@@ -110,7 +110,7 @@ class Watch:
         samples = [turn for sample in samples for turn in turns_apart(sample)]
         trainer, distribution = self.probe.trainer, self.probe.sampling.distribution
         logp = trainer.logp(samples, distribution)
-        gap = compare(samples, logp, trainer.sure(samples, distribution))
+        gap = engine_gap(samples, logp, trainer.sure(samples, distribution))
         self.drifted(gap, lambda: worst(samples, logp), distribution, step + 1, f"evaluation after step {step}")
         return {Metric.EVAL_DELTA_MEAN: gap.mean_delta, Metric.EVAL_DELTA_MAX: gap.max_delta}
 
@@ -170,7 +170,7 @@ class Watch:
             return error.fault, error.sentence
         except EngineError as error:  # such as too little free memory, as gradients are allocated
             return Fault.DRIFT, f"the engine could not be checked again: {error}"
-        if again.verdict is not Verdict.FAILED:
+        if again.verdict is not Outcome.FAILED:
             return (
                 Fault.STALE_WEIGHTS,
                 f"engine and trainer agree once version {probe.version} is sent again: the engine had other weights, though it"
@@ -192,5 +192,5 @@ def part_of(sample: Sample, version: int) -> Sample:
 
 def worst(samples: Sequence[Sample], logp: Sequence[Tensor]) -> list[Sample]:
     """Returns the `WORST` samples that differ most, to find a cause with."""
-    gaps = [compare([sample], [logp_L]).max_delta for sample, logp_L in zip(samples, logp, strict=True)]
+    gaps = [engine_gap([sample], [logp_L]).max_delta for sample, logp_L in zip(samples, logp, strict=True)]
     return [samples[row] for row in sorted(range(len(samples)), key=lambda row: -gaps[row])[:WORST]]

@@ -14,7 +14,7 @@ from transformers import get_scheduler
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import SetupError
-from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.memory_errors import memory_advice, memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
@@ -89,9 +89,10 @@ def restore(recipe: Recipe, state: TrainState, checkpoint: Path | None, processe
     """
     if checkpoint is None:
         return Position()
-    with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
-        parts = state.policy.model, state.optimizer, state.schedule
-        return processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, state.models.base))
+    with memory_for("the checkpoint's optimizer state", memory_advice(recipe, "optimizer"), SetupError):
+        policy, base = state.policy, state.models.base
+        parts = policy.model, state.optimizer, state.schedule
+        return processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, base))
 
 
 def build_learning(
@@ -126,7 +127,7 @@ def build_updater(recipe: Recipe, state: TrainState, sampling: Sampling, process
         distribution=sampling.distribution,
         max_tokens=sampling.max_tokens,
         watch=watch,
-        less_memory=partial(what_helps, recipe),
+        less_memory=partial(memory_advice, recipe),
         deterministic=recipe.run.deterministic,
     )
 
