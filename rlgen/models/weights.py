@@ -62,9 +62,8 @@ def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def base_digest(model: PreTrainedModel, gather: bool = True) -> str:
     """Returns the SHA-256 over names and bytes of `own_tensors`: for an adapted model, of its frozen base.
 
-    Args:
-        gather: of a sharded model, digest the whole tensors, gathered one by one by all processes, which must call this together;
-            otherwise this process's shards, without the others.
+    With `gather`, that of whole tensors: sharded ones are gathered one by one, and all processes must call this together.
+    Otherwise that of this process's shards.
     """
     digest = hashlib.sha256()
     for name, held in own_tensors(model).items():
@@ -94,11 +93,9 @@ def non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def bits(model: PreTrainedModel, processes: Processes) -> str:
-    """Returns a digest of the trained parameters, equal for every sharding.
+    """Returns a digest of the trained parameters, equal for every sharding: of the sum of each one's bits, read as integers.
 
-    It hashes the sum of each parameter's bits, read as integers.
-
-    Its purpose is to notice after every step that weights differ in any bit; it is not secure against deliberate changes.
+    It is to notice after every step that weights differ in any bit; it is not secure against deliberate changes.
     """
     trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     # Of equal shards in several processes only one counts.
@@ -122,10 +119,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def layer_of(name: str) -> str:
-    """Returns the prefix of a name up to its layer number, or "" outside of layers.
-
-    "model.layers.3.mlp.experts.down_proj" -> "model.layers.3."
-    """
+    """Returns the layer of a name, or "". "model.layers.3.mlp.experts.down_proj" -> "model.layers.3." """
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else ""
 
@@ -133,9 +127,8 @@ def layer_of(name: str) -> str:
 def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yields names and tensors as in the checkpoint that `from_pretrained` loaded `model` from, with adapters merged.
 
-    Most models keep their checkpoint's layout: the tensors are then the model's own. Others are converted layer by layer, so that
-    only one layer's experts are held twice at a time. Sharded tensors are gathered one by one: all processes must iterate over
-    all of them.
+    Models that are held in another layout are converted layer by layer, so that only one layer's experts are held twice at a
+    time. Sharded tensors are gathered one by one: all processes must iterate over all of them.
     """
     tensors = merged_tensors(model)
     if not model._weight_conversions:
@@ -171,10 +164,7 @@ def checkpoint_name(model: PreTrainedModel, name: str) -> str:
 
 @contextmanager
 def gone_through(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Consumes the rest of `tensors` after the block, even if it failed.
-
-    Other processes gather the same tensors and would wait for this one.
-    """
+    """Consumes the rest of `tensors` after the block, even if it failed: other processes gather the same, and would wait."""
     try:
         yield
     finally:
