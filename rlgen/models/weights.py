@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
 from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers import core_model_loading as loading
 
 from rlgen.models.factors import FIRST, SCALE, SECOND
 from rlgen.models.lora import adapted_layers, base_name, factors, in_adapter, is_packed, merged_weight, scale
@@ -135,7 +129,7 @@ def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, whole(tensor)) for name, tensor in tensors)
         return
     for _, layer in groupby(tensors, key=lambda item: layer_of(item[0])):
-        yield from revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer}).items()
+        yield from loading.revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer}).items()
 
 
 def adapter_factors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -158,7 +152,7 @@ def checkpoint_name(model: PreTrainedModel, name: str) -> str:
     """Returns the name that a weight of `model`, which is held as in the checkpoint, has there."""
     if not model._weight_conversions:
         return name
-    (other,) = revert_weight_conversion(model, {name: torch.empty(1, 1, device="meta")})
+    (other,) = loading.revert_weight_conversion(model, {name: torch.empty(1, 1, device="meta")})
     return str(other)
 
 
@@ -179,13 +173,13 @@ def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Stored]])
     is converted: then the tensors that make one tensor of the model are read together.
     """
     conversions = model._weight_conversions or []
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, loading.WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    packed: dict[str, WeightConverter] = {}
+    packed: dict[str, loading.WeightConverter] = {}
     # Files list expert 10 before expert 2; they are stacked in the order of this loop.
-    for name, tensor in sorted(weights, key=lambda item: dot_natural_key(item[0])):
-        own_name, pattern = rename_source_key(name, renamings, converters)
+    for name, tensor in sorted(weights, key=lambda item: loading.dot_natural_key(item[0])):
+        own_name, pattern = loading.rename_source_key(name, renamings, converters)
         if pattern is None:
             yield own_name, tensor
         else:
