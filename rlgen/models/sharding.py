@@ -72,7 +72,10 @@ def send_gradients(policy: Policy, now: bool, defer: bool) -> None:
             processes of the group their shards; only groups that hold the same shards add theirs up after the last one.
     """
     if isinstance(policy, FSDPModule):
-        (policy.set_requires_gradient_sync if defer else policy.set_requires_all_reduce)(now)
+        if defer:
+            policy.set_requires_gradient_sync(now)
+        else:
+            policy.set_requires_all_reduce(now)
 
 
 def move_buffers(policy: Policy) -> None:
