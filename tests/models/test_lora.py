@@ -229,7 +229,7 @@ def test_going_on_from_an_adapter_equals_never_stopping(tmp_path: Path) -> None:
     random_state = torch.get_rng_state()
     learn(*whole, updates=2)
     again = parts(lora=SMALL)
-    assert load_checkpoint(path, *again, Processes.alone()).step == 3
+    assert load_checkpoint(path, *again).step == 3
     torch.set_rng_state(random_state)
     learn(*again, updates=2)
     ours, theirs = adapter_tensors(again[0]), adapter_tensors(whole[0])
@@ -240,10 +240,10 @@ def test_one_kind_of_checkpoint_is_not_taken_for_the_other(tmp_path: Path) -> No
     adapted_ones, plain_ones = parts(lora=SMALL), parts()
     adapter = save_parts(Checkpoints(tmp_path / "a", 2, Processes.alone()), 1, adapted_ones)
     with pytest.raises(CheckpointError):
-        load_checkpoint(adapter, *plain_ones, Processes.alone())
+        load_checkpoint(adapter, *plain_ones)
     whole = save_parts(Checkpoints(tmp_path / "b", 2, Processes.alone()), 1, plain_ones)
     with pytest.raises(CheckpointError, match="holds no adapter"):
-        load_checkpoint(whole, *adapted_ones, Processes.alone())
+        load_checkpoint(whole, *adapted_ones)
 
 
 def test_a_changed_base_is_not_saved_over(tmp_path: Path) -> None:
