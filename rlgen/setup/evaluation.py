@@ -87,7 +87,7 @@ def writer_of(folder: Path, both: TrainerAndEngine, held_out: HeldOut, processes
         folder=folder,
         rank=processes.rank,
         world=processes.world,
-        prompts=held_out.prompts,
+        prompt_at=held_out.prompts.at,
         tokenizer=both.data.tokenizer,
         stop_ids=both.sampling.stop_ids,
         every=1,

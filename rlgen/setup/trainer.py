@@ -27,10 +27,10 @@ from rlgen.run.health import Health, rules_of
 from rlgen.run.manifest import check_model_files, read_manifest
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.sinks.open import Sinks, open_sinks
-from rlgen.sentinel.ladder import after_check_1, agreement, climb
 from rlgen.sentinel.probe import Probe
+from rlgen.sentinel.rungs import after_check_1, climb
 from rlgen.sentinel.sync import send_weights
-from rlgen.sentinel.verdict import Rung, failed
+from rlgen.sentinel.verdict import Rung, agreement, failed
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
@@ -307,7 +307,7 @@ def build_writer(
         folder=attempt.directory.rollouts,
         rank=processes.rank,
         world=processes.world,
-        prompts=both.data.prompts,
+        prompt_at=both.data.prompts.at,
         tokenizer=both.data.tokenizer,
         stop_ids=both.sampling.stop_ids,
         every=recipe.rollouts.every,

@@ -8,6 +8,7 @@ import sweep
 import torch
 from conftest import CPU, read_jsonl, tiny_model
 from helpers.batches import gradients
+from helpers.recipes import recipe_for
 from helpers.samples import TEXTS, make_sample
 
 from rlgen.errors import SetupError
@@ -124,26 +125,15 @@ def test_a_row_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert reason and "other hidden states" in reason
 
 
-def recipe(**optim: object) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "run": {"name": "packed"},
-            "model": {"path": "tiny:qwen3", "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "optim": optim,
-        }
-    )
-
-
-def with_compile(one: Recipe) -> Recipe:
-    return one.model_copy(update={"model": one.model.model_copy(update={"compile": True})})
+def recipe(compiled: bool = False, **optim: object) -> Recipe:
+    found = recipe_for("tiny:qwen3", optim=optim)
+    return found.model_copy(update={"model": found.model.model_copy(update={"compile": compiled})})
 
 
 def test_a_recipe_packs_where_it_can_and_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
     assert [build_policy(recipe(**one), folder, TEXTS, CPU).packed for one in said] == [True, False, True]
-    assert not build_policy(with_compile(recipe()), folder, TEXTS, CPU).packed
+    assert not build_policy(recipe(compiled=True), folder, TEXTS, CPU).packed
     monkeypatch.setattr("rlgen.setup.policy.can_pack", lambda device, dtype: False)
     assert not build_policy(recipe(), folder, TEXTS, CPU).packed
     with pytest.raises(SetupError, match=r"optim\.packing: a GPU packs rows in bfloat16 only"):

@@ -22,7 +22,7 @@ from rlgen.recipe import load_recipe
 from rlgen.run.compare import first_difference
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
-from rlgen.sentinel import ladder
+from rlgen.sentinel import rungs
 from rlgen.setup import TrainOptions, attempt, data, policy, probe, train, train_state, trainer, trainer_and_engine
 
 TRANSFORMERS = "engine={kind: transformers}"
@@ -92,7 +92,7 @@ def test_doctor_and_train_open_by_the_same_functions(recipe_file: Path, monkeypa
         train_state.restore,
     ]
     order += [probe.probe_of]
-    for module in (trainer, ladder):
+    for module in (trainer, rungs):
         monkeypatch.setattr(module, "climb", lambda *_: [])  # what is opened is tested, not what it measures
     calls = recorded(monkeypatch, order)
     examine(load_recipe(recipe_file, [TRANSFORMERS]).recipe, recipe_file.parent, print, False, False, Processes.alone())
