@@ -16,7 +16,7 @@ from rlgen.engines.open import build_engine
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.sync import send_weights
-from rlgen.setup import pair
+from rlgen.setup import trainer_and_engine
 from rlgen.setup.policy import build_policy
 
 # A reference in the reward, in the loss, and one of preferences.
@@ -46,7 +46,7 @@ class Kept:
 def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None:
     processes = Processes.open(60) if "RANK" in os.environ else Processes.alone()
     kept = Kept()
-    pair.build_engine = kept.build  # type: ignore[assignment]
+    trainer_and_engine.build_engine = kept.build  # type: ignore[assignment]
     for name in trainers:
         loaded = load_recipe(recipe, [f"trainer={TRAINERS[name]}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
         train_in(folder / name, loaded, processes)

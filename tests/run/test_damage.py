@@ -15,8 +15,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from helpers.learner import Parts, equal, learn, parts, position, save_parts, state
 from helpers.torchrun import launch, well
+from helpers.train_state import Parts, equal, learn, parts, position, save_parts, state
 from helpers.waiting import HANGS
 from safetensors.torch import load_file, save_file
 
