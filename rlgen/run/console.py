@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,7 +102,7 @@ def release(stream: TextIO) -> None:
             stream.close()
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """Prints a run as plain lines. The record of a run is `metrics.jsonl`; a console is only a view of it.
 
     `quiet` prints nothing, as all processes but the main one. A `file` that `own_stream` opened is closed with the console.
@@ -113,9 +113,6 @@ class Console:
         self.file = file or sys.stdout
         self.terminal = Terminal(quiet, file, notebook)
         self.seconds: list[float] = []  # of the steps of this attempt
-
-    def __enter__(self) -> "Console":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple, TextIO
 
 from rich.cells import cell_len
@@ -35,7 +34,7 @@ from rlgen.run.console import (
     takes_live_view,
     tokens_per_second,
 )
-from rlgen.run.health import Measured, Rule, clipped, ref_kl, rules_of
+from rlgen.run.health import Measured, clipped, ref_kl, rules_of
 
 REFRESHES = 2  # a second
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -99,23 +98,18 @@ GROUPS: dict[str, tuple[Cell, ...]] = {
 }
 
 
-@dataclass(slots=True, kw_only=True)
 class View:
     """What is shown of a run, and how it is drawn into lines of a given width."""
 
-    name: str
-    steps: int
-    rules: dict[str, Rule]
-    rewards: list[float | None] = field(default_factory=list)  # by step, from step 1
-    last: Record = field(default_factory=dict)  # of the last step
-    evaluated: str = ""  # the line of the last evaluation
-    examples: Sequence[Example] = ()
-    notice: str = ""  # the answer to a signal
-    left: float | None = None  # seconds that the steps to come may take, when the last one ended
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> "View":
-        return cls(name=recipe.run.name, steps=recipe.run.steps, rules={rule.name: rule for rule in rules_of(recipe)})
+    def __init__(self, recipe: Recipe) -> None:
+        self.name, self.steps = recipe.run.name, recipe.run.steps
+        self.rules = {rule.name: rule for rule in rules_of(recipe)}
+        self.rewards: list[float | None] = []  # by step, from step 1
+        self.last: Record = {}  # of the last step
+        self.evaluated = ""  # the line of the last evaluation
+        self.examples: Sequence[Example] = ()
+        self.notice = ""  # the answer to a signal
+        self.left: float | None = None  # seconds that the steps to come may take, when the last one ended
 
     def add(self, record: Record) -> None:
         if Metric.EVAL_REWARD_MEAN in record:
@@ -222,7 +216,7 @@ class LiveConsole(Console):
 
     def __init__(self, recipe: Recipe, file: TextIO | None) -> None:
         super().__init__(recipe.run.steps, False, file, in_notebook())
-        self.view = View.of(recipe)
+        self.view = View(recipe)
         self._began, self._ended = time.monotonic(), 0.0  # this attempt, and its last step
         self._live = Live(
             self,
