@@ -132,6 +132,10 @@ def truncation_rule(
         last_kept.append((ranked_L / ranked_LV[:, 0])[shows])
         first_dropped.append((next_L / ranked_LV[:, 0])[shows])
     gap = Gap.of(torch.cat(left))
+
+    def edge(values: list[Tensor], quantile: float) -> float:
+        return torch.cat(values).quantile(quantile).item()
+
     if not torch.cat(count).numel() or torch.cat(all_mass).mean() > 0.999:  # almost all of the probability is kept: not truncated
         return None
     if edge(count, OUTLIERS) == edge(count, 1 - OUTLIERS):
@@ -141,10 +145,6 @@ def truncation_rule(
     if edge(first_dropped, 1 - OUTLIERS) < edge(last_kept, OUTLIERS):
         return f"min-p {(edge(first_dropped, 1 - OUTLIERS) + edge(last_kept, OUTLIERS)) / 2:.2g}", gap
     return None
-
-
-def edge(values: list[Tensor], quantile: float) -> float:
-    return torch.cat(values).quantile(quantile).item()
 
 
 def matched_rows(own: list[Tensor], reported: list[Tensor]) -> list[Tensor]:
@@ -191,7 +191,7 @@ def explain_sync(
                         f"the engine's head multiplies with an earlier copy of {name}, to which it is tied: repack it after"
                         " each reload",
                     )
-    if stale := explaining(trainer, few, distribution, bounds, names, lambda chosen: change.put_back(*chosen)):
+    if stale := explaining(trainer, few, distribution, bounds, names, change.put_back):
         return Fault.STALE_TENSOR, f"the engine computes with earlier values of {named(stale)}"
     pairs = [(a, b) for a, b in combinations(names, 2) if change.parameters[a].shape == change.parameters[b].shape]
     place = {name: number for number, name in enumerate(names)}

@@ -1,10 +1,10 @@
-"""Implements checks 1 to 6, each of which compares one more thing that can differ between engine and trainer.
+"""Runs the checks of engine and trainer in order, each of which adds one more thing that can differ. The first failure ends them.
 
-Check 0 is `contract`. The code and its messages call check N rung N.
+The code and its messages call check N rung N. Check 0 is `contract`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.models.lora import quantization_of, without_adapter
-from rlgen.sentinel.bounds import POWER, Gap, between, sampler_logp
+from rlgen.models.lora import is_adapted, quantization_of, without_adapter
+from rlgen.sentinel.bounds import POWER, Gap, Noise, between, sampler_logp
 from rlgen.sentinel.change import Change, changed_adapter, changed_weights
+from rlgen.sentinel.contract import contract
 from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
 from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
 from rlgen.sentinel.verdict import Outcome, Rung
@@ -25,10 +26,47 @@ ATTEMPTS = 3  # further changes of all weights until the gap shows: by 10, 20 an
 # Bounds of the relative distance of two gradients: the least and the most, and in multiples of what rounding explains. A wrong
 # denominator moves a gradient by a tenth of its size and more.
 SPLIT_LEAST, SPLIT_MOST, SPLIT_FACTOR = 1e-5, 0.2, 10.0
-# Returns the gradient [N] of a window of the run's own loss, computed in micro-batches of at most so many tokens, and, if true,
-# with other rounding. If the weights are sharded, it is this process's shard.
+# Returns the gradient [N] of a train batch by the run's own loss, in micro-batches of at most so many tokens, and, if true, with
+# other rounding. If the weights are sharded, it is this process's shard.
 Gradient = Callable[[int, bool], Tensor]
 UNEXPLAINED = Fault.UNEXPLAINED, "no known cause fits"
+
+
+def climb(probe: Probe, gradient: Gradient | None = None) -> Iterator[Rung]:
+    """Yields checks 0 to 4, with an adapter one more after check 3, and with `gradient` (see `loss_split`) checks 5 and 6.
+
+    Stops after a failed check. The policy is left unchanged, and the engine holds its weights.
+    """
+    for step in steps(probe, gradient):
+        yield step
+        if step.verdict is Outcome.FAILED:
+            return
+
+
+def steps(probe: Probe, gradient: Gradient | None) -> Iterator[Rung]:
+    yield caught(
+        0, "contract", lambda: probe.processes.run_all(lambda: contract(probe), has_collectives=probe.engine_share.shared)
+    )
+    first = caught(1, "same weights", lambda: numerics(probe))
+    yield first  # `climb` stops here if the check failed
+    above = after_check_1(probe, [first])
+    yield caught(2, "recipe's sampling", lambda: recipe_sampling(above))
+    yield caught(3, "changed weights", lambda: changed_sync(above))
+    if is_adapted(probe.policy.model):
+        yield caught(3, "adapter", lambda: changed_adapter_sync(above))
+    yield caught(4, "prefix cache", lambda: prefix_cache(above))
+    if gradient is not None:
+        yield caught(5, "paths", lambda: paths(above))
+        yield caught(6, "loss", lambda: loss_split(gradient, probe.processes.total))
+
+
+def after_check_1(probe: Probe, rungs: Sequence[Rung]) -> Probe:
+    """Returns the probe with the noise that check 1 has measured. Where it could measure none, its gap takes that place."""
+    for rung in rungs:
+        if rung.number == 1:
+            gap = rung.measured
+            return replace(probe, noise=rung.noise or Noise(gap["mean_delta"], gap["rms_delta"]))
+    return probe
 
 
 def rung_of(
@@ -347,7 +385,7 @@ def sampled_alone(probe: Probe, row: int, sample: Sample) -> Tensor:
 
 
 def loss_split(gradient: Gradient, total: Callable[[Tensor], Tensor]) -> Rung:
-    """Check 6: compares the gradient of one window in one micro-batch a process with that in many.
+    """Check 6: compares the gradient of one train batch in one micro-batch a process with that in many.
 
     A split changes the shapes of products, and so their rounding. Where the gradients of good and bad completions nearly cancel,
     that shows. How much it explains follows from the same gradient with other rounding.
@@ -371,7 +409,7 @@ def loss_split(gradient: Gradient, total: Callable[[Tensor], Tensor]) -> Rung:
         verdict, fault = Outcome.FAILED, Fault.SPLIT_DEPENDENCE
         sentence = f"the gradient depends on the split: in micro-batches it differs by {distance:.3g} of its norm"
     elif not power > 0:
-        verdict, sentence = Outcome.NOT_MEASURABLE, "The gradient of the toy window is zero."
+        verdict, sentence = Outcome.NOT_MEASURABLE, "The gradient of the toy batch is zero."
     return Rung(
         number=6,
         name="loss",

@@ -46,3 +46,20 @@ class Rung:
 def failed(rungs: Sequence[Rung]) -> Rung | None:
     """Returns the check that failed; None if none did."""
     return next((rung for rung in rungs if rung.verdict is Outcome.FAILED), None)
+
+
+def agreement(rungs: Sequence[Rung]) -> str:
+    """Returns each measured value with its bound, and at check 3 also the value that a sync of no weights would have given:
+
+    `engine and trainer agree: same weights 4.8e-07 of 1.9e-06, changed weights 5.3e-07 of 2.1e-06 (0.84 without a sync)`
+
+    What a check could not measure follows in a sentence of its own.
+    """
+    parts, blind = [], ""
+    for rung in rungs:
+        power = f" ({rung.power:.2g} without a sync)" if rung.number == 3 and rung.power is not None else ""
+        if rung.measured:
+            parts.append(f"{rung.name} {next(iter(rung.measured.values())):.1e} of {rung.bound:.1e}{power}")
+        if rung.verdict is Outcome.NOT_MEASURABLE:
+            blind += f". Not measurable: {rung.name}. {rung.sentence.rstrip('.')}"
+    return "engine and trainer agree: " + ", ".join(parts) + blind

@@ -45,15 +45,12 @@ class Watch:
 
         Tokens of earlier weights are left out, because they differ legitimately. Those that follow them in a row count: the
         engine computes what is before them again, with its new weights. Rows that the policy could not compute (NaN) are left
-        out too: they say nothing about the engine.
+        out too: they say nothing about the engine. Raises SentinelError as `drifted` does.
 
         Args:
             samples: those of this process; all processes call this at the same time with theirs.
             logp: [N] log-probs of the trainer, of the distribution that the run samples from.
             sure: [N] bool, the tokens to compare: see `Truncation.sure`. None: all.
-
-        Raises:
-            SentinelError: they differ, and the recipe says stop.
         """
         mask = torch.from_numpy(samples.loss_mask.values)
         delta = torch.where(mask, logp.double() - torch.from_numpy(samples.sampler_logp.values).double(), 0.0)
@@ -75,10 +72,8 @@ class Watch:
     def after_sync(self, step: int) -> dict[str, Any]:
         """Samples a few completions with the weights of `step`, compares them, and returns metrics; {} if no comparison is due.
 
-        The first sync of a resumed run is always compared, but whether metrics are returned depends on the step alone.
-
-        Raises:
-            SentinelError: engine and trainer differ, and the recipe says stop.
+        The first sync of a resumed run is always compared, but whether metrics are returned depends on the step alone. Raises
+        SentinelError as `drifted` does.
         """
         if self.probe_every is None:
             return {}
@@ -97,13 +92,9 @@ class Watch:
         return replace(self, probe=replace(self.probe, sampling=sampling))
 
     def evaluated(self, samples: Sequence[Sample], step: int) -> dict[str, Any]:
-        """Compares completions of an evaluation by the weights of `step`, and returns metrics.
+        """Compares completions of an evaluation by the weights of `step`, and returns metrics; {} if there are none.
 
-        Args:
-            samples: the same in all processes; without any, nothing is compared.
-
-        Raises:
-            SentinelError: engine and trainer differ, and the recipe says stop.
+        The samples are the same in all processes. Raises SentinelError as `drifted` does.
         """
         if not samples:
             return {}
@@ -147,10 +138,7 @@ class Watch:
         raise SentinelError(fault, f"{why}. {words}. Nothing was trained on it.", where)
 
     def look_again(self, probe: Probe, gap: Gap) -> Cause:
-        """Finds the cause of a drift by `gap` with new samples.
-
-        Checks whether the engine holds the current weights, and whether sending them again helps.
-        """
+        """Finds the cause of a drift by `gap`: does the engine hold the current weights, and does sending them again help?"""
         self.drain()
         whole = probe.whole
         if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(whole, FEWER_TOKENS), whole)):

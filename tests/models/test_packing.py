@@ -8,6 +8,7 @@ import sweep
 import torch
 from conftest import CPU, read_jsonl, tiny_model
 from helpers.batches import gradients
+from helpers.recipes import recipe_for
 from helpers.samples import TEXTS, make_sample
 
 from rlgen.errors import SetupError
@@ -19,7 +20,7 @@ from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import build_policy
-from rlgen.types import WHOLE, Batch, Samples
+from rlgen.types import WHOLE, MicroBatch, Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +31,7 @@ LENGTHS = ((1, 20, 30), (0, 1, 1), (2, 7, 12), (1, 20, 1), (2, 7, 19), (1, 20, 9
 COMPUTED = (20 + 1 + 7) + sum(completion - 1 for _, _, completion in LENGTHS)
 
 
-def batch_of(changed: int = -1) -> Batch:
+def batch_of(changed: int = -1) -> MicroBatch:
     """Seven rows of other ids; those of the group `changed` begin with another one."""
     rows = []
     for row, (group, prompt, completion) in enumerate(LENGTHS):
@@ -124,26 +125,15 @@ def test_a_row_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert reason and "other hidden states" in reason
 
 
-def recipe(**optim: object) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "run": {"name": "packed"},
-            "model": {"path": "tiny:qwen3", "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "optim": optim,
-        }
-    )
-
-
-def with_compile(one: Recipe) -> Recipe:
-    return one.model_copy(update={"model": one.model.model_copy(update={"compile": True})})
+def recipe(compiled: bool = False, **optim: object) -> Recipe:
+    found = recipe_for("tiny:qwen3", optim=optim)
+    return found.model_copy(update={"model": found.model.model_copy(update={"compile": compiled})})
 
 
 def test_a_recipe_packs_where_it_can_and_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
     assert [build_policy(recipe(**one), folder, TEXTS, CPU).packed for one in said] == [True, False, True]
-    assert not build_policy(with_compile(recipe()), folder, TEXTS, CPU).packed
+    assert not build_policy(recipe(compiled=True), folder, TEXTS, CPU).packed
     monkeypatch.setattr("rlgen.setup.policy.can_pack", lambda device, dtype: False)
     assert not build_policy(recipe(), folder, TEXTS, CPU).packed
     with pytest.raises(SetupError, match=r"optim\.packing: a GPU packs rows in bfloat16 only"):
