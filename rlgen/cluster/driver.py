@@ -99,11 +99,13 @@ def on_ray(recipe: Recipe, command: Command, say: Callable[[str], None], stop: S
     import ray
 
     assert recipe.cluster is not None
+    address = recipe.cluster.address
+    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     try:
-        if ":" in (address := os.environ.get("RAY_ADDRESS", recipe.cluster.address)):  # Ray itself tries for minutes
+        if ":" in address:  # Ray itself would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=CONNECT).close()
-        ray.init(address=recipe.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError) as error:
         raise ProcessError(
             f"cluster.address: no Ray cluster at {address}; run `ray start --head` on one machine and"
