@@ -19,7 +19,8 @@ from rlgen.engines.base import EngineInfo, Settings
 from rlgen.processes import Processes
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
-from rlgen.run.rollouts import RolloutWriter, read_rollouts
+from rlgen.rollout.read import read_rollouts
+from rlgen.run.rollouts import RolloutWriter
 from rlgen.types import Completion, Prompt, Ragged, Request, Samples, Sampling, ids_of
 
 VOCABULARY, ROW, GROUP = 150_000, 2000, 16
@@ -127,7 +128,7 @@ def measure(tokens: int, folder: Path, noise: float = 1e-6) -> dict[str, float]:
         folder=folder / "rollouts",
         rank=0,
         world=1,
-        prompts=Prompts(),
+        prompt_at=Prompts().at,
         tokenizer=words,  # type: ignore[arg-type]
         stop_ids=SAMPLING.stop_ids,
         every=1,

@@ -48,11 +48,11 @@ def repeated(names: Sequence[str]) -> list[int]:
 def contradictions(recipe: Recipe) -> list[Finding]:
     """Returns the contradictions between fields. Each names both fields and the nearest valid value."""
     found = [*_sampling(recipe), *_sizes(recipe), *_async_steps(recipe), *_model(recipe), *_trainer(recipe)]
-    found += [*_rewards(recipe.rewards, "rewards"), *_eval(recipe), *_processes(recipe), *_names(recipe)]
+    found += [*_rewards(recipe.rewards, "rewards"), *_eval(recipe), *_processes(recipe), *_names(recipe), *_cluster(recipe)]
     if isinstance(recipe.engine, VllmRecipe):
         found += _engine(recipe, recipe.engine)
     if isinstance(recipe.engine, ServerEngineRecipe):
-        found += _server(recipe.engine)
+        found += _server(recipe.engine, of_cluster=recipe.cluster is not None and recipe.cluster.servers > 0)
     return found
 
 
@@ -152,6 +152,28 @@ def _model(recipe: Recipe) -> Findings:
         for key in differs:
             what = f"engine.lora adapter: servers merge it into the weights of model.path in model.dtype, not with this {key}"
             yield Finding("engine.lora", what, f"set engine.lora to merged, or remove {key}")
+
+
+def _cluster(recipe: Recipe) -> Findings:
+    """Yields settings of processes and servers that a cluster starts differently."""
+    cluster, engine, count = recipe.cluster, recipe.engine, recipe.processes.count
+    if cluster is None:
+        return
+    if count is not None and count != cluster.trainers:
+        what = f"processes.count is {count}, but cluster.trainers is {cluster.trainers}"
+        yield Finding("processes.count", what, "remove processes.count")
+    if cluster.address.startswith("ray://"):
+        what = "cluster.address is that of a Ray client, which passes no output and no Ctrl-C on"
+        yield Finding("cluster.address", what, "start the run on a node of the cluster, with cluster.address auto")
+    if isinstance(engine, ServerEngineRecipe) and engine.launch:
+        what = "engine.launch starts servers on the machine of rank 0, which the cluster does not know of"
+        yield Finding("engine.launch", what, "remove engine.launch, and set cluster.servers")
+    if cluster.servers and not isinstance(engine, ServerEngineRecipe):
+        what = f"cluster.servers is {cluster.servers}, but engine.kind is {engine.kind}"
+        yield Finding("cluster.servers", what, "set engine.kind to server, or remove cluster.servers")
+    elif cluster.servers and isinstance(engine, ServerEngineRecipe) and engine.url is not None:
+        what = "engine.url names running servers, but cluster.servers would start others"
+        yield Finding("cluster.servers", what, "remove one of them")
 
 
 def _trainer(recipe: Recipe) -> Findings:
@@ -280,10 +302,10 @@ def _engine(recipe: Recipe, engine: VllmRecipe) -> Findings:
             yield Finding(path, f"{path} is not an argument of vLLM", "write it as vLLM does in Python: lower_case")
 
 
-def _server(engine: ServerEngineRecipe) -> Findings:
-    """Yields contradictions within the settings of servers."""
+def _server(engine: ServerEngineRecipe, of_cluster: bool) -> Findings:
+    """Yields contradictions within the settings of servers. `of_cluster`: the cluster starts them."""
     urls, count, gpus = servers(engine), engine.servers, engine.gpus
-    if not urls and not engine.launch:
+    if not urls and not engine.launch and not of_cluster:
         what = "engine.kind is server, but neither engine.url nor engine.launch is set"
         yield Finding("engine.kind", what, "set engine.url to what `rlgen serve` printed, or engine.launch to true")
     if urls and engine.launch:
