@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import paths
+from helpers.scoring import opened, scorer
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 from hypothesis import HealthCheck, settings
@@ -32,6 +33,7 @@ from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.sync import send_weights
 
+__all__ = ["opened", "scorer"]  # fixtures
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 
