@@ -202,7 +202,7 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("data.columns={prompt: q}", "data.columns has no effect with a task: source"),
         ("data.split=test", "data.split has no effect with a task: source"),
         ("data={source: a.jsonl, revision: main}", "data.revision has no effect with local files"),
-        ("data={source: a.jsonl, options: {size: 3}}", "data.options has an effect only with a task: source"),
+        ("data={source: a.jsonl, options: {size: 3}}", "data.options has no effect without a task: source"),
         ("data={source: 'task:sort', template_args: {a: 1}}", "data.template_args has no effect"),
         ("model.revision=main", "model.revision has no effect"),
         ("engine={kind: transformers, url: 'http://x'}", "an engine of this kind has no server; set engine.kind to server"),
@@ -269,6 +269,24 @@ def test_compiled_layers_are_refused_beside_what_they_do_not_compute(recipe_file
     found = problems(recipe_file, "model.compile=true", other)
     assert any(f"model.compile needs whole layers and padded rows, but {said}" in problem for problem in found)
     load_recipe(recipe_file, [other.replace("compile: true, ", "")])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "other", "said"),
+    [
+        ("trainers: 2", "processes.count=3", "processes.count is 3, but cluster.trainers is 2"),
+        ("address: 'ray://a:1'", "run.steps=1", "cluster.address is that of a Ray client"),
+        ("trainers: 2", "engine={kind: server, launch: true}", "remove engine.launch, and set cluster.servers"),
+        ("servers: 1", "engine={kind: colocated}", "cluster.servers is 1, but engine.kind is colocated"),
+        ("servers: 1", "engine={kind: server, url: 'http://a:1'}", "cluster.servers would start others"),
+        ("trainers: 2", "engine={kind: server}", "neither engine.url nor engine.launch is set"),
+    ],
+)
+def test_what_a_cluster_starts_differently_is_refused(recipe_file: Path, cluster: str, other: str, said: str) -> None:
+    found = problems(recipe_file, f"cluster={{kind: ray, {cluster}}}", other)
+    assert len(found) == 1 and said in found[0]
+    served = load_recipe(recipe_file, ["cluster={kind: ray, trainers: 2, servers: 1}", "engine={kind: server}"])
+    assert served.recipe.cluster is not None and served.recipe.cluster.restarts == 3
 
 
 def test_streaming_in_one_process_is_noted(recipe_file: Path) -> None:

@@ -32,8 +32,7 @@ from rlgen.recipe import load_recipe
 from rlgen.recipe.data import DataRecipe
 from rlgen.rewards.builtin import environment
 from rlgen.rollout.conversations import Dialogue, turn_seed
-from rlgen.rollout.environment import EnvironmentTurns
-from rlgen.rollout.observed import observed
+from rlgen.rollout.environment import EnvironmentTurns, observed
 from rlgen.rollout.read import read_rollouts
 from rlgen.rollout.sample import rollout, sample_seed
 from rlgen.setup import data
@@ -208,7 +207,7 @@ def talked(arena: EnvPool, said: list[str], max_turns: int = 8, tokens: int = 40
     """A conversation in which the model says what is given: the sample, its messages, and the tokenizer."""
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    turns = EnvironmentTurns(arena, Suffixes.open(tokenizer, DataRecipe(source="x"), (), [end], **settings), "prompt")
+    turns = EnvironmentTurns(arena, Suffixes(tokenizer, DataRecipe(source="x"), (), [end], **settings), "prompt")
     text = tokenizer.apply_chat_template([{"role": "user", "content": "go"}], tokenize=False, add_generation_prompt=True)
     prompt = Prompt(
         position=0, row=0, text=text, prompt_ids=ids_of(tokenizer(text).input_ids), columns={"prompt": "go", "seed": 1}
@@ -286,7 +285,7 @@ def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., EnvPool
         SetupError,
         match=r"environment: the chat template of .* changes an earlier turn \(plain\) once the environment has answered",
     ):
-        Suffixes.open(tokenizer, DataRecipe(source="x"), (), [end], "user")
+        Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
 
 
 RECIPE = """\
