@@ -127,10 +127,12 @@ def deal(
 
 def sliced(units: Sequence[Sequence[int]], count: int, cost: Callable[[Sequence[int]], float]) -> list[list[Sequence[int]]]:
     """Cuts units, sorted by cost, into `count` parts of about equal cost: neighbours need little padding."""
-    ordered = sorted(units, key=cost)
-    total = np.cumsum([cost(unit) for unit in ordered])
-    part_of = np.minimum(((total - total[0] / 2) * count / total[-1]).astype(int), count - 1) if len(units) else np.zeros(0)
-    return [[unit for unit, part in zip(ordered, part_of, strict=True) if part == number] for number in range(count)]
+    parts: list[list[Sequence[int]]] = [[] for _ in range(count)]
+    share, before = sum(map(cost, units)) / count, 0.0
+    for unit in sorted(units, key=cost):
+        parts[min(int((before + cost(unit) / 2) / share), count - 1)].append(unit)
+        before += cost(unit)
+    return parts
 
 
 def balanced(
