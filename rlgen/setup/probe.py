@@ -10,6 +10,7 @@ from torch import Tensor
 from rlgen.engines.base import Settings
 from rlgen.models.other_dtype import FP8, nudged
 from rlgen.recipe import Recipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.sentinel.bounds import Bounds, most_for
 from rlgen.sentinel.probe import PROMPTS, Probe, TrainerSide
@@ -17,7 +18,7 @@ from rlgen.sentinel.rungs import Gradient
 from rlgen.setup.learner import build_updater
 from rlgen.setup.pair import Pair
 from rlgen.trainers.window import Window
-from rlgen.types import Sample, Samples, one_span
+from rlgen.types import Sample, one_span
 
 TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the window of `toy_gradient`; tokens of its shortest row
 

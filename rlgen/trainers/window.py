@@ -22,9 +22,10 @@ from rlgen.metrics import Metric
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, deal, pad_rows, unpad
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score_own
 from rlgen.rollout.table import RowTable
-from rlgen.types import Batch, Distribution, Samples
+from rlgen.types import Batch, Distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

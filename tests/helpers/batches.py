@@ -6,7 +6,8 @@ import torch
 
 from helpers.samples import make_sample
 from rlgen.rollout.batch import collate
-from rlgen.types import Batch, Samples
+from rlgen.rollout.samples import Samples
+from rlgen.types import Batch
 
 
 def random_batch(prompt: int, completions: Sequence[int]) -> Batch:

@@ -19,9 +19,10 @@ from rlgen.models.policy import Policy
 from rlgen.models.weights import own_tensors
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
+from rlgen.rollout.samples import Samples
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import checkpoint_activations
-from rlgen.types import WHOLE, Batch, Distribution, Samples
+from rlgen.types import WHOLE, Batch, Distribution
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_compiler")]
 

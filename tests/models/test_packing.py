@@ -17,9 +17,10 @@ from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
+from rlgen.rollout.samples import Samples
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import build_policy, checkpoint_activations
-from rlgen.types import WHOLE, Batch, Distribution, Samples
+from rlgen.types import WHOLE, Batch, Distribution
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,10 +19,11 @@ from rlgen.models.policy import PolicyScores
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.update import Updater, UpdateResult
 from rlgen.trainers.window import Window, WindowBuilder
-from rlgen.types import WHOLE, Batch, Distribution, Ragged, Samples
+from rlgen.types import WHOLE, Batch, Distribution
 
 ROWS, WIDTH, GROUP = 24, 8, 4
 MAX_TOKENS = 10

@@ -23,9 +23,9 @@ from rlgen.errors import CheckpointError, RewardError
 from rlgen.processes import Processes
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import open_scorer
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.records import sample_metrics
-from rlgen.types import Samples
 from rlgen.worker_pool import pool
 
 __all__ = ["opened", "scorer"]
