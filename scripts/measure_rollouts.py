@@ -19,8 +19,9 @@ from rlgen.engines.base import EngineInfo, Settings
 from rlgen.processes import Processes
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
+from rlgen.rollout.read import read_rollouts
 from rlgen.rollout.samples import Ragged, Samples
-from rlgen.run.rollouts import RolloutWriter, read_rollouts
+from rlgen.run.rollouts import RolloutWriter
 from rlgen.types import Completion, Prompt, Request, Sampling, ids_of
 
 VOCABULARY, ROW, GROUP = 150_000, 2000, 16
@@ -128,7 +129,7 @@ def measure(tokens: int, folder: Path, noise: float = 1e-6) -> dict[str, float]:
         folder=folder / "rollouts",
         rank=0,
         world=1,
-        prompts=Prompts(),
+        prompt_at=Prompts().at,
         tokenizer=words,  # type: ignore[arg-type]
         stop_ids=SAMPLING.stop_ids,
         every=1,

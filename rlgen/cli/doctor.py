@@ -83,7 +83,7 @@ def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, pr
 def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tuple[Mapping[str, str], list[Rung]]":
     """Opens trainer and engine as a run does, and prints the result of each check. Returns the versions and the results."""
     from rlgen.run.manifest import check_model_files
-    from rlgen.sentinel.ladder import climb
+    from rlgen.sentinel.rungs import climb
     from rlgen.setup.data import open_data
     from rlgen.setup.pair import open_pair
     from rlgen.setup.probe import probe_of, toy_gradient

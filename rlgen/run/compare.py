@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlgen.rollout.parquet import parts_of
+from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.run.directory import RunDirectory
-from rlgen.run.rollouts import read_rollouts, rollout_steps
 
 # Columns and keys that differ between equal runs: times, process ids, and hits of the engine's prefix cache.
 MEASURED = ("time", "pid", "cached_tokens")

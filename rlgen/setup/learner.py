@@ -14,7 +14,7 @@ from transformers import get_scheduler
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import SetupError
-from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.memory_errors import memory_advice, memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
@@ -89,7 +89,7 @@ def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes
     """
     if checkpoint is None:
         return Position()
-    with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
+    with memory_for("the checkpoint's optimizer state", memory_advice(recipe, "optimizer"), SetupError):
         policy, base = learner.policy, learner.models.base
         parts = policy.model, learner.optimizer, learner.schedule
         return processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, base))
@@ -127,7 +127,7 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
         distribution=sampling.distribution,
         max_tokens=sampling.max_tokens,
         watch=watch,
-        less_memory=partial(what_helps, recipe),
+        less_memory=partial(memory_advice, recipe),
         deterministic=recipe.run.deterministic,
     )
 

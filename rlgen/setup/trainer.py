@@ -27,10 +27,10 @@ from rlgen.run.health import Health, rules_of
 from rlgen.run.manifest import check_model_files, read_manifest
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.sinks.open import Sinks, open_sinks
-from rlgen.sentinel.ladder import after_check_1, climb, summary
 from rlgen.sentinel.probe import Probe
+from rlgen.sentinel.rungs import after_check_1, climb
 from rlgen.sentinel.sync import send_weights
-from rlgen.sentinel.verdict import Rung, failed
+from rlgen.sentinel.verdict import Rung, agreement, failed
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
@@ -92,7 +92,7 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         probe = after_check_1(probe, rungs)
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(pair.learner.policy.model)}")
-        console.say(f"sentinel: {summary(rungs)}")
+        console.say(f"sentinel: {agreement(rungs)}")
         if processes.is_main and (warning := little_space(attempt.directory.checkpoints, pair.learner.policy.model)):
             console.say(f"warning: {warning}")
         engine = pair.engine.facts()
@@ -305,7 +305,7 @@ def build_writer(
         folder=attempt.directory.rollouts,
         rank=processes.rank,
         world=processes.world,
-        prompts=pair.data.prompts,
+        prompt_at=pair.data.prompts.at,
         tokenizer=pair.data.tokenizer,
         stop_ids=pair.sampling.stop_ids,
         every=recipe.rollouts.every,

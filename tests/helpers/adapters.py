@@ -15,7 +15,7 @@ from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
-from rlgen.sentinel.gap import compare
+from rlgen.sentinel.bounds import engine_gap
 from rlgen.types import WHOLE, Sample, Sampling
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
@@ -35,7 +35,7 @@ def sample(engine: Any) -> list[Sample]:
 
 
 def gap(policy: Policy, samples: list[Sample]) -> float:
-    return compare(samples, score(policy, samples, WHOLE, 4096, Processes.alone())).max_delta
+    return engine_gap(samples, score(policy, samples, WHOLE, 4096, Processes.alone())).max_delta
 
 
 def gap_to_base(policy: Policy, samples: list[Sample]) -> float:

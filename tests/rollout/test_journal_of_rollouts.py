@@ -20,11 +20,9 @@ from rlgen.run.rollouts import RolloutWriter
 from rlgen.types import Completion, Prompt, Request, Span, logp_of
 
 
-class OnePrompt:
+def one_prompt(position: int) -> Prompt:
     """Of the group in `group_of`."""
-
-    def at(self, position: int) -> Prompt:
-        return replace(group_of(7).prompt, position=position)
+    return replace(group_of(7).prompt, position=position)
 
 
 def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
@@ -46,7 +44,7 @@ def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
             folder=directory,
             rank=rank,
             world=world,
-            prompts=OnePrompt(),
+            prompt_at=one_prompt,
             tokenizer=byte_tokenizer(),
             stop_ids=(259,),
             every=1,
