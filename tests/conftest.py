@@ -174,11 +174,7 @@ def open_server(name: str) -> Engine:
 
 
 # Every promise of `Engine` is tested on each.
-OPENERS: dict[str, Callable[[str], Engine]] = {
-    "colocated": open_vllm,
-    "transformers": open_transformers,
-    "server": open_server,
-}
+OPENERS: dict[str, Callable[[str], Engine]] = {"colocated": open_vllm, "transformers": open_transformers, "server": open_server}
 
 
 @pytest.fixture(scope="module", params=slow_but(OPENERS, "colocated", "transformers"))
