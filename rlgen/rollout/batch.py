@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlgen.losses.inputs import onto
-from rlgen.types import MicroBatch, Samples
+from rlgen.rollout.samples import Samples
+from rlgen.types import MicroBatch
 
 # Fixed cost of a micro-batch, in tokens: one more micro-batch must save more padding than that. For large train batches it is a
 # share of all tokens, so that the number of micro-batches stays bounded. With lengths exponential, log-normal or uniform up
