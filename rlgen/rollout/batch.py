@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlgen.losses.inputs import onto
-from rlgen.types import MicroBatch, Samples
+from rlgen.rollout.samples import Samples
+from rlgen.types import MicroBatch
 
 # Fixed cost of a micro-batch, in tokens: one more micro-batch must save more padding than that. For large train batches it is a
 # share of all tokens, so that the number of micro-batches stays bounded. With lengths exponential, log-normal or uniform up
@@ -161,6 +162,8 @@ def differencing(costs: Sequence[float], count: int) -> list[list[int]]:
     Each partition of the heap lists its shares from the costliest to the cheapest. The two whose shares differ most become one:
     the costliest share of one joins the cheapest of the other.
     """
+    if not costs:
+        return [[] for _ in range(count)]
     empty: list[tuple[float, list[int]]] = [(0.0, [])] * (count - 1)
     heap = [(-cost, place, [(cost, [place]), *empty]) for place, cost in enumerate(costs)]
     heapify(heap)

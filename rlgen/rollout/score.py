@@ -11,7 +11,8 @@ from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, collate, deal, even, plan, unpad
-from rlgen.types import Distribution, MicroBatch, Sample, Samples
+from rlgen.rollout.samples import Samples
+from rlgen.types import Distribution, MicroBatch, Sample
 
 Scored: TypeAlias = Policy | BasePolicy
 

@@ -22,9 +22,10 @@ from rlgen.metrics import Metric
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, deal, pad_rows, unpad
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score_own
 from rlgen.rollout.table import RowTable
-from rlgen.types import Distribution, MicroBatch, Samples
+from rlgen.types import Distribution, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

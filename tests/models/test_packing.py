@@ -18,9 +18,10 @@ from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
+from rlgen.rollout.samples import Samples
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import build_policy
-from rlgen.types import WHOLE, MicroBatch, Samples
+from rlgen.types import WHOLE, MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ from helpers.samples import make_sample
 
 from rlgen.rollout.batch import Prompts, collate, deal, differencing, even, plan
 from rlgen.rollout.sample import sample_seed
-from rlgen.types import Samples
+from rlgen.rollout.samples import Samples
 
 
 @pytest.mark.parametrize("shape", ["exponential", "log-normal", "uniform"])

@@ -8,10 +8,10 @@ import pytest
 from helpers.samples import make_sample
 
 from rlgen.processes import Processes
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.estimates import MeanEstimate, mean_of_prompts, pass_at_k, student
 from rlgen.run.records import evaluation_metrics
-from rlgen.types import Samples
 
 
 def test_pass_at_k_is_the_share_of_the_sets_with_a_correct_one() -> None:
