@@ -21,6 +21,7 @@ from helpers.waiting import until
 
 from rlgen.cluster.driver import RAY_THREAD, WithoutRay
 from rlgen.files import read_json
+from rlgen.metrics import Metric
 from rlgen.run.compare import first_difference
 
 __all__ = ["nothing_is_left"]
@@ -140,8 +141,10 @@ def test_what_ray_prints_of_a_lost_node_is_left_out(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "a step\n"
 
 
-SERVED = ("--set", "cluster={kind: ray, trainers: 2, servers: 2}", "--set", "engine={kind: server}")
-BEGUN = (r"loading torch", r"sentinel: comparing", r"step 1/4", r"step 2/4", r"step 3/4")  # what a run prints, in this order
+LONG = ("--set", "run.steps=8")
+TRAINERS = (*LONG, *ON_TWO)
+SERVED = (*LONG, "--set", "cluster={kind: ray, trainers: 2, servers: 2}", "--set", "engine={kind: server}")
+BEGUN = (r"loading torch", r"sentinel: comparing", r"step 1/8", r"step 2/8", r"step 3/8")  # what a run prints, in this order
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +152,9 @@ def undisturbed(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two trainers, one of two trainers and two servers, and one of a single process and its server."""
     folder = filled(tmp_path_factory.mktemp("undisturbed"))
     nodes.add(2)  # for servers
-    train(nodes, folder, *ON_TWO, name="trainers")
+    train(nodes, folder, *TRAINERS, name="trainers")
     train(nodes, folder, *SERVED, name="servers")
-    train(None, folder, "--set", "engine={kind: server, launch: true}", name="alone")
+    train(None, folder, *LONG, "--set", "engine={kind: server, launch: true}", name="alone")
     return folder / "runs"
 
 
@@ -179,9 +182,9 @@ def killed_at(nodes: Nodes, folder: Path, words: Sequence[str], command: str, in
 @pytest.mark.slow
 @pytest.mark.parametrize("instant", range(10))
 def test_a_trainers_node_is_killed(nodes: Nodes, undisturbed: Path, folder: Path, instant: int) -> None:
-    run, said = killed_at(nodes, folder, ON_TWO, "train", instant)
+    run, said = killed_at(nodes, folder, TRAINERS, "train", instant)
     assert "is lost; starting again" in said
-    assert first_difference(run, undisturbed / "trainers") is None
+    assert first_difference(run, undisturbed / "trainers") is None, said
 
 
 @pytest.mark.slow
@@ -189,13 +192,16 @@ def test_a_trainers_node_is_killed(nodes: Nodes, undisturbed: Path, folder: Path
 def test_a_servers_node_is_killed(nodes: Nodes, undisturbed: Path, folder: Path, instant: int) -> None:
     run, said = killed_at(nodes, folder, SERVED, "serve", instant)
     assert "starting again" in said
-    assert first_difference(run, undisturbed / "servers") is None
+    difference = first_difference(run, undisturbed / "servers")
+    # A step whose sync found no server is saved, with the version that the servers had.
+    assert difference is None or difference.key == Metric.WEIGHTS_VERSION, difference
+    assert same_rollouts(run, undisturbed / "servers") and farthest(weights(run, 8), weights(undisturbed / "servers", 8)) == 0
 
 
 @pytest.mark.slow
 def test_servers_on_nodes_sample_as_one_here(undisturbed: Path) -> None:
     assert same_rollouts(undisturbed / "servers", undisturbed / "alone")
-    assert farthest(weights(undisturbed / "servers", 4), weights(undisturbed / "alone", 4)) <= 1e-6
+    assert farthest(weights(undisturbed / "servers", 8), weights(undisturbed / "alone", 8)) <= 1e-6
 
 
 @pytest.mark.slow
