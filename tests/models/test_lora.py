@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, tiny_model
-from helpers.learner import equal, learn, parts, save_parts
 from helpers.samples import make_sample
+from helpers.train_state import equal, learn, parts, save_parts
 from peft import PeftModel
 
 from rlgen.errors import CheckpointError, Fault, SentinelError, SetupError

@@ -24,7 +24,7 @@ from rlgen.models.memory import FLOAT32, GIB, Counts, MemoryPlan, cache_elements
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import build_tiny
 from rlgen.setup.policy import checkpoint_activations
-from rlgen.types import WHOLE, Batch
+from rlgen.types import WHOLE, MicroBatch
 
 ROWS, PROMPT, LENGTH = 4, 32, 128
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,7 +41,7 @@ def policy_of(name: str, dtype: torch.dtype, checkpointing: bool) -> Policy:
     return Policy(model, dtype, True)
 
 
-def batch_of(rows: int, prompt: int, length: int) -> Batch:
+def batch_of(rows: int, prompt: int, length: int) -> MicroBatch:
     return random_batch(prompt, [length - prompt] * rows)
 
 

@@ -21,8 +21,8 @@ from rlgen.sentinel.bounds import Bounds, Gap
 from rlgen.sentinel.rungs import climb
 from rlgen.sentinel.verdict import Outcome, Rung, agreement
 from rlgen.setup.data import open_data
-from rlgen.setup.pair import open_pair
 from rlgen.setup.probe import probe_of, toy_gradient
+from rlgen.setup.trainer_and_engine import open_trainer_and_engine
 from rlgen.types import Completion, Sampling
 
 Proof = Callable[[str], None]
@@ -133,9 +133,9 @@ def checks_of(recipe: Path, overrides: list[str], greedy: bool = False) -> tuple
     loaded = load_recipe(recipe, overrides).recipe
     if greedy:  # refused in a recipe
         loaded = loaded.model_copy(update={"rollout": loaded.rollout.model_copy(update={"temperature": 0.0})})
-    with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as pair:
-        probe = probe_of(loaded, pair)
-        return list(climb(probe, toy_gradient(loaded, pair, probe))), pair.learner.policy.packed
+    with closing(open_trainer_and_engine(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as both:
+        probe = probe_of(loaded, both)
+        return list(climb(probe, toy_gradient(loaded, both, probe))), both.state.policy.packed
 
 
 @pytest.mark.parametrize(
