@@ -10,13 +10,14 @@ import torch
 from rlgen.algorithms.base import Advantages
 from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
-from rlgen.out_of_memory import peak
+from rlgen.out_of_memory import peak_memory
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.types import Sample, Samples, one_span
+from rlgen.types import Sample, one_span
 
 
 def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
@@ -43,7 +44,7 @@ def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
 
         processes.run_all(attempt, has_collectives=update.sharded)
         tried.append(size)
-    return f"the largest micro-batches fit: {', '.join(tried)}; {peak()}"
+    return f"the largest micro-batches fit: {', '.join(tried)}; {peak_memory()}"
 
 
 @dataclass(frozen=True, slots=True)
