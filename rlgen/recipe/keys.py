@@ -21,7 +21,7 @@ def models_of(annotation: object) -> list[type[BaseModel]]:
     return [model for part in get_args(annotation) for model in models_of(part)]
 
 
-def kind_of(model: type[BaseModel]) -> str | None:
+def kind_named(model: type[BaseModel]) -> str | None:
     """Returns the `kind` of a variant of a section; None if the section has no kinds."""
     return get_args(model.model_fields["kind"].annotation)[0] if "kind" in model.model_fields else None
 
@@ -34,7 +34,7 @@ def _walk(model: type[BaseModel], above: str, kind: str | None) -> Iterator[tupl
         inner = [one for one in models_of(field.annotation) if one is not HealthRule]
         item = "*." if "list[" in str(field.annotation) else ""
         for one in inner:
-            yield from _walk(one, f"{path}.{item}", kind_of(one) or kind)
+            yield from _walk(one, f"{path}.{item}", kind_named(one) or kind)
 
 
 @cache
@@ -63,7 +63,7 @@ def sentences(model: BaseModel, above: str = "") -> dict[str, str]:
     return found
 
 
-def places_of(key: str) -> dict[str, tuple[str, ...]]:
+def key_places(key: str) -> dict[str, tuple[str, ...]]:
     """Returns the places of a key, see `places_of_keys`; those in `eval`, which repeats keys, only if there are no others."""
     places = places_of_keys().get(key, {})
     return {path: kinds for path, kinds in places.items() if not path.startswith("eval.")} or places
@@ -86,7 +86,7 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
         return OPTIONS[key].hint
     if key in OTHER_TOOLS:
         return OTHER_TOOLS[key]
-    if elsewhere := places_of(key):
+    if elsewhere := key_places(key):
         if general in elsewhere:
             return f"it is a key of kind {' and '.join(elsewhere[general])}"
         if key != "kind" and len(elsewhere) <= 3:
@@ -98,7 +98,7 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
     if close := get_close_matches(key[:100], allowed, n=1):
         return f"did you mean `{close[0]}`?"
     if close := get_close_matches(key[:100], [*places_of_keys(), *OPTIONS], n=1, cutoff=0.8):
-        paths = places_of(close[0])
+        paths = key_places(close[0])
         return f"did you mean {' or '.join(f'`{path}`' for path in paths)}?" if paths else OPTIONS[close[0]].hint
     further = "an argument of vLLM goes into engine.extra; " if section == "engine" and "extra" in allowed else ""
     further = "the key says what a column is, such as `prompt: question`; " if section == "data.columns" else further

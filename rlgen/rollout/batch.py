@@ -162,6 +162,8 @@ def differencing(costs: Sequence[float], count: int) -> list[list[int]]:
     Each partition of the heap lists its shares from the costliest to the cheapest. The two whose shares differ most become one:
     the costliest share of one joins the cheapest of the other.
     """
+    if not costs:
+        return [[] for _ in range(count)]
     empty: list[tuple[float, list[int]]] = [(0.0, [])] * (count - 1)
     heap = [(-cost, place, [(cost, [place]), *empty]) for place, cost in enumerate(costs)]
     heapify(heap)
