@@ -1,9 +1,9 @@
-"""Knows every key of a recipe and its description, and where a misplaced key belongs."""
+"""Knows every key of a recipe and its description, for the schema that editors read, and where a misplaced key belongs."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -12,6 +12,10 @@ from rlgen.recipe.health import HealthRule
 from rlgen.recipe.hints import OTHER_TOOLS, REFUSED, REFUSED_BY_KIND, RENAMED
 from rlgen.recipe.models import BUILT_IN_REWARDS, Recipe
 from rlgen.recipe.trl import OPTIONS
+
+DIALECT = "http://json-schema.org/draft-07/schema#"  # what editors' YAML servers support
+HEADER = "# yaml-language-server: $schema="  # at the top of a recipe, before a path or a URL
+EXTENDS = {"description": "A recipe that this one builds on: its values hold unless this file sets others.", "type": "string"}
 
 
 def models_of(annotation: object) -> list[type[BaseModel]]:
@@ -103,3 +107,29 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
     further = "an argument of vLLM goes into engine.extra; " if section == "engine" and "extra" in allowed else ""
     further = "the key says what a column is, such as `prompt: question`; " if section == "data.columns" else further
     return f"{further}keys are {', '.join(allowed)}"
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a recipe file.
+
+    A file may leave out what a `Recipe` requires: the run's name follows from that of the file, a health rule keeps its other
+    defaults, and a file need not repeat what the recipe that it `extends` sets.
+    """
+    schema = Recipe.model_json_schema()
+    parts = schema["$defs"]
+    for filled in ("RunRecipe", "HealthRule"):
+        del parts[filled]["required"]
+    sections = {name: parts.get(section.get("$ref", "").rpartition("/")[2], {}) for name, section in schema["properties"].items()}
+    alone = {
+        "required": [name for name in schema.pop("required") if name != "run"],
+        "properties": {name: {"required": part.pop("required")} for name, part in sections.items() if "required" in part},
+    }
+    return {
+        "$schema": DIALECT,
+        **schema,
+        "title": "rlgen recipe",
+        "description": "A run of rlgen: `rlgen train recipe.yaml`.",
+        "properties": {"extends": EXTENDS, **schema["properties"]},
+        "if": {"required": ["extends"]},
+        "else": alone,
+    }
