@@ -1,6 +1,5 @@
 """Knows every key of a recipe and its description, for the schema that editors read, and where a misplaced key belongs."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args
@@ -30,24 +29,22 @@ def kind_named(model: type[BaseModel]) -> str | None:
     return get_args(model.model_fields["kind"].annotation)[0] if "kind" in model.model_fields else None
 
 
-def _walk(model: type[BaseModel], above: str, kind: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yields (key, dotted path, kind of its section) of every key. The keys of health rules are left out."""
-    for key, field in model.model_fields.items():
-        path = f"{above}{key}"
-        yield key, path, kind
-        inner = [one for one in models_of(field.annotation) if one is not HealthRule]
-        item = "*." if "list[" in str(field.annotation) else ""
-        for one in inner:
-            yield from _walk(one, f"{path}.{item}", kind_named(one) or kind)
-
-
 @cache
 def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Returns for each key its dotted paths, each with the kinds of its section that have it."""
+    """Returns for each key its dotted paths, each with the kinds of its section that have it. Leaves out those of health rules."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
-    for key, path, kind in _walk(Recipe, "", None):
-        kinds = found.setdefault(key, {}).get(path, ())
-        found[key][path] = kinds if kind is None or kind in kinds else (*kinds, kind)
+
+    def walk(model: type[BaseModel], above: str, kind: str | None) -> None:
+        for key, field in model.model_fields.items():
+            path = f"{above}{key}"
+            kinds = found.setdefault(key, {}).get(path, ())
+            found[key][path] = kinds if kind is None or kind in kinds else (*kinds, kind)
+            item = "*." if "list[" in str(field.annotation) else ""
+            for inner in models_of(field.annotation):
+                if inner is not HealthRule:
+                    walk(inner, f"{path}.{item}", kind_named(inner) or kind)
+
+    walk(Recipe, "", None)
     return found
 
 

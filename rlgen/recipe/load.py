@@ -76,7 +76,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
         problems += [Problem(MORE, f"and {len(found) - MAX_PROBLEMS} more")] if len(found) > MAX_PROBLEMS else []
     names = _Names(data, where).problems()
     if recipe is not None and not names:
-        problems += [Problem(where(_path(one)), one.what, one.hint) for one in _findings(recipe, given)]
+        problems += [Problem(where(_path(one.path)), one.what, one.hint) for one in _findings(recipe, given)]
     problems += names
     told = {problem.where for problem in problems}
     problems += [problem for problem in secrets_in(source, where) if problem.where not in told]
@@ -99,8 +99,8 @@ def effective(recipe: Recipe) -> dict[str, Any]:
     data = recipe.model_dump(mode="json")
     open_sizes = [path for path in FOLLOWING if not is_written(recipe, path)]
     for path in (*open_sizes, *(finding.path for finding in inert(recipe))):
-        *parents, key = path.split(".")
-        node = yaml.value_at(data, tuple(int(part) if part.isdigit() else part for part in parents))
+        *parents, key = _path(path)
+        node = yaml.value_at(data, tuple(parents))
         if node is not None:  # a section that the recipe leaves out
             node.pop(key, None)
     return data
@@ -219,6 +219,6 @@ def _origin(places: dict[yaml.Path, str], leaf: yaml.Path) -> str:
     return places.get(leaf) or (above if above.startswith("--set") else "default")
 
 
-def _path(finding: Finding) -> yaml.Path:
-    """Returns the path of a finding's field: "rewards.1.use" -> ("rewards", 1, "use")."""
-    return tuple(int(part) if re.fullmatch(r"[0-9]{1,6}", part) else part for part in finding.path.split("."))
+def _path(dotted: str) -> yaml.Path:
+    """Returns the path of a field: "rewards.1.use" -> ("rewards", 1, "use")."""
+    return tuple(int(part) if re.fullmatch(r"[0-9]{1,6}", part) else part for part in dotted.split("."))
