@@ -163,7 +163,7 @@ class _Names:
         name = source.removeprefix("task:")
         if name in TASKS:
             return self._of_options(options, (section, "options"), TASKS[name])
-        what = f"there is no task:{yaml.shortened(name)}"
+        what = f"there is no task:{yaml.cut_short(name)}"
         return [Problem(self.where((section, "source")), what, suggest(name, list(TASKS), "tasks"))]
 
     def _of_function(self, entry: Any, place: yaml.Path) -> list[Problem]:
@@ -182,7 +182,7 @@ class _Names:
         if "://" not in use:
             what = f"is not a {f'built-in {kind}, ' if built_in else ''}file.py:function or pkg.mod:function"
             hint = _reward_place(use) or (suggest(use, built_in, f"built-in {kind}s") if built_in else None)
-        return [Problem(self.where((*place, "use")), f"`{yaml.shortened(use)}` {what}", hint)]
+        return [Problem(self.where((*place, "use")), f"`{yaml.cut_short(use)}` {what}", hint)]
 
     def _of_options(self, options: Any, section: yaml.Path, model: type[BaseModel]) -> list[Problem]:
         """Returns what is wrong with the options of a task, or the `args` of a reward, which stand at `section`."""
