@@ -174,7 +174,7 @@ class _Names:
             return []
         if use in MODEL_REWARDS and use in built_in:
             return self._of_options(entry.get("args", {}), (*place, "args"), MODEL_REWARDS[use])
-        if use in built_in or re.fullmatch(REWARD_PLACE, use):
+        if use in built_in or ("://" not in use and re.fullmatch(REWARD_PLACE, use)):
             return []
         kind = "environment" if place[0] == "environment" else "reward"
         hint: str | None = "read the code, put it beside the recipe, and write file.py:function"
