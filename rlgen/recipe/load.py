@@ -20,9 +20,8 @@ from rlgen.recipe.inert import inert
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.messages import UNIONS, plain, suggest, translate
 from rlgen.recipe.models import BUILT_IN_ENVIRONMENTS, BUILT_IN_REWARDS, Recipe
-from rlgen.recipe.notices import notices, warnings
 from rlgen.recipe.paths import absolute_paths, outside
-from rlgen.recipe.rules import Finding, contradictions
+from rlgen.recipe.rules import Finding, contradictions, notices, warnings
 from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename, secrets_in
 
