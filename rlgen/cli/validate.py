@@ -59,7 +59,7 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     if data is not None and recipe.tools:
         from rlgen.setup.data import open_turns
 
-        open_turns(recipe, data.tokenizer, data.stop_ids, None).close()
+        open_turns(recipe.tools, recipe.scoring, recipe.data, data.tokenizer, data.stop_ids, None).close()
     shown = [] if data is None else list(data.prompts.take(0, min(count, len(data.prompts))))
     if as_json:
         report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": plan(recipe)}

@@ -30,6 +30,7 @@ from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
 from rlgen.setup.policy import open_policies
 from rlgen.setup.replay import Past, replay
+from rlgen.setup.settings import TrainSettings
 from rlgen.setup.trainer import RunContext, open_trainer
 
 
@@ -71,7 +72,7 @@ def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
     if processes.rank == processes.world - 1:
         policy.make_packed = refusing
     algorithm = build_algorithm(loaded.trainer)
-    opened = open_policies(loaded, locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
+    opened = open_policies(TrainSettings.of(loaded), locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
     policy.make_packed = pack
     assert opened.reference is None or isinstance(opened.reference, policy.Policy)
     both = [one for one in (opened.policy, opened.reference) if one is not None]

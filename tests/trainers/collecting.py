@@ -12,7 +12,9 @@ from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
-from rlgen.trainers.collect import Collector
+from rlgen.run.clock import Clock
+from rlgen.run.signals import StopRequest
+from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.groups import Stream
 from rlgen.types import Prompt, Sampling, ids_of
 
@@ -59,3 +61,11 @@ def collector(engine: Any, scorer: Scorer, folder: Path, early_pays: bool = True
         stream=Stream(processes=alone, sampler=sampler, early=early, labels=("f",), groups=groups) if streams else None,
         **parts,
     )
+
+
+def collected(collect: Collector) -> Collected:
+    """What the loop collects for step 1."""
+    with collect.drawing(1, 0, Clock(), StopRequest(False)) as draw:
+        while draw.wanted:
+            collect.score(draw, collect.sampled(draw))
+        return collect.collected(draw)
