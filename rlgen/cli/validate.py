@@ -98,7 +98,7 @@ def is_here(path: str) -> bool:
 
 def can_open(recipe: Recipe) -> bool:
     """Returns whether data and model are on this machine, with the packages that read them."""
-    sources = [recipe.data.source, *([data_of(recipe, recipe.eval).source] if recipe.eval else [])]
+    sources = [recipe.data.source, *([data_of(recipe.eval, recipe.data).source] if recipe.eval else [])]
     local = all(source.startswith("task:") or is_local_source(source) for source in sources)
     return local and is_here(recipe.model.path) and all(find_spec(name) for name in NEEDED)
 

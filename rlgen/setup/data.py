@@ -160,7 +160,7 @@ def open_held_out(
     images: Placeholder | None = None,
 ) -> HeldOut:
     """Reads the prompts of evaluations, and counts those that are trained on. An error names the key of `eval`."""
-    data, seed, limit = data_of(recipe, settings), seed_of(recipe), eval_prompt_limit(recipe, settings, positions)
+    data, seed, limit = data_of(settings, recipe.data), seed_of(recipe.run.seed), eval_prompt_limit(recipe, settings, positions)
     try:
         rows = rows_of(data, seed, recipe.environment, recipe.scoring)
         prompts = build_prompts(data, rows, tokenizer, seed, limit, tools, images if data.columns.images else None)
@@ -173,10 +173,10 @@ def open_held_out(
     own = fitted_eval(recipe, settings, positions, prompts.longest)
     return HeldOut(
         settings=own,
-        rewards=eval_rewards(recipe, settings),
+        rewards=eval_rewards(settings, recipe.rewards),
         columns=frozenset(rows.columns) | ({"answer"} if data.columns.answer else set()),
         seed=seed,
-        temperature=temperature_of(recipe, settings),
+        temperature=temperature_of(settings, recipe.rollout.temperature),
         max_tokens=own.max_completion_tokens or recipe.rollout.max_completion_tokens,
         rows=rows,
         prompts=prompts,

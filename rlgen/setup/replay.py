@@ -224,6 +224,10 @@ class Recorder:
             epoch=at.prompts / used,
         )
 
+    def opened(self) -> Data:
+        self.data = self.data or open_data(self.past.recipe)
+        return self.data
+
     def samples(self, step: int, processes: Processes) -> Samples:
         """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one."""
         if processes.world > 1:
@@ -231,10 +235,10 @@ class Recorder:
         recipe = self.past.recipe
         tokens = self.past.steps.get(step, {}).get(Metric.TOKENS_GENERATED)
         if (samples := from_rollouts(self.past.path, step)) is None or not is_whole(samples, tokens):
-            self.data = self.data or open_data(recipe)
+            data = self.opened()
             labels = [reward.label for reward in recipe.rewards]
-            sampling = sampling_of(recipe.rollout, recipe.structured_regex, self.data.stop_ids, None)
-            oldest, prompt_of = step - 1 - recipe.oldest_sample, self.data.prompts.at
+            sampling = sampling_of(recipe.rollout, recipe.structured_regex, data.stop_ids, None)
+            oldest, prompt_of = step - 1 - recipe.oldest_sample, data.prompts.at
             samples = from_journal(self.past.path, step, labels, prompt_of, sampling, recipe.run.seed, oldest, self.say)
         if not is_whole(samples, tokens):
             raise UsageError(
@@ -248,8 +252,7 @@ class Recorder:
         """Returns the samples with the images of their prompts, which are in the data alone."""
         if self.past.recipe.data.columns.images is None:
             return samples
-        self.data = self.data or open_data(self.past.recipe)
-        prompts = self.data.prompts
+        prompts = self.opened().prompts
         if (was := self.past.attempt_of(step).get("prompt_ids")) not in (None, prompts.digest()):
             raise UsageError(
                 f"step {step}: its prompts or their images have changed since it was trained (digest {was}, now"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.base import Engine
-from rlgen.engines.open import build_engine, engine_share_of
+from rlgen.engines.open import build_engine
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
 from rlgen.sentinel.sync import send_weights
@@ -58,7 +58,7 @@ def open_trainer_and_engine(
     they wait for each other inside vLLM.
     """
     recipe, settings = data.recipe, TrainSettings.of(data.recipe)
-    engine_share = engine_share_of(recipe, processes)
+    engine_share = EngineShare.of(processes, recipe.engine.callers)
     algorithm = build_algorithm(recipe.trainer)
     say(f"model: loading {recipe.model.path} …")
     prompts = [prompt.prompt_ids for prompt in data.prompts.take(0, TRIED)]

@@ -45,7 +45,7 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     location = locate(recipe.model.path)
     tokenizer = open_tokenizer(recipe.model, recipe.data.chat_template, location)
     tools = schemas_of(recipe.tools, recipe.scoring)
-    held_out = recipe.data if recipe.eval is None or recipe.task is not None else data_of(recipe, recipe.eval)
+    held_out = recipe.data if recipe.eval is None or recipe.task is not None else data_of(recipe.eval, recipe.data)
     learn, test = (
         build_prompts(data, rows_of(data, seed, recipe.environment, recipe.scoring), tokenizer, seed, tools=tools)
         for data, seed in ((recipe.data, TRAIN_SEED), (held_out, TEST_SEED))
