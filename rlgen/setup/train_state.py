@@ -105,6 +105,7 @@ def build_learning(
         distribution=sampling.distribution,
         budget=state.settings.optim.micro_batch_tokens,
         packed=state.policy.packed,
+        attention=state.policy.attention_cost,
     )
     update, stream = build_updater(state, sampling, processes, watch), state.settings.stream
     groups = build_groups(stream, builder, update) if stream is not None else None

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlgen.errors import CheckpointError, EngineError, SentinelError, Stopped
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.run.clock import Clock
