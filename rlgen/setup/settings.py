@@ -7,11 +7,9 @@ from functools import partial
 
 import torch
 
-from rlgen.losses.inputs import Totals
 from rlgen.models.memory_errors import Phase, memory_advice
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ModelRecipe, OptimRecipe, ProcessesRecipe
-from rlgen.trainers.groups import provisional_totals
 
 # A group with a completion of more than this share of max_completion_tokens is trained on last (`rollout.stream`).
 LATE = 0.9
@@ -22,7 +20,9 @@ class StreamSettings:
     """How groups are trained on while others are sampled (`rollout.stream`)."""
 
     shares_cores: bool  # the engine computes on the cores of this machine, as the trainer does
-    provisional: Totals
+    prompts: int  # of a step
+    group_size: int
+    max_tokens: int  # of a completion
     late_from: int | None  # as `Groups.late_from`
 
     @classmethod
@@ -33,7 +33,9 @@ class StreamSettings:
         all_at_once = recipe.samples_per_step <= engine.max_num_seqs * engine.copies
         return cls(
             shares_cores=shared,
-            provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
+            prompts=rollout.prompts_per_step,
+            group_size=rollout.group_size,
+            max_tokens=rollout.max_completion_tokens,
             # Where the engine is elsewhere, a group that waits gains nothing.
             late_from=math.ceil(LATE * rollout.max_completion_tokens) if shared and all_at_once else None,
         )

@@ -20,7 +20,7 @@ from rlgen.run.checkpoint import load_checkpoint
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
 from rlgen.setup.settings import StreamSettings, TrainSettings
-from rlgen.trainers.groups import ExactSum, Groups
+from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
 from rlgen.trainers.loop import Learning
 from rlgen.trainers.train_batch import TrainBatchBuilder
 from rlgen.trainers.update import Updater
@@ -139,7 +139,7 @@ def build_groups(stream: StreamSettings, builder: TrainBatchBuilder, update: Upd
         builder=builder,
         update=update,
         sums=sums,
-        provisional=stream.provisional,
+        provisional=provisional_totals(stream.prompts, stream.group_size, stream.max_tokens),
         threads=max(1, torch.get_num_threads() // 2) if stream.shares_cores else None,
         late_from=stream.late_from,
     )

@@ -40,6 +40,7 @@ from rlgen.setup.train_state import build_learning, build_updater
 from rlgen.setup.trainer_and_engine import TrainerAndEngine, open_trainer_and_engine
 from rlgen.trainers.callbacks import Callbacks
 from rlgen.trainers.collect import Collector
+from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.groups import Groups, Stream
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.report import Reporter
@@ -202,19 +203,6 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
         writer=build_writer(attempt, both, journal, checkpoints, sinks, dialogue is not None),
         sinks=sinks,
     )
-    save = Saver(
-        steps=recipe.run.steps,
-        every=recipe.checkpoint.every,
-        processes=processes,
-        policy=state.policy,
-        tokenizer=both.data.tokenizer,
-        optimizer=state.optimizer,
-        schedule=state.schedule,
-        checkpoints=checkpoints,
-        sampler=sampler,
-        report=report,
-        evaluate=evaluate,
-    )
     return Trainer(
         steps=recipe.run.steps,
         processes=processes,
@@ -232,9 +220,28 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
         learn=learn,
         evaluate=evaluate,
         report=report,
-        save=save,
+        save=build_saver(both, checkpoints, sampler, report, evaluate),
         callbacks=Callbacks.of(attempt.callbacks, processes),
         saves_on_drift=recipe.sentinel.on_drift == "checkpoint_and_stop",
+    )
+
+
+def build_saver(
+    both: TrainerAndEngine, checkpoints: Checkpoints, sampler: Sampler, report: Reporter, evaluate: Evaluator | None
+) -> Saver:
+    recipe, state = both.data.recipe, both.state
+    return Saver(
+        steps=recipe.run.steps,
+        every=recipe.checkpoint.every,
+        processes=both.processes,
+        policy=state.policy,
+        tokenizer=both.data.tokenizer,
+        optimizer=state.optimizer,
+        schedule=state.schedule,
+        checkpoints=checkpoints,
+        sampler=sampler,
+        report=report,
+        evaluate=evaluate,
     )
 
 
