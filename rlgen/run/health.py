@@ -163,7 +163,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
         Rule(
             name=name,
             sign=SIGNS[name],
-            value=value_of(SIGNS[name].value, wholes.get(name)),
+            value=measured_value(SIGNS[name].value, wholes.get(name)),
             threshold=setting.threshold,
             steps=setting.steps,
             action=setting.action or recipe.health.action,
@@ -173,7 +173,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     )
 
 
-def value_of(value: str | Measured, whole: int | None) -> Measured:
+def measured_value(value: str | Measured, whole: int | None) -> Measured:
     """Returns how the value of a rule follows from the metrics of a step. That of a share of `whole` is at most 1."""
     if callable(value):
         return value

@@ -11,7 +11,7 @@ import torch
 from rlgen.algorithms.base import Advantages
 from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
-from rlgen.out_of_memory import peak
+from rlgen.out_of_memory import peak_memory
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.samples import Samples
@@ -101,7 +101,7 @@ def try_largest(most: Largest, update: Updater, processes: Processes) -> str:
     shapes = list(dict.fromkeys((most.longest(), most.fullest())))
     for shape in shapes:
         processes.run_all(partial(attempt, made_up(most, shape, processes)), has_collectives=update.sharded)
-    return f"the largest micro-batches fit: {', '.join(map(str, shapes))}; {peak()}"
+    return f"the largest micro-batches fit: {', '.join(map(str, shapes))}; {peak_memory()}"
 
 
 def made_up(most: Largest, batch: Shape, processes: Processes) -> TrainBatch:

@@ -18,7 +18,7 @@ from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.samples import Ragged, Samples
 from rlgen.rollout.table import RowTable
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.signals import StopRequest
 from rlgen.trainers.groups import Stream
 from rlgen.types import Group, Prompt
@@ -47,7 +47,7 @@ class Draw:
 
     step: int
     position: int  # of the first prompt
-    clock: Clock
+    clock: PhaseClock
     stop: StopRequest
     wanted: int  # prompts to sample next
     left: int  # times that prompts without signal may still be replaced
@@ -76,7 +76,7 @@ class Collector:
     stream: Stream | None = None  # trains on groups while others are sampled; None: training begins when all are there
 
     @contextmanager
-    def drawing(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Iterator[Draw]:
+    def drawing(self, step: int, position: int, clock: PhaseClock, stop: StopRequest) -> Iterator[Draw]:
         """Opens the draw of a step, from the prompt at `position` on. The block samples and scores until no prompt is wanted.
 
         After an error or a stop nothing is left of the step, and no reward is computed any more. All processes must call this

@@ -6,7 +6,7 @@ from typing import Any
 from rlgen.errors import EngineError, SentinelError
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.callbacks import Callbacks
@@ -67,7 +67,7 @@ class Trainer:
         """
         self.evaluate_first(start, stop)
         early, drift = self.collect.early, self.saves_on_drift
-        guard = Guard(save=self.save, early=early, saves_on_drift=drift, start=start, stop=stop, clock=Clock())
+        guard = Guard(save=self.save, early=early, saves_on_drift=drift, start=start, stop=stop, clock=PhaseClock())
         at = start
         for step in range(start.step + 1, self.steps + 1):
             clock = guard.clock
@@ -91,7 +91,7 @@ class Trainer:
                 self.save.after_step(at, checkup, refused, guard.clock)
                 self.callbacks.measured("on_step", step, record, stop)
 
-    def sync(self, step: int, clock: Clock) -> tuple[EngineError | None, dict[str, Any]]:
+    def sync(self, step: int, clock: PhaseClock) -> tuple[EngineError | None, dict[str, Any]]:
         """Sends the weights of `step` to the engine, and evaluates them if that is due. Returns the engine's error or None, and
         the metrics that were measured.
 
@@ -120,7 +120,7 @@ class Trainer:
         directory, processes = self.report.directory, self.processes
         if start.step or self.evaluate is None or processes.on_main(lambda: bool(directory.read_metrics())):
             return
-        clock = Clock()
+        clock = PhaseClock()
         try:
             stop.check(processes)
             with stop.at_once(processes):
@@ -130,7 +130,7 @@ class Trainer:
         if evaluated:
             self.report.first_evaluation(evaluated, clock)
 
-    def evaluated(self, step: int, clock: Clock) -> dict[str, Any]:
+    def evaluated(self, step: int, clock: PhaseClock) -> dict[str, Any]:
         """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due."""
         if self.evaluate is None or not self.evaluate.due(step):
             return {}

@@ -15,7 +15,7 @@ from rlgen.processes import Processes
 from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.health import Checkup
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.run.state import random_tensors, set_random
@@ -40,7 +40,7 @@ class Saver:
     report: Reporter
     evaluate: Evaluator | None
 
-    def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: Clock) -> None:
+    def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: PhaseClock) -> None:
         """Saves the position after a step if that is due: by the recipe, on request, as the best one, or because the run ends.
 
         Raises:
@@ -125,7 +125,7 @@ class Guard:
     saves_on_drift: bool
     start: Position  # of the run; what was trained before is saved
     stop: StopRequest
-    clock: Clock  # of the step
+    clock: PhaseClock  # of the step
     saved: float = 0.0  # seconds of `clock` that the save before it took
     collected: float = 0.0  # seconds of `clock` when all samples were there
 
@@ -166,7 +166,7 @@ class Guard:
     def saving(self) -> Iterator[None]:
         """Ends the step's time. The block saves, and has the clock of the next step."""
         seconds, update = self.clock.seconds - self.saved, self.clock.seconds - self.collected
-        self.clock = Clock()
+        self.clock = PhaseClock()
         yield
         self.saved = self.clock.seconds
         self.stop.took(seconds, update, *self.save.checkpoints.took())

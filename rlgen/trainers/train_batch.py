@@ -203,7 +203,7 @@ class TrainBatchBuilder:
         advantages = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage
         train_batch = TrainBatch.of(
-            table, held, advantages, epoch, self.budget, self.processes, alone, self.packed, self.attention
+            table, held, advantages, epoch, self.budget, self.processes, alone, self.packed, attention=self.attention
         )
         if kl is None:
             return train_batch, advantages, {}
