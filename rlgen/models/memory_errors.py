@@ -57,7 +57,7 @@ def for_what_is_held(recipe: Recipe, phase: Phase) -> list[str]:
     elif recipe.model.quantization is None and on_gpu:
         settings.append("--set model.quantization=nf4 (frozen weights in four bits)")
     if phase == "optimizer":
-        if on_gpu and recipe.engine.may_sleep:
+        if on_gpu and recipe.engine.memory == "colocated" and not recipe.engine.sleeps:
             settings.append("--set engine.sleep=true (the engine's memory is free while the trainer works)")
         if recipe.model.lora is None:
             settings.append("processes.strategy=fsdp in several processes")

@@ -88,9 +88,9 @@ def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | 
     section, dot, key = str(loc[-1]).rpartition(".")
     dotted = f"write `{section}: {{{key}: ...}}`: dotted keys are for --set" if dot and section else None
     hint = dotted or advice(name, _general(name), kind, list((model or _model_at(loc[:-1], data)).model_fields))
-    owner = yaml.shortened(".".join(map(str, loc[:-1])))
+    owner = yaml.cut_short(".".join(map(str, loc[:-1])))
     of = (f"`{owner}`" if owner else "a recipe") + (f" (kind: {kind})" if kind else "")
-    return f"`{yaml.shortened(str(loc[-1]))}` is not a key of {of}", hint
+    return f"`{yaml.cut_short(str(loc[-1]))}` is not a key of {of}", hint
 
 
 def _instead(general: str, kind: str, value: Any) -> str | None:
@@ -107,7 +107,7 @@ def _instead(general: str, kind: str, value: Any) -> str | None:
         if str(value).lower() in ("none", "false"):
             return "leave it out"
         shown = _as_items(MAIN_KEYS[f"{general}.*"], value)
-        return yaml.shortened(f"write `{general}: [{', '.join(shown)}]`", 200) if shown else None
+        return yaml.cut_short(f"write `{general}: [{', '.join(shown)}]`", 200) if shown else None
     if kind == "bool_type" and isinstance(value, str) and value.lower() in YES_OR_NO:
         return f"write {'true' if YES_OR_NO[value.lower()] else 'false'}"
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
@@ -154,7 +154,7 @@ def _as_mapping(general: str, value: Any) -> str:
     if known:
         first = {"trainer": "grpo", "engine": "colocated"}.get(general)
         return f"write `{start}{{{main}: {first}}}`: {known}" if first else known
-    return f"write `{start}{{{main}: {yaml.shortened(str(value))}}}`"
+    return f"write `{start}{{{main}: {yaml.cut_short(str(value))}}}`"
 
 
 def _as_items(main: str, value: Any) -> list[str]:
@@ -219,4 +219,4 @@ def suggest(word: str, known: list[str], what: str | None) -> str | None:
 
 def quoted(value: Any) -> str:
     """Returns the repr of a value, shortened for a message."""
-    return yaml.shortened(repr(value))
+    return yaml.cut_short(repr(value))

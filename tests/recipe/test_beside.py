@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import conftest
 import pytest
@@ -129,7 +130,8 @@ def test_tables_of_sinks_without_rollouts(recipe_file: Path) -> None:
 
 
 def test_a_resumed_run_may_have_other_sinks() -> None:
-    without, other = {"sinks": []}, {"sinks": [{"kind": "wandb", "tags": ["a"]}]}
+    without: dict[str, Any] = {"sinks": []}
+    other = {"sinks": [{"kind": "wandb", "tags": ["a"]}]}
     assert changes(without, other, MAY_CHANGE) == changes(other, without, MAY_CHANGE) == []
     assert changes(without, other, ()) != []
 
