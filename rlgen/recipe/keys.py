@@ -31,7 +31,7 @@ def kind_named(model: type[BaseModel]) -> str | None:
 
 @cache
 def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Returns for each key its dotted paths, each with the kinds of its section that have it. Leaves out those of health rules."""
+    """Returns for each key its dotted paths, with the kinds of their sections that have it; without the keys of health rules."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
 
     def walk(model: type[BaseModel], above: str, kind: str | None) -> None:
