@@ -42,6 +42,10 @@ class LoadedRecipe:
     notices: tuple[str, ...]  # valid, but unusual
     warnings: tuple[str, ...]  # valid, but probably a mistake
 
+    @property
+    def resolved(self) -> str:
+        return dump_recipe(self.recipe)
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = False) -> LoadedRecipe:
     """Reads and validates a recipe. Command line wins over file, file over default; of a repeated override the last wins.

@@ -104,7 +104,7 @@ def _sizes(recipe: Recipe) -> Findings:
         yield Finding("optim.warmup_steps", what, f"set optim.warmup_steps to {steps - 1} or less")
     sections = {"data": recipe.data}
     if recipe.eval is not None and recipe.eval.options is not None:
-        sections["eval"] = data_of(recipe, recipe.eval)
+        sections["eval"] = data_of(recipe.eval, recipe.data)
     for section, data in sections.items():
         task = TASKS.get(data.source.removeprefix("task:")) if data.source.startswith("task:") else None
         options = task.model_validate(data.options) if task else None
@@ -226,7 +226,7 @@ def _eval(recipe: Recipe) -> Findings:
     held = recipe.eval
     if held is None:
         return
-    data = data_of(recipe, held)
+    data = data_of(held, recipe.data)
     same = (data.source, data.subset) == (recipe.data.source, recipe.data.subset) and not data.source.startswith("task:")
     if same and (is_local_source(data.source) or data.split == recipe.data.split):
         hint = "set eval.source to a held-out file, or eval.split to another split of the hub"
@@ -234,7 +234,7 @@ def _eval(recipe: Recipe) -> Findings:
     if held.temperature == 0 and held.group_size > 1:
         what = f"eval.temperature is 0: all {held.group_size} completions of a prompt are then equal"
         yield Finding("eval.temperature", what, "remove it, or set eval.group_size to 1")
-    if held.group_size == 1 and (places := pairwise_places(eval_rewards(recipe, held))):
+    if held.group_size == 1 and (places := pairwise_places(eval_rewards(held, recipe.rewards))):
         section = "rewards" if held.rewards is None else "eval.rewards"
         what = f"{section}.{places[0]} is pairwise: it compares completions of a prompt, but eval.group_size is 1"
         yield Finding("eval.group_size", what, "set eval.group_size to 2 or more, or other rewards in eval.rewards")
