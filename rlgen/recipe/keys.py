@@ -1,9 +1,8 @@
-"""Knows every key of a recipe and its description, and where a misplaced key belongs."""
+"""Knows every key of a recipe and its description, for the schema that editors read, and where a misplaced key belongs."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -12,6 +11,10 @@ from rlgen.recipe.health import HealthRule
 from rlgen.recipe.hints import OTHER_TOOLS, REFUSED, REFUSED_BY_KIND, RENAMED
 from rlgen.recipe.models import BUILT_IN_REWARDS, Recipe
 from rlgen.recipe.trl import OPTIONS
+
+DIALECT = "http://json-schema.org/draft-07/schema#"  # what editors' YAML servers support
+HEADER = "# yaml-language-server: $schema="  # at the top of a recipe, before a path or a URL
+EXTENDS = {"description": "A recipe that this one builds on: its values hold unless this file sets others.", "type": "string"}
 
 
 def models_of(annotation: object) -> list[type[BaseModel]]:
@@ -26,24 +29,22 @@ def kind_named(model: type[BaseModel]) -> str | None:
     return get_args(model.model_fields["kind"].annotation)[0] if "kind" in model.model_fields else None
 
 
-def _walk(model: type[BaseModel], above: str, kind: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yields (key, dotted path, kind of its section) of every key. The keys of health rules are left out."""
-    for key, field in model.model_fields.items():
-        path = f"{above}{key}"
-        yield key, path, kind
-        inner = [one for one in models_of(field.annotation) if one is not HealthRule]
-        item = "*." if "list[" in str(field.annotation) else ""
-        for one in inner:
-            yield from _walk(one, f"{path}.{item}", kind_named(one) or kind)
-
-
 @cache
 def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Returns for each key its dotted paths, each with the kinds of its section that have it."""
+    """Returns for each key its dotted paths, with the kinds of their sections that have it; without the keys of health rules."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
-    for key, path, kind in _walk(Recipe, "", None):
-        kinds = found.setdefault(key, {}).get(path, ())
-        found[key][path] = kinds if kind is None or kind in kinds else (*kinds, kind)
+
+    def walk(model: type[BaseModel], above: str, kind: str | None) -> None:
+        for key, field in model.model_fields.items():
+            path = f"{above}{key}"
+            kinds = found.setdefault(key, {}).get(path, ())
+            found[key][path] = kinds if kind is None or kind in kinds else (*kinds, kind)
+            item = "*." if "list[" in str(field.annotation) else ""
+            for inner in models_of(field.annotation):
+                if inner is not HealthRule:
+                    walk(inner, f"{path}.{item}", kind_named(inner) or kind)
+
+    walk(Recipe, "", None)
     return found
 
 
@@ -103,3 +104,29 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
     further = "an argument of vLLM goes into engine.extra; " if section == "engine" and "extra" in allowed else ""
     further = "the key says what a column is, such as `prompt: question`; " if section == "data.columns" else further
     return f"{further}keys are {', '.join(allowed)}"
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a recipe file.
+
+    A file may leave out what a `Recipe` requires: the run's name follows from that of the file, a health rule keeps its other
+    defaults, and a file need not repeat what the recipe that it `extends` sets.
+    """
+    schema = Recipe.model_json_schema()
+    parts = schema["$defs"]
+    for filled in ("RunRecipe", "HealthRule"):
+        del parts[filled]["required"]
+    sections = {name: parts.get(section.get("$ref", "").rpartition("/")[2], {}) for name, section in schema["properties"].items()}
+    alone = {
+        "required": [name for name in schema.pop("required") if name != "run"],
+        "properties": {name: {"required": part.pop("required")} for name, part in sections.items() if "required" in part},
+    }
+    return {
+        "$schema": DIALECT,
+        **schema,
+        "title": "rlgen recipe",
+        "description": "A run of rlgen: `rlgen train recipe.yaml`.",
+        "properties": {"extends": EXTENDS, **schema["properties"]},
+        "if": {"required": ["extends"]},
+        "else": alone,
+    }
