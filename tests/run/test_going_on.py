@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_the_engine_opens(
         (['model.path="tiny:llama"'], "another model: architecture was Qwen3ForCausalLM and is LlamaForCausalLM"),
     ]:
         place = folder / words[:13].replace(" ", "_")
-        RunDirectory.create(place, "", "").close()
+        RunDirectory.create(place, "", (folder / "run" / "resolved.yaml").read_text()).close()
         shutil.copytree(folder / "run" / "checkpoints" / "step_000002", place / "checkpoints" / "step_000002")
         monkeypatch.setattr("rlgen.setup.reopen.changes", lambda *values: [])
         with pytest.raises(CheckpointError) as caught:
