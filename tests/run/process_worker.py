@@ -18,6 +18,7 @@ from rlgen.recipe import load_recipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup import trainer_and_engine
 from rlgen.setup.policy import build_policy
+from rlgen.setup.settings import TrainSettings
 
 # A reference in the reward, in the loss, and one of preferences.
 TRAINERS = {
@@ -38,7 +39,7 @@ class Kept:
             self.engine = build_engine(recipe, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = build_policy(recipe, location, TEXTS, processes.device)
+            policy = build_policy(TrainSettings.of(recipe), location, TEXTS, processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 
