@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import paths
+from helpers.engines import recipe_with
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 from hypothesis import HealthCheck, settings
@@ -28,7 +29,6 @@ from rlgen.models import memory
 from rlgen.models.load import load_model, locate
 from rlgen.models.tiny import build_tiny
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.sync import send_weights
 
@@ -164,16 +164,8 @@ def tiny_model(name: str) -> Any:
 def plan_of(name: str, **changes: Any) -> EnginePlan:
     """How vLLM runs a tiny model where a recipe says nothing; `changes` override single fields."""
     folder = str(build_tiny(name))
-    recipe = Recipe.model_validate(
-        {
-            "run": {"name": "plan"},
-            "model": {"path": folder, "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "engine": {"kind": "colocated", "max_model_len": 640, "max_num_seqs": 64},
-        }
-    )
-    return replace(EnginePlan.of(recipe, folder), **changes)
+    recipe = recipe_with({"kind": "colocated", "max_model_len": 640, "max_num_seqs": 64})
+    return replace(EnginePlan.of(recipe.engine_needs, folder), **changes)
 
 
 def open_vllm(name: str, **changes: Any) -> ColocatedEngine:
@@ -187,16 +179,8 @@ def open_transformers(name: str) -> TransformersEngine:
 
 def open_server(name: str) -> Engine:
     """A server that is launched, and stopped when the engine is closed."""
-    recipe = Recipe.model_validate(
-        {
-            "run": {"name": "server"},
-            "model": {"path": f"tiny:{name}", "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "engine": {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": HANGS},
-        }
-    )
-    engine = build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
+    recipe = recipe_with({"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": HANGS})
+    engine = build_engine(recipe.engine_needs, locate(f"tiny:{name}"), Processes.alone(), Path(mkdtemp()), print)
     send_weights(engine, tiny_model(name), 0, Processes.alone())  # before that it is stale, and answers nothing
     return engine
 

@@ -41,13 +41,13 @@ class Line:
         self.open += 1
         try:
             for pause in (*(AGAIN if self.server.again else ()), None):
-                reply = await self.server.ask(self._session, "POST", route, body)
+                status, content = await self.server.ask(self._session, "POST", route, body)
                 self._heard = self._clock()
                 self._answers += 1
-                if pause is None or reply.status not in BUSY:
+                if pause is None or status not in BUSY:
                     break
                 await asyncio.sleep(pause)
-            return self.server.checked(route, reply)
+            return self.server.checked(route, status, content)
         finally:
             self.open -= 1
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rlgen.engines.base import SyncReport
-from rlgen.engines.http import ANSWER_SECONDS, Server, receipt_of
+from rlgen.engines.http import ANSWER_SECONDS, Server, report_of
 from rlgen.engines.launch import claim
 from rlgen.engines.vllm_weights import NcclEndpoint
 from rlgen.errors import EngineError, SetupError
@@ -94,7 +94,7 @@ class Broadcast:
         except BaseException:
             self._leave()
             raise
-        return [receipt_of(server.url, heard[server.url], version) for server in self._servers]
+        return [report_of(server.url, heard[server.url], version) for server in self._servers]
 
     def _send_bucket(self, endpoint: NcclEndpoint, bucket: Mapping[str, Tensor]) -> None:
         """Posts to all servers while this rank broadcasts: each side waits for the other."""

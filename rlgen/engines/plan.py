@@ -13,8 +13,8 @@ import torch
 from rlgen.errors import UsageError
 from rlgen.models.load import load_config
 from rlgen.models.memory import cache_elements, keeps_states
-from rlgen.recipe import Recipe
 from rlgen.recipe.engines import ColocatedEngineRecipe, VllmRecipe
+from rlgen.recipe.models import EngineNeeds
 
 GIB = 1 << 30
 CPU_KV_LIMIT = 4 * GIB  # largest KV cache on the CPU if the recipe does not set its size
@@ -61,37 +61,34 @@ class EnginePlan:
     image_token: int | None = None  # id of an image's placeholder; None: prompts have no images
 
     @classmethod
-    def of(cls, recipe: Recipe, location: str) -> "EnginePlan":
-        """Returns the plan for the engine of `recipe` with the model at `location`. Several servers each get this plan.
+    def of(cls, needs: EngineNeeds, location: str) -> "EnginePlan":
+        """Returns the plan of an engine with the model at `location`. Several servers each get this plan.
 
         Raises UsageError if the engine does not use vLLM.
         """
-        settings = recipe.engine
+        settings, model = needs.engine, needs.model
         if not isinstance(settings, VllmRecipe):
             raise UsageError(f"engine.kind {settings.kind} runs without vLLM; set it to colocated or server")
-        here = settings if isinstance(settings, ColocatedEngineRecipe) else None
-        under_way = recipe.samples_per_step * max(1, recipe.rollout.async_steps)
-        samples = -(-under_way // settings.copies)
         return cls(
             model=location,
-            revision=recipe.model.revision,
-            dtype=settings.dtype or recipe.model.dtype,
-            fp32_head=recipe.model.fp32_head,
-            max_model_len=settings.max_model_len or recipe.engine_row_tokens,
-            max_num_seqs=min(settings.max_num_seqs, samples),
+            revision=model.revision,
+            dtype=settings.dtype or model.dtype,
+            fp32_head=model.fp32_head,
+            max_model_len=settings.max_model_len or needs.row_tokens,
+            max_num_seqs=min(settings.max_num_seqs, -(-needs.samples // settings.copies)),
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel_size=settings.tensor_parallel_size,
             sleep=settings.sleeps,
             model_impl=settings.model_impl,
             quantization=settings.quantization,
-            structured_outputs=here is not None and here.structured_regex is not None,
+            structured_outputs=isinstance(settings, ColocatedEngineRecipe) and settings.structured_regex is not None,
             enforce_eager=settings.enforce_eager,
             extra=settings.extra,
             on_gpu=torch.cuda.is_available(),
             vllm=vllm_version(),
-            stops_at_text=bool(recipe.rollout.stop),
-            image_token=load_config(location, recipe.model.revision).image_token_id if recipe.data.columns.images else None,
+            stops_at_text=bool(needs.rollout.stop),
+            image_token=load_config(location, model.revision).image_token_id if needs.images else None,
         )
 
     @property

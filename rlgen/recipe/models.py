@@ -3,6 +3,7 @@
 It does not import torch, so that `rlgen --help` and `rlgen validate` answer at once.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -308,6 +309,19 @@ class ProcessesRecipe(Strict):
     """Seconds without a sign of life from a process after which all processes end."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNeeds:
+    """What an engine is opened with: its own settings, and what it needs of the other sections."""
+
+    engine: EngineRecipe
+    model: ModelRecipe
+    rollout: RolloutRecipe
+    samples: int  # asked for at the same time, of all steps that are under way
+    row_tokens: int  # longest prompt and completion together
+    images: bool  # whether prompts have images
+    in_flight: bool  # whether weights change under requests that are being answered
+
+
 class Recipe(Strict):
     """A whole recipe, frozen and validated. Validation reads no files."""
 
@@ -397,6 +411,18 @@ class Recipe(Strict):
             return self.max_row_tokens
         prompt = self.eval.max_prompt_tokens or self.data.max_prompt_tokens or ASSUMED_PROMPT
         return max(self.max_row_tokens, prompt + (self.eval.max_completion_tokens or self.rollout.max_completion_tokens))
+
+    @property
+    def engine_needs(self) -> EngineNeeds:
+        return EngineNeeds(
+            engine=self.engine,
+            model=self.model,
+            rollout=self.rollout,
+            samples=self.samples_per_step * max(1, self.rollout.async_steps),
+            row_tokens=self.engine_row_tokens,
+            images=self.data.columns.images is not None,
+            in_flight=self.in_flight,
+        )
 
     @property
     def structured_regex(self) -> str | None:

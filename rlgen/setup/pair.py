@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.base import Engine
-from rlgen.engines.open import build_engine, engine_share_of
+from rlgen.engines.open import build_engine
+from rlgen.errors import EngineError
+from rlgen.models.memory_errors import memory_for, what_helps
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe import Recipe
 from rlgen.sentinel.sync import send_weights
@@ -57,7 +59,7 @@ def open_pair(
     The order also keeps the ranks in step: each makes the same calls, and all build their engines at the same time, since
     they wait for each other inside vLLM.
     """
-    engine_share = engine_share_of(recipe, processes)
+    engine_share = EngineShare.of(processes, recipe.engine.callers)
     algorithm = build_algorithm(recipe.trainer)
     say(f"model: loading {recipe.model.path} …")
     prompts = [prompt.prompt_ids for prompt in data.prompts.take(0, TRIED)]
@@ -65,7 +67,8 @@ def open_pair(
     if policies.policy.unpacked:
         say(f"optim.packing: off, {cost_of_padding(recipe, prompts)}: {policies.policy.unpacked}")
     say(f"engine: {recipe.engine.starts} …")
-    engine = build_engine(recipe, data.location, processes, logs, say)
+    with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
+        engine = build_engine(recipe.engine_needs, data.location, processes, logs, say)
     with ExitStack() as undo:
         undo.callback(engine.close)
         learner = open_learner(recipe, algorithm, policies)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 from conftest import RECIPE, tiny_model
+from helpers.engines import kill
 
 from rlgen.engines.open import build_engine
 from rlgen.engines.server import ServerEngine
@@ -35,7 +36,7 @@ def main(folder: Path) -> None:
     recipe = load_recipe(path, []).recipe
     processes = Processes.open(TIMEOUT)
     said: list[str] = []
-    engine = build_engine(recipe, locate(recipe.model.path), processes, folder, said.append)
+    engine = build_engine(recipe.engine_needs, locate(recipe.model.path), processes, folder, said.append)
     assert isinstance(engine, ServerEngine)
     share = list(EngineShare.of(processes, 1).share(REQUESTS))
     found: dict[str, object] = {}
@@ -49,8 +50,7 @@ def main(folder: Path) -> None:
         def finished(place: int, answer: Completion) -> None:
             came.append(place)
             if killer == processes.rank and len(came) == 5:
-                for process in (psutil.Process(pid) for pid in family if psutil.pid_exists(pid)):
-                    process.kill()
+                kill(psutil.Process(pid) for pid in family if psutil.pid_exists(pid))
 
         answers = processes.run_all(lambda: engine.generate(requests, SAMPLING, finished), keepalive=True)
         assert len(came) == len(set(came)) == len(requests), "none was asked twice"

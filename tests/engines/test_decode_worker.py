@@ -1,4 +1,7 @@
-"""What rlgen's worker of vLLM's CPU engine leaves out changes no token: modules, kernels of norms, seeds of the noise, ranks."""
+"""What rlgen's worker of vLLM's CPU engine leaves out changes no token: modules, kernels of norms, seeds of the noise, ranks.
+
+Recorded kernels compute from what stands in memory when they are called again, and nothing else is recorded.
+"""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.colocated import ColocatedEngine
+from rlgen.engines.cpu_decode.recording import Recording, record
 from rlgen.models.load import load_model, locate
 from rlgen.models.weights import checkpoint_tensors
 
@@ -39,8 +43,6 @@ def test_tokens_are_those_of_vllm_as_it_is() -> None:
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The kernels of each repeated step from here on."""
-    from rlgen.engines.cpu_decode.recording import Recording
-
     found: list[int] = []
     repeat = Recording.repeat
 
@@ -111,8 +113,6 @@ def test_a_repeated_step_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatc
         del recording.calls[-3]
         return told, recording
 
-    from rlgen.engines.cpu_decode.recording import record
-
     monkeypatch.setattr(decode_worker, "record", wrong)
     for engines in pair("qwen3", max_num_seqs=16):
         told, same = engines.both(requests(12, seed=2))
@@ -154,3 +154,51 @@ def test_seeds_are_those_that_are_drawn_one_by_one() -> None:
     del mine
     gc.collect()
     assert not seeds  # nothing is kept of a request that has ended
+
+
+# --- recorded kernels ---------------------------------------------------------------------------------------------------------
+
+WEIGHT, BIAS = torch.randn(6, 4), torch.randn(6)
+
+
+def layers(x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+    """Views, copies, kernels that change what they are given, and kernels that have no variant that writes into memory."""
+    rows = torch.nn.functional.linear(x.view(3, 4), WEIGHT, BIAS)
+    first, second = rows.chunk(2, dim=-1)
+    gated = torch.nn.functional.silu(first) * second.contiguous()
+    gated.mul_(other)
+    values, places = gated.softmax(-1).topk(2)
+    return torch.nn.functional.layer_norm(gated, (3,)), values.float(), places, torch.cat([gated, first.cos()], dim=1)
+
+
+@torch.inference_mode()
+def test_repeated_kernels_compute_from_what_stands_in_memory() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, other = torch.randn(12, generator=draw), torch.randn(3, 3, generator=draw)
+    told, recording = record(lambda: layers(x, other), [other])
+    assert recording is not None and all(map(torch.equal, told, layers(x, other)))
+    for _ in range(3):
+        x.normal_(generator=draw)
+        other = torch.randn(3, 3, generator=draw)  # in other memory
+        expected = layers(x, other)
+        repeated = recording.repeat([other])
+        assert all(map(torch.equal, expected, repeated)) and all(one is two for one, two in zip(repeated, told, strict=True))
+    assert not any(call.kernel is torch.ops.aten.view.default for call in recording.calls)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: (x.exp(),),
+        lambda x: (x * float(x[0]),),  # a number that the program reads
+        lambda x: (x * (2.0 if x.sum() > 0 else 1.0),),
+        lambda x: (x + torch.tensor([1.0]),),  # a tensor that the program makes
+        lambda x: (x.fill_(1.0),),
+    ],
+)
+@torch.inference_mode()
+def test_a_step_with_another_kernel_is_not_recorded(step: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    x = torch.arange(4.0)
+    expected = step(x.clone())
+    told, recording = record(lambda: step(x), [])
+    assert recording is None and torch.equal(told[0], expected[0])

@@ -18,7 +18,7 @@ from helpers.waiting import HANGS
 
 from rlgen.engines import client, transfer
 from rlgen.engines.client import Line
-from rlgen.engines.http import Reply, Server
+from rlgen.engines.http import Server
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.vllm_compat import process_kept_as_is
 from rlgen.errors import ServerLost
@@ -41,10 +41,10 @@ class Probed(Server):
         while self.probes < probe:
             await asyncio.sleep(0.01)
 
-    async def ask(self, session: Any, method: str, route: str, body: bytes | None, timeout: float | None = None) -> Reply:
+    async def ask(self, session: Any, method: str, route: str, body: bytes | None, timeout: float | None = None) -> Any:
         """A request that is answered when the probe has begun whose number it says."""
         await self.has_begun(int(body or b"0"))
-        return Reply(200, b"")
+        return 200, b""
 
     async def asked(self, *probes: int) -> None:
         async def ask(line: Line, place: int) -> None:

@@ -13,7 +13,7 @@ from helpers.samples import TEXTS
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
 from rlgen.processes import Processes
-from rlgen.recipe import dump_recipe, load_recipe
+from rlgen.recipe import Recipe, dump_recipe, load_recipe
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
@@ -34,14 +34,15 @@ class Kept:
     """An engine that stays open from run to run, and goes back to the weights it was opened with."""
 
     def __init__(self) -> None:
+        self.recipe: Recipe
         self.engine: ColocatedEngine | None = None
 
-    def build(self, recipe, location, processes, logs, say):  # type: ignore[no-untyped-def]
+    def build(self, needs, location, processes, logs, say):  # type: ignore[no-untyped-def]
         if self.engine is None:
-            self.engine = build_engine(recipe, location, processes, logs, say)
+            self.engine = build_engine(needs, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = build_policy(recipe, location, TEXTS, processes.device)
+            policy = build_policy(self.recipe, location, TEXTS, processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 
@@ -52,6 +53,7 @@ def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None
     pair.build_engine = kept.build  # type: ignore[assignment]
     for name in trainers:
         loaded = load_recipe(recipe, [f"trainer={TRAINERS[name]}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
+        kept.recipe = loaded.recipe
         path = folder / name
         if processes.is_main:
             RunDirectory.create(path, loaded.text, dump_recipe(loaded.recipe)).close()
