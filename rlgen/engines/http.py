@@ -93,9 +93,8 @@ class Server:
         Without `timeout`, in seconds, there is the short limit for a request that needs no computing.
         """
         raw = None if body is None else msgspec.json.encode(body)
-        content = self.checked(
-            route, *self._in_session(lambda session: self.ask(session, method, route, raw, timeout or self._soon))
-        )
+        reply = self._in_session(lambda session: self.ask(session, method, route, raw, timeout or self._soon))
+        content = self.checked(route, *reply)
         return msgspec.json.decode(content) if content else None
 
     def _in_session(self, call: Callable[[aiohttp.ClientSession], Awaitable[T]]) -> T:
