@@ -150,7 +150,7 @@ def told_lengths_to_server(workload: Workload) -> Iterator[None]:
     """Does the same for the requests that rlgen sends to a server."""
     from rlgen.engines import client
 
-    sample, body = client.sample, client.sampling_body
+    sample, body = client.sample, client.sampling_arguments
     whole = False
 
     async def told(servers: Any, requests: "Mapping[int, Request]", sampling: "Sampling", *others: Any) -> None:
@@ -160,10 +160,10 @@ def told_lengths_to_server(workload: Workload) -> Iterator[None]:
             requests = {place: replace(request, max_tokens=workload.lengths[place]) for place, request in requests.items()}
         await sample(servers, requests, sampling, *others)
 
-    def told_body(sampling: "Sampling") -> dict[str, Any]:
-        return body(sampling) | ({"stop_token_ids": [], "ignore_eos": True} if whole else {})
+    def told_body(sampling: "Sampling", held: bool) -> dict[str, Any]:
+        return body(sampling, held) | ({"stop_token_ids": [], "ignore_eos": True} if whole else {})
 
-    with patch.object(client, "sample", told), patch.object(client, "sampling_body", told_body):
+    with patch.object(client, "sample", told), patch.object(client, "sampling_arguments", told_body):
         yield
 
 

@@ -6,14 +6,14 @@ The cost per request in this process does not grow with the number of open reque
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
 
 from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
 from rlgen.engines.http import AGAIN, BUSY, PROBE_SECONDS, Server
-from rlgen.engines.vllm_compat import HELD
+from rlgen.engines.vllm_compat import sampling_arguments
 from rlgen.errors import EngineError, ServerLost
 from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
@@ -169,7 +169,7 @@ async def sample(
         most, more, closed: as in `each`.
         held: no weights change while a request is decoded, see `vllm_compat.HELD`.
     """
-    shared = sampling_body(sampling) | {"extra_args": {HELD: held}}
+    shared = sampling_arguments(sampling, held)
 
     async def ask(line: Line, asked: tuple[int, Request]) -> None:
         (place, request), server = asked, line.server
@@ -198,24 +198,3 @@ async def prefill(servers: Sequence[Server], rows: Sequence[tuple[Ids, Ids]], mo
 
     await each(servers, most, range(len(rows)), ask)
     return [found[place] for place in range(len(rows))]
-
-
-def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """Returns all sampling parameters of a request except its seed and its own limit.
-
-    Sets every parameter that affects sampling, so that no default of the server does.
-    """
-    return {
-        "n": 1,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": list(sampling.stop_ids),
-        "stop": list(sampling.stop),
-        "logprobs": 0,
-        "detokenize": bool(sampling.stop),
-    }

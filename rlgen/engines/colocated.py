@@ -2,16 +2,14 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from rlgen.engines import vllm_compat, vllm_weights
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, SyncRecorder, SyncReport
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, SyncRecorder, SyncReport, Weights
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.heap import collecting_once
@@ -134,7 +132,7 @@ class ColocatedEngine:
                 for output, (prompt_ids, _) in zip(outputs, rows, strict=True)
             ]
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+    def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         ledger = SyncRecorder(hashed)
         with self._kept_as_is():
             try:

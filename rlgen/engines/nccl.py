@@ -1,4 +1,4 @@
-"""Sends weights to servers on other GPUs directly from GPU to GPU, with vLLM's own transfer engine over NCCL.
+"""Sends weights to servers from GPU to GPU, with vLLM's own transfer engine over NCCL.
 
 The trainer is rank 0 of a process group; each worker of each server is another rank. A sync makes these calls, each to all
 servers at once:
@@ -17,7 +17,7 @@ The group has no token and no encryption: use it only in networks that you trust
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from itertools import accumulate
@@ -27,11 +27,11 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from rlgen.engines.base import SyncReport
+from rlgen.engines.base import SyncReport, Weights
 from rlgen.engines.http import ANSWER_SECONDS, Server, report_of
 from rlgen.engines.launch import claim
 from rlgen.engines.vllm_weights import NcclEndpoint
-from rlgen.errors import EngineError, SetupError
+from rlgen.errors import EngineError
 from rlgen.recipe.rules import is_loopback
 
 BUCKET_BYTES = 1 << 28  # sent at a time; a larger tensor is sent alone
@@ -65,19 +65,19 @@ class Broadcast:
         common = {"master_address": host, "master_port": port, "world_size": world, **packing}
         first_rank = dict(zip([server.url for server in servers], offsets, strict=True))
 
-        def join(server: Server) -> None:
-            info = {**common, "rank_offset": first_rank[server.url]}
-            self._post(server, "/init_weight_transfer_engine", {"init_info": info})
+        def info(server: Server) -> dict[str, Any]:
+            return {"init_info": {**common, "rank_offset": first_rank[server.url]}}
 
         phase = f"joining a group of {world} at {host}:{port}"
-        self._endpoint = self._together(phase, join, lambda: connect(host, port, world))[TRAINER]
+        ours = partial(connect, host, port, world)
+        self._endpoint = self._post_to_all("/init_weight_transfer_engine", info, ours, phase)[TRAINER]
 
     @property
     def broken(self) -> bool:
         """Returns whether the group is closed, after an error or after `close`: it cannot send any more."""
         return self._endpoint is None
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[SyncReport]:
+    def send(self, weights: Weights, version: int, hashed: bool) -> list[SyncReport]:
         """Sends all weights and returns one receipt per server. The caller empties the servers' prefix caches.
 
         Raises EngineError if a phase failed or timed out; the group is then closed and cannot send any more.
@@ -86,10 +86,10 @@ class Broadcast:
             raise EngineError(f"engine.transfer nccl: an earlier sync failed; {RESTART}")
         try:
             self._together("rlgen_listen", lambda server: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
-            self._together("/start_weight_update", lambda server: self._post(server, "/start_weight_update"))
+            self._post_to_all("/start_weight_update")
             for bucket in buckets((name, self._endpoint.ready(tensor)) for name, tensor in weights):
                 self._send_bucket(self._endpoint, bucket)
-            self._together("/finish_weight_update", lambda server: self._post(server, "/finish_weight_update"))
+            self._post_to_all("/finish_weight_update")
             heard = self._together("rlgen_heard", lambda server: server.rpc("rlgen_heard", self._timeout))
         except BaseException:
             self._leave()
@@ -106,15 +106,17 @@ class Broadcast:
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
-        self._together(
-            "/update_weights",
-            lambda server: self._post(server, "/update_weights", {"update_info": info}),
-            lambda: endpoint.broadcast(packed(tensors)),
-        )
+        self._post_to_all("/update_weights", lambda _: {"update_info": info}, lambda: endpoint.broadcast(packed(tensors)))
 
-    def _post(self, server: Server, route: str, body: Mapping[str, Any] | None = None) -> None:
-        """Posts to one server, with the timeout of a phase."""
-        server.call("POST", route, body, self._timeout)
+    def _post_to_all(
+        self,
+        route: str,
+        body: Callable[[Server], Any] = lambda _: None,
+        ours: Callable[[], Any] | None = None,
+        phase: str | None = None,
+    ) -> dict[str, Any]:
+        """Posts to every server as `_together` calls them, in a phase that is named after the route unless it has a name."""
+        return self._together(phase or route, lambda server: server.call("POST", route, body(server), self._timeout), ours)
 
     def _together(self, phase: str, call: Callable[[Server], Any], ours: Callable[[], Any] | None = None) -> dict[str, Any]:
         """Calls `call` with every server, and `ours`, at the same time. Returns the results by URL, that of `ours` by TRAINER.
@@ -168,7 +170,7 @@ def started(call: Callable[[], Any]) -> "Future[Any]":
     return future
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def buckets(weights: Weights) -> Iterator[dict[str, Tensor]]:
     """Yields `weights` in buckets of at most BUCKET_BYTES; a larger tensor is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     size = 0
@@ -196,12 +198,6 @@ def workers_of(server: Server) -> int:
         flag = """--weight-transfer-config '{"backend": "nccl"}'"""
         raise EngineError(f"{server.url} takes no weights over NCCL: start it with {flag}, or by `rlgen serve` with this recipe")
     return len(told)
-
-
-def require_gpu() -> None:
-    """Raises SetupError if this process has no GPU."""
-    if not torch.cuda.is_available():
-        raise SetupError(NEEDS_GPU)
 
 
 def own_address(urls: Sequence[str]) -> str:

@@ -14,13 +14,12 @@ import torch
 from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, model_shape
 from rlgen.engines.colocated import ColocatedEngine
-from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.fleet import Member, ServerPool, SharedServerPool
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, new_token, start_servers
-from rlgen.engines.nccl import Broadcast, own_address, require_gpu
+from rlgen.engines.nccl import NEEDS_GPU, Broadcast, own_address
 from rlgen.engines.plan import EnginePlan
 from rlgen.engines.server import ServerEngine
-from rlgen.engines.shared import SharedServerPool
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import SetupError, UsageError
@@ -88,8 +87,8 @@ def open_servers(
             f" {settings.url}, which `rlgen serve` wrote to a file"
         )
     token = token or new_token()
-    if settings.transfer == "nccl":
-        require_gpu()
+    if settings.transfer == "nccl" and not torch.cuda.is_available():
+        raise SetupError(NEEDS_GPU)
     with ExitStack() as undo:
         carrier: FileTransfer | Broadcast | None = FileTransfer(settings.transfer_dir) if settings.transfer == "files" else None
         if carrier is not None:

@@ -2,18 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import Any
 
 from rlgen.engines import client
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, SyncReport
-from rlgen.engines.fleet import ServerPool
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, Pending, SyncReport, Weights
+from rlgen.engines.fleet import ServerPool, SharedServerPool
 from rlgen.engines.http import connections
-from rlgen.engines.shared import SharedServerPool
 from rlgen.errors import ServerLost
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
 
@@ -142,21 +139,15 @@ class ServerEngine:
             raise ServerLost(url, f"has weights {label!r}, not those of this run: it was restarted, or another run uses it")
         return int(version)
 
-    def submit(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        finished: Finished | None = None,
-        further: FollowUpQueue | None = None,
-    ) -> Future[list[Completion]]:
-        """Runs `generate` in the background and returns its future. Calls beyond `calls` wait."""
-        return self._background.submit(self.generate, requests, sampling, finished, further)
+    def submit(self, *asked: Any) -> Pending:
+        """Runs `generate` in the background. Calls beyond `calls` wait."""
+        return self._background.submit(self.generate, *asked)
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         assert not any(images)  # the recipe refuses them
         return asyncio.run(client.prefill(self._keeper.servers, rows, self._connections))
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+    def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         return self._keeper.sync(weights, version, hashed)
 
     @property

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlgen.engines import guard
+from rlgen.engines.base import Weights
 from rlgen.errors import EngineError
 
 SHARED_MEMORY = "/dev/shm"
@@ -57,7 +57,7 @@ class FileTransfer:
         self._written = 0
         self.current: Path | None = None
 
-    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
+    def write(self, weights: Weights, version: int) -> Path:
         """Writes `weights` to a new folder in place of the current one, and returns it: `current`, once it is loaded.
 
         Raises EngineError if the files cannot be written, for example because the disk is full.

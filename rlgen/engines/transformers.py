@@ -1,6 +1,6 @@
 """Samples with transformers alone: the fallback where vLLM does not run, and the reference to compare it with."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,8 +8,17 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, Settings, SyncRecorder, SyncReport, wider_parameters
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import (
+    EngineCapabilities,
+    EngineInfo,
+    Finished,
+    FollowUpQueue,
+    Settings,
+    SyncRecorder,
+    SyncReport,
+    Weights,
+    wider_parameters,
+)
 from rlgen.engines.plan import digest_of
 from rlgen.errors import EngineError, SetupError
 from rlgen.losses.logp import head_dtype, log_softmax
@@ -46,12 +55,8 @@ class TransformersEngine:
         vision: Vision | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self._model = model.requires_grad_(False)
-        self._head = Head.of(model)
-        self._fp32_head = fp32_head
-        self._max_num_seqs = max_num_seqs
-        self._vision = vision
-        self._tokenizer = tokenizer
+        self._model, self._head, self._fp32_head = model.requires_grad_(False), Head.of(model), fp32_head
+        self._max_num_seqs, self._vision, self._tokenizer = max_num_seqs, vision, tokenizer
         self._version = 0
         self._try_decoding()
 
@@ -218,7 +223,7 @@ class TransformersEngine:
         return answers
 
     @torch.no_grad()
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+    def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         own, ledger = own_tensors(self._model), SyncRecorder(hashed)
         missing = set(own)
         for name, tensor in model_tensors(self._model, ledger.record(weights)):

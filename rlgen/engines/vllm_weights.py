@@ -1,18 +1,16 @@
 """Replaces the weights of vLLM's model, and sends weights to its servers: the part of `vllm_compat` that concerns weights."""
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlgen.engines.base import SyncRecorder
+from rlgen.engines.base import SyncRecorder, Weights
 from rlgen.engines.vllm_compat import import_vllm, process_kept_as_is
 from rlgen.errors import EngineError, SetupError
-
-Weights: TypeAlias = Iterable[tuple[str, Tensor]]
 
 
 def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], None], weights: Weights) -> tuple[str, ...]:
@@ -63,7 +61,7 @@ def listen(model: nn.Module, ledger: SyncRecorder | None = None) -> None:
     aliases = {name: same for same in names.values() for name in same}
     missed = set(aliases)
 
-    def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+    def heard(weights: Weights) -> set[str] | None:
         loaded: set[str] | None = load(ledger.record(weights) if ledger else weights)  # type: ignore[operator]
         if loaded is None:  # this loader does not report what it filled
             missed.clear()

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlgen.engines.base import Finished
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import Finished, FollowUpQueue
 from rlgen.rollout.conversations import Conversations
 from rlgen.rollout.journal import Journal
 from rlgen.types import Completion, Prompt, Request, Sampling

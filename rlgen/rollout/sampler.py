@@ -7,8 +7,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.engines.base import Engine
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import Engine, FollowUpQueue
 from rlgen.errors import SentinelError
 from rlgen.rollout.ahead import Ahead
 from rlgen.rollout.answers import check_answers

@@ -179,7 +179,7 @@ def test_a_server_imports_what_it_needs(module: str) -> None:
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = {name.removeprefix("rlgen.") for name in names if name.startswith("rlgen.")}
     both = {"engines", "errors", "heap", "models", "models.half", "models.vision", "out_of_memory", "redact", "types"}
-    both |= {f"engines.{name}" for name in ("answer", "base", "further", "gate", "vllm_compat")}
+    both |= {f"engines.{name}" for name in ("answer", "base", "gate", "vllm_compat")}
     own = {"rlgen.engines.worker": {"engines.worker", "engines.vllm_weights", "models.factors"}}.get(module, set())
     assert ours == both | own
     assert not {"peft", "pydantic", "datasets", "vllm"} & set(names)

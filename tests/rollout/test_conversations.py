@@ -15,8 +15,7 @@ from helpers.scripted import Recorded, Scripted, dialogue, in_threads, reply_ids
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 
-from rlgen.engines.base import Engine, Finished
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import Engine, Finished, FollowUpQueue
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer

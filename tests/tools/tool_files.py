@@ -10,7 +10,7 @@ import pytest
 from helpers.samples import completion
 
 from rlgen.data.suffix import Suffixes
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import FollowUpQueue
 from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.models import ScoringRecipe, ToolRecipe
 from rlgen.rollout.tools import ToolTurns
