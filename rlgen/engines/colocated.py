@@ -25,9 +25,7 @@ class ColocatedEngine:
         wait: timeout in seconds for waiting on another process, if several open their engines in torch's default process group.
             None: there is one process.
 
-    Raises:
-        SetupError: vLLM is missing, or the plan is not possible here.
-        EngineError: vLLM did not start.
+    Raises SetupError if vLLM is missing, or the plan is not possible here, EngineError if vLLM did not start.
     """
 
     def __init__(self, plan: EnginePlan, *, wait: float | None) -> None:
@@ -39,8 +37,7 @@ class ColocatedEngine:
             arguments["distributed_executor_backend"] = "external_launcher"
             arguments["distributed_timeout_seconds"] = arguments["cpu_distributed_timeout_seconds"] = math.ceil(wait)
         self._plan, self._asleep, self._answered = plan, False, False
-        self._version = 0
-        self._syncs = 0
+        self._version = self._syncs = 0
         self._less_memory = vllm_compat.what_helps(arguments)
         with self._kept_as_is():
             self._vllm = vllm_compat.import_vllm()

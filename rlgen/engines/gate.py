@@ -36,10 +36,7 @@ class Gate:
     """ASGI middleware for `vllm --middleware rlgen.engines.gate.Gate`: requires `Authorization: Bearer TOKEN` on every route.
 
     vLLM's own `--api-key` protects only some path prefixes; routes that load weights or run methods stay open. The middleware
-    also adds one route, see `Arrays`.
-
-    Raises:
-        SetupError: the environment variable RLGEN_SERVER_TOKEN is not set.
+    also adds one route, see `Arrays`. Raises SetupError if the environment variable RLGEN_SERVER_TOKEN is not set.
     """
 
     def __init__(self, app: App) -> None:

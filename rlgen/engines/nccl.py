@@ -1,11 +1,9 @@
 """Sends weights to servers from GPU to GPU, with vLLM's own transfer engine over NCCL.
 
 The trainer is rank 0 of a process group; each worker of each server is another rank. A sync makes these calls, each to all
-servers at once:
+servers at once; each broadcast carries the bytes of as many tensors as fit into BUCKET_BYTES:
 
     rlgen_listen, /start_weight_update, (/update_weights while this side broadcasts), ..., /finish_weight_update, rlgen_heard
-
-Each broadcast carries one bucket: the bytes of as many tensors as fit into BUCKET_BYTES, one after the other.
 
 Two NCCL ranks cannot share a GPU. vLLM can share memory of one GPU between processes (IPC), but over HTTP only with pickled
 handles and VLLM_ALLOW_INSECURE_SERIALIZATION=1, with which anyone who can reach the server can run code there: rlgen never sets
@@ -48,9 +46,7 @@ class Broadcast:
         connect: joins as rank 0, given host, port and number of ranks; waits until all have joined.
         timeout: seconds that each phase of a sync may take.
 
-    Raises:
-        SetupError: there is no GPU here.
-        EngineError: a server cannot receive weights over NCCL, or a rank did not join.
+    Raises EngineError if a server cannot receive weights over NCCL, or a rank did not join.
     """
 
     def __init__(
@@ -65,12 +61,12 @@ class Broadcast:
         common = {"master_address": host, "master_port": port, "world_size": world, **packing}
         first_rank = dict(zip([server.url for server in servers], offsets, strict=True))
 
-        def info(server: Server) -> dict[str, Any]:
-            return {"init_info": {**common, "rank_offset": first_rank[server.url]}}
+        def join(server: Server) -> None:
+            info = {**common, "rank_offset": first_rank[server.url]}
+            server.call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout)
 
         phase = f"joining a group of {world} at {host}:{port}"
-        ours = partial(connect, host, port, world)
-        self._endpoint = self._post_to_all("/init_weight_transfer_engine", info, ours, phase)[TRAINER]
+        self._endpoint = self._together(phase, join, partial(connect, host, port, world))[TRAINER]
 
     @property
     def broken(self) -> bool:
@@ -106,17 +102,10 @@ class Broadcast:
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
-        self._post_to_all("/update_weights", lambda _: {"update_info": info}, lambda: endpoint.broadcast(packed(tensors)))
+        self._post_to_all("/update_weights", {"update_info": info}, lambda: endpoint.broadcast(packed(tensors)))
 
-    def _post_to_all(
-        self,
-        route: str,
-        body: Callable[[Server], Any] = lambda _: None,
-        ours: Callable[[], Any] | None = None,
-        phase: str | None = None,
-    ) -> dict[str, Any]:
-        """Posts to every server as `_together` calls them, in a phase that is named after the route unless it has a name."""
-        return self._together(phase or route, lambda server: server.call("POST", route, body(server), self._timeout), ours)
+    def _post_to_all(self, route: str, body: Any = None, ours: Callable[[], Any] | None = None) -> None:
+        self._together(route, lambda server: server.call("POST", route, body, self._timeout), ours)
 
     def _together(self, phase: str, call: Callable[[Server], Any], ours: Callable[[], Any] | None = None) -> dict[str, Any]:
         """Calls `call` with every server, and `ours`, at the same time. Returns the results by URL, that of `ours` by TRAINER.
@@ -154,10 +143,7 @@ class Broadcast:
 
 
 def started(call: Callable[[], Any]) -> "Future[Any]":
-    """Returns the future of `call`, which runs in a daemon thread.
-
-    A call that hangs does not keep the process from ending, as a thread pool would.
-    """
+    """Runs `call` in a daemon thread: one that hangs does not keep the process from ending, as a thread pool would."""
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -38,8 +38,7 @@ class FileTransfer:
     Args:
         parent: a folder with the same path on the servers; None: shared memory, for servers on this machine.
 
-    Raises:
-        EngineError: `parent` is not a folder.
+    Raises EngineError if `parent` is not a folder.
     """
 
     def __init__(self, parent: str | None) -> None:

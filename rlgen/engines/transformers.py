@@ -42,8 +42,7 @@ class TransformersEngine:
         max_num_seqs: completions decoded at the same time.
         vision: embeds the images of prompts; None: the model reads none.
 
-    Raises:
-        SetupError: the model's code cannot decode a batch with a cache.
+    Raises SetupError if the model's code cannot decode a batch with a cache.
     """
 
     def __init__(
